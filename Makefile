@@ -1,0 +1,46 @@
+# Everything a person or CI runs. Each target sets up what it needs; a second call does not reinstall.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help install demo test test-slow test-gpu check bench clean
+
+help:  ## what there is to run
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 — \2/p' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed  ## make .venv with everything that demo, tests and checks need
+
+# torch first, exactly pinned: a looser request would bring the newest build, with gigabytes of CUDA packages.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): torch is about 200 MB to download as a CPU build (2–3 GB where pip's index gives the CUDA build)."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install  ## see it work, in under a minute
+	@$(BIN)/evergrad demo
+
+test: install  ## all tests that a plain machine can run
+	$(PYTEST) -n 2
+
+test-slow: install  ## the long ones: files over 4 GB, more mutations
+	$(PYTEST) -m slow
+
+test-gpu: install  ## the ones that need a CUDA device
+	$(PYTEST) -m gpu
+
+check: install  ## style, types, and the rules of the house
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(PYTEST) -q -m check
+
+bench: install  ## every benchmark; results go to benchmarks/results
+	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main || exit 1; done
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

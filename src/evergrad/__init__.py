@@ -1,0 +1,66 @@
+"""Evergrad keeps distributed PyTorch training alive through crashes and silent data corruption.
+
+>>> import evergrad as eg
+>>> with eg.open_checkpoint("model.pt") as ck:                          # doctest: +SKIP
+...     ck.read("model/fc.weight")
+
+Names are loaded when they are first used: importing evergrad costs no torch import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evergrad.errors import EvergradError
+    from evergrad.formats import Checkpoint, compare, convert, open_checkpoint
+    from evergrad.records import Comparison, Role, TensorDiff, TensorInfo
+    from evergrad.state import FlatState, Skeleton, flatten, select, unflatten
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoint": "formats",
+    "Comparison": "records",
+    "EvergradError": "errors",
+    "FlatState": "state",
+    "Role": "records",
+    "Skeleton": "state",
+    "TensorDiff": "records",
+    "TensorInfo": "records",
+    "compare": "formats",
+    "convert": "formats",
+    "flatten": "state",
+    "open_checkpoint": "formats",
+    "select": "state",
+    "unflatten": "state",
+}
+
+__all__ = [
+    "Checkpoint",
+    "Comparison",
+    "EvergradError",
+    "FlatState",
+    "Role",
+    "Skeleton",
+    "TensorDiff",
+    "TensorInfo",
+    "compare",
+    "convert",
+    "flatten",
+    "open_checkpoint",
+    "select",
+    "unflatten",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'evergrad' has no attribute {name!r}")
+    value = getattr(import_module(f"evergrad.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,142 @@
+"""Every error a user can meet, as one tree.
+
+    EvergradError
+    ├── UsageError            what was asked for cannot be done: a wrong index, a bad pattern
+    │   ├── UnknownTensor     a name or pattern that matches nothing; suggests the nearest
+    │   └── ConversionLoss    a conversion that would lose something; lists what
+    ├── StateError            a live state holds something that cannot be named and stored
+    └── FormatError           a file or folder that cannot be served
+        ├── FileAccessError   missing, not readable, not writable, disk full
+        ├── UnknownFormat     no format recognises the content
+        ├── DamagedFile       truncated, inconsistent or outside its own bounds
+        ├── LimitExceeded     would take more memory or time than any real checkpoint needs
+        └── UnsupportedContent  sound, but of a kind that is not served
+
+Each message is one line: what, where, expected, found, next step. On the command line every one of them
+is that line on stderr and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from os import PathLike
+
+__all__ = [
+    "ConversionLoss",
+    "DamagedFile",
+    "EvergradError",
+    "FileAccessError",
+    "FormatError",
+    "LimitExceeded",
+    "StateError",
+    "UnknownFormat",
+    "UnknownTensor",
+    "UnsupportedContent",
+    "UsageError",
+    "nearest",
+]
+
+
+class EvergradError(Exception):
+    """The root: catch this to catch everything that Evergrad raises on purpose."""
+
+
+class UsageError(EvergradError):
+    """What was asked for cannot be done as asked."""
+
+
+class UnknownTensor(UsageError):
+    """A name or a pattern that matches no tensor."""
+
+    def __init__(self, asked: str, known: Iterable[str], *, where: str = "", what: str = "tensor") -> None:
+        known = list(known)
+        close = nearest(asked, known)
+        if close:
+            hint = "Did you mean " + " or ".join(repr(name) for name in close) + "?"
+        elif known:
+            hint = f"There are {len(known)}, the first is {known[0]!r}."
+        else:
+            hint = "There are none."
+        place = f"{where}: " if where else ""
+        super().__init__(f"{place}unknown {what} {asked!r}. {hint}")
+
+
+class ConversionLoss(UsageError):
+    """A conversion that could not keep everything; `losses` says what."""
+
+    def __init__(self, message: str, losses: list[str]) -> None:
+        super().__init__(message)
+        self.losses = losses
+
+
+class StateError(EvergradError):
+    """A live state holds something that has no name, or no form that can be stored."""
+
+
+class FormatError(EvergradError):
+    """A file or folder that cannot be served.
+
+    >>> print(FormatError("a.pt", "zip directory cut short", expected="46 bytes", found="12"))
+    a.pt: zip directory cut short (expected 46 bytes, found 12)
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        what: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        hint: str = "",
+    ) -> None:
+        parts = []
+        if expected is not None:
+            parts.append(f"expected {expected}")
+        if found is not None:
+            parts.append(f"found {found}")
+        detail = f" ({', '.join(parts)})" if parts else ""
+        tail = f". {hint}" if hint else ""
+        super().__init__(_one_line(f"{path}: {what}{detail}{tail}"))
+
+
+class FileAccessError(FormatError):
+    """The file system refuses: missing, not permitted, full."""
+
+
+class UnknownFormat(FormatError):
+    """No format recognises the content."""
+
+
+class DamagedFile(FormatError):
+    """The file contradicts itself: truncated, altered, or made to mislead."""
+
+
+class LimitExceeded(FormatError):
+    """Reading on would take more memory or time than a real checkpoint needs."""
+
+
+class UnsupportedContent(FormatError):
+    """The content is sound, but of a kind that is not served."""
+
+
+def nearest(asked: str, known: Iterable[str], count: int = 2) -> list[str]:
+    """The known names most like the asked one, best first; none if nothing is alike."""
+    known = list(known)
+    # difflib is quadratic in the worst case: on very long lists, compare with names of a similar length only.
+    if len(known) > 5_000:
+        known = [name for name in known if abs(len(name) - len(asked)) <= 8][:5_000]
+    found = difflib.get_close_matches(asked, known, n=count, cutoff=0.6)
+    tail = asked.rsplit("/", 1)[-1]
+    for name in known:
+        if len(found) >= count:
+            break
+        if name not in found and name.rsplit("/", 1)[-1] == tail:
+            found.append(name)
+    return found
+
+
+def _one_line(text: str, limit: int = 600) -> str:
+    """Keep a message to one printable line, whatever a hostile file put into its names."""
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,116 @@
+"""Checkpoints whose tensors lie at known places in a file: nearly all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.dtypes import DType
+from evergrad.formats.contract import Bits, Checkpoint
+from evergrad.formats.region import Region
+from evergrad.records import Neighbour, Role, TensorInfo
+from evergrad.state import Placement, Skeleton, role_of
+from evergrad.state.sharing import byte_extent
+
+__all__ = ["AddressedCheckpoint", "describe"]
+
+MAX_OVERLAPPING = 2_000  # real files tie a handful; naming all pairs of more would be quadratic
+
+
+class Closes(Protocol):
+    """Whatever has to be let go of in the end."""
+
+    def close(self) -> None:
+        """Make changes durable and let go; twice is fine."""
+
+
+class AddressedCheckpoint(Checkpoint):
+    """A checkpoint given by where its tensors are; `locate` finds a place when it is first needed."""
+
+    def __init__(
+        self,
+        format: str,
+        path: Path,
+        tensors: Mapping[str, TensorInfo],
+        locate: Callable[[str], Region],
+        holder: Closes,
+        *,
+        skeleton: Skeleton | None = None,
+        others: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.format = format
+        self.path = path
+        self.tensors = tensors
+        self.others = others or {}
+        self.metadata = metadata or {}
+        self.skeleton = Skeleton.of_names(tensors) if skeleton is None else skeleton
+        self._locate = locate
+        self._holder = holder
+        self._regions: dict[str, Region] = {}
+
+    def _read_bits(self, name: str, start: int, stop: int) -> Bits:
+        return self._region(name).read(start, stop)
+
+    def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
+        return self._region(name).xor(indices, patterns)
+
+    def close(self) -> None:
+        """Make changes durable and let go of the file; twice is fine."""
+        self._regions.clear()
+        self._holder.close()
+
+    def _region(self, name: str) -> Region:
+        region = self._regions.get(name)
+        if region is None:
+            region = self._locate(name)
+            region.check(name)
+            self._regions[name] = region
+        return region
+
+
+def describe(
+    placements: Iterable[tuple[Placement, DType]], roles: Mapping[str, Role] | None = None
+) -> dict[str, TensorInfo]:
+    """The tensors at these places, each knowing who lies in the same bytes."""
+    placements = list(placements)
+    neighbours = _neighbours([placement for placement, _ in placements])
+    infos: dict[str, TensorInfo] = {}
+    for placement, dtype in placements:
+        name = placement.path
+        role = (roles or {}).get(name) or role_of(name, is_float=dtype.is_float, rank=len(placement.shape))
+        size = dtype.itemsize
+        for length in placement.shape:
+            size *= length
+        infos[name] = TensorInfo(name, placement.shape, dtype, role, size, neighbours.get(name, ()))
+    return infos
+
+
+def _neighbours(placements: list[Placement]) -> dict[str, tuple[Neighbour, ...]]:
+    """For each tensor whose bytes overlap another's: the whole chain of overlapping ones, one tuple for all."""
+    stores: dict[Hashable, list[Neighbour]] = {}
+    for place in placements:
+        extent = byte_extent(place.shape, place.stride, place.itemsize)
+        if extent:
+            stores.setdefault(place.storage, []).append(Neighbour(place.path, place.offset, place.offset + extent))
+    found: dict[str, tuple[Neighbour, ...]] = {}
+    for members in stores.values():
+        if len(members) == 1:
+            continue
+        members.sort(key=lambda member: member.start)
+        chain, reach = [members[0]], members[0].stop
+        for member in [*members[1:], Neighbour("", 1 << 62, 1 << 62)]:
+            if member.start < reach:
+                chain.append(member)
+                if len(chain) > MAX_OVERLAPPING:
+                    raise ValueError(f"more than {MAX_OVERLAPPING} tensors overlap in one chain of bytes")
+                reach = max(reach, member.stop)
+                continue
+            if len(chain) > 1:
+                found.update(dict.fromkeys((link.name for link in chain), tuple(chain)))
+            chain, reach = [member], member.stop
+    return found

@@ -1,0 +1,318 @@
+"""Zip archives as the checkpoint formats use them: members at known offsets, with checksums that follow.
+
+The standard library reads zip files, but does not say where a member's bytes and its checksums lie, which is
+what altering in place needs; so the directory is read here. Rewriting an archive is the standard library's.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
+from evergrad.formats.crc import CRC32
+from evergrad.formats.durable import replacing
+from evergrad.formats.region import DataFile, file_errors
+
+__all__ = ["Archive", "Inflated", "Member"]
+
+MAX_MEMBERS = 2_000_000
+MAX_DIRECTORY_BYTES = 1 << 29
+# Deflate reaches 1032:1 at most; a member that claims more was made to mislead.
+MAX_INFLATION = 1100
+
+_STORED, _DEFLATED = 0, 8
+_ENTRY = struct.Struct("<4s6H3L5H2L")  # central directory entry, 46 bytes
+_LOCAL = struct.Struct("<4s5H3L2H")  # local header, 30 bytes
+_END = struct.Struct("<4s4H2LH")  # end of central directory, 22 bytes
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+
+
+@dataclass(slots=True)
+class Member:
+    """One file in the archive, as its directory describes it."""
+
+    name: str
+    method: int
+    flags: int
+    crc: int
+    stored_size: int
+    size: int
+    header: int  # where its local header is
+    entry: int  # where its directory entry is
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A zip file's directory; nothing is decompressed or read before it is asked for."""
+
+    file: DataFile
+    members: Mapping[str, Member]
+    directory: int
+    inflated: dict[str, Inflated] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> Archive:
+        """Read the directory; `DamagedFile` if there is none, or if it points outside."""
+        file = DataFile(path)
+        try:
+            start, length, count = _find_directory(file)
+            return cls(file, {m.name: m for m in _entries(file, start, length, count)}, start)
+        except BaseException:
+            file.close()
+            raise
+
+    def data_offset(self, member: Member) -> int:
+        """Where a stored member's bytes begin in the file."""
+        header = _LOCAL.unpack(self.file.read(member.header, _LOCAL.size))
+        if header[0] != b"PK\x03\x04":
+            found = header[0].hex()
+            raise DamagedFile(
+                self.file.path,
+                f"no local header for {member.name!r} at {member.header}",
+                expected="504b0304",
+                found=found,
+            )
+        offset = member.header + _LOCAL.size + header[9] + header[10]
+        if offset + member.stored_size > self.directory:
+            raise DamagedFile(self.file.path, f"{member.name!r} runs into the zip directory")
+        return offset
+
+    def read(self, member: Member, limit: int) -> bytes:
+        """A whole member, decompressed; `LimitExceeded` if it is larger than `limit` bytes."""
+        if member.size > limit:
+            raise LimitExceeded(
+                self.file.path, f"{member.name!r} is too large", expected=f"at most {limit} bytes", found=member.size
+            )
+        if member.method == _STORED:
+            return self.file.read(self.data_offset(member), member.size)
+        return bytes(self.inflate(member).view())
+
+    def inflate(self, member: Member) -> Inflated:
+        """A compressed member in memory; one object a member, so that changes add up."""
+        if member.name not in self.inflated:
+            self.inflated[member.name] = Inflated(self, member)
+        return self.inflated[member.name]
+
+    def forget_unchanged(self) -> None:
+        """Let at most one unaltered member stay in memory."""
+        for data in self.inflated.values():
+            if not data.changed:
+                data.forget()
+
+    def seal(self, member: Member) -> ZipSeal | None:
+        """The checksums to keep right when a stored member is altered.
+
+        None where the writer left them out: torch can be told to, and then writes 0.
+        """
+        return ZipSeal(self, member, self.data_offset(member)) if member.crc else None
+
+    def close(self) -> None:
+        """Make changes durable: rewrite the archive if compressed members were altered, and close."""
+        changed = {name: data for name, data in self.inflated.items() if data.changed}
+        self.inflated.clear()
+        self.file.close()
+        if changed:
+            _rewrite(self.file.path, changed)
+
+
+class ZipSeal:
+    """The CRC of a stored member, in the directory and in its local header or data descriptor."""
+
+    def __init__(self, archive: Archive, member: Member, data_offset: int) -> None:
+        self._archive, self._member, self._data = archive, member, data_offset
+
+    def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
+        """Put every copy of the checksum right."""
+        member = self._member
+        member.crc ^= CRC32.change(addresses - self._data, deltas, member.size)
+        view = self._archive.file.writable()
+        value = np.frombuffer(struct.pack("<L", member.crc), np.uint8)
+        view[member.entry + 16 : member.entry + 20] = value
+        if member.flags & 0x08:
+            place = self._data + member.stored_size
+            if bytes(view[place : place + 4]) == b"PK\x07\x08":
+                place += 4
+        else:
+            place = member.header + 14
+        view[place : place + 4] = value
+
+
+class Inflated:
+    """A compressed member; in memory while it is the last one used or has been altered.
+
+    Changes are written back when the archive is closed.
+    """
+
+    def __init__(self, archive: Archive, member: Member) -> None:
+        self.path = archive.file.path
+        self.size = member.size
+        self.changed = False
+        self._archive, self._member = archive, member
+        self._data: npt.NDArray[np.uint8] | None = None
+        if member.size > MAX_INFLATION * member.stored_size + 64:
+            raise LimitExceeded(self.path, f"{member.name!r} claims {member.size} bytes from {member.stored_size}")
+
+    def prefix(self, length: int) -> bytes:
+        """The first bytes, without decompressing the rest."""
+        return self._decompress(min(self._member.stored_size, length + 1024), length)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes, or `DamagedFile`."""
+        buffer = np.empty(length, np.uint8)
+        self.read_into(offset, buffer)
+        return buffer.tobytes()
+
+    def read_into(self, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill the buffer from here on, or raise `DamagedFile`."""
+        piece = self.view()[offset : offset + len(buffer)]
+        if len(piece) != len(buffer):
+            raise DamagedFile(self.path, f"truncated at byte {offset} of {self._member.name!r}")
+        buffer[:] = piece
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """All bytes, to look at."""
+        if self._data is None:
+            self._archive.forget_unchanged()
+            data = self._decompress(self._member.stored_size, self.size)
+            if len(data) != self.size:
+                found, expected = len(data), f"{self.size} bytes"
+                raise DamagedFile(
+                    self.path, f"{self._member.name!r} decompresses short", expected=expected, found=found
+                )
+            self._data = np.frombuffer(bytearray(data), np.uint8)
+        return self._data
+
+    def writable(self) -> npt.NDArray[np.uint8]:
+        """All bytes, to alter; the archive is rewritten when it is closed."""
+        if not os.access(self.path, os.W_OK):
+            raise FileAccessError(self.path, "cannot be altered: permission denied")
+        self.changed = True
+        return self.view()
+
+    def forget(self) -> None:
+        """Free the memory; what was read can be read again."""
+        self._data = None
+
+    def close(self) -> None:
+        """Nothing to let go: the archive writes changes back."""
+
+    def _decompress(self, compressed: int, length: int) -> bytes:
+        try:
+            raw = self._archive.file.read(self._archive.data_offset(self._member), compressed)
+            return zlib.decompressobj(-15).decompress(raw, length) if length else b""
+        except zlib.error as error:
+            raise DamagedFile(self.path, f"{self._member.name!r} does not decompress: {error}") from None
+
+
+def _rewrite(path: Path, changed: Mapping[str, Inflated]) -> None:
+    """Write the archive anew, members in the same order, with the altered ones compressed again."""
+    with replacing(path) as temporary, file_errors(path, "cannot be rewritten"):
+        try:
+            with zipfile.ZipFile(path) as old, zipfile.ZipFile(temporary, "w") as new:
+                for info in old.infolist():
+                    target = copy.copy(info)
+                    target.extra = b""
+                    with new.open(target, "w", force_zip64=info.file_size >= 1 << 31) as out:
+                        if info.filename in changed:
+                            out.write(changed[info.filename].view().data)
+                            continue
+                        with old.open(info) as source:
+                            while block := source.read(1 << 20):
+                                out.write(block)
+        except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError) as error:
+            raise DamagedFile(path, f"cannot be rewritten: {error}") from None
+
+
+def _find_directory(file: DataFile) -> tuple[int, int, int]:
+    """Start, length and number of entries of the central directory."""
+    tail_size = min(file.size, 65535 + _END.size)
+    tail = file.read(file.size - tail_size, tail_size)
+    place = tail.rfind(b"PK\x05\x06")
+    if place < 0 or len(tail) - place < _END.size:
+        raise DamagedFile(file.path, "no zip directory at the end", expected="504b0506", found="a truncated archive")
+    at = file.size - tail_size + place
+    _, _, _, _, count, length, start, _ = _END.unpack_from(tail, place)
+    if at >= _END64_LOCATOR.size:
+        magic, _, where, _ = _END64_LOCATOR.unpack(file.read(at - _END64_LOCATOR.size, _END64_LOCATOR.size))
+        if magic == b"PK\x06\x07":
+            end64 = _END64.unpack(file.read(where, _END64.size))
+            if end64[0] != b"PK\x06\x06":
+                raise DamagedFile(file.path, "no zip64 directory end where its locator points")
+            count, length, start = end64[7], end64[8], end64[9]
+            at = where
+    if start + length > at:
+        raise DamagedFile(file.path, "zip directory lies outside", expected=f"an end before {at}", found=start + length)
+    if length > MAX_DIRECTORY_BYTES or count > MAX_MEMBERS:
+        raise LimitExceeded(file.path, f"zip directory of {count} members", expected=f"at most {MAX_MEMBERS}")
+    return start, length, count
+
+
+def _entries(file: DataFile, start: int, length: int, count: int) -> Iterator[Member]:
+    directory = file.read(start, length)
+    position = 0
+    for number in range(count):
+        if position + _ENTRY.size > length:
+            raise DamagedFile(file.path, "zip directory cut short", expected=f"{count} members", found=number)
+        fields = _ENTRY.unpack_from(directory, position)
+        name_end = position + _ENTRY.size + fields[10]
+        extra_end = name_end + fields[11]
+        if fields[0] != b"PK\x01\x02" or extra_end > length:
+            raise DamagedFile(file.path, f"zip directory entry {number} is damaged")
+        raw_name = directory[position + _ENTRY.size : name_end]
+        try:
+            name = raw_name.decode("utf-8" if fields[3] & 0x800 else "cp437")
+        except UnicodeDecodeError:
+            raise DamagedFile(file.path, f"zip directory entry {number} has a name that is not text") from None
+        sizes = _zip64(directory[name_end:extra_end], size=fields[9], stored=fields[8], header=fields[16])
+        member = Member(name, fields[4], fields[3], fields[7], sizes[1], sizes[0], sizes[2], start + position)
+        _check_member(file, member, start)
+        yield member
+        position = extra_end + fields[12]
+
+
+def _check_member(file: DataFile, member: Member, directory: int) -> None:
+    if member.flags & 0x01:
+        raise UnsupportedContent(file.path, f"{member.name!r} is encrypted")
+    if member.method not in (_STORED, _DEFLATED):
+        raise UnsupportedContent(file.path, f"{member.name!r} is compressed by method {member.method}")
+    if member.header + _LOCAL.size + member.stored_size > directory:
+        raise DamagedFile(
+            file.path,
+            f"zip member {member.name!r} lies outside",
+            expected=f"an end before {directory}",
+            found=member.header + _LOCAL.size + member.stored_size,
+        )
+    if member.method == _STORED and member.size != member.stored_size:
+        raise DamagedFile(
+            file.path, f"{member.name!r} is stored, yet has two sizes: {member.size}, {member.stored_size}"
+        )
+
+
+def _zip64(extra: bytes, *, size: int, stored: int, header: int) -> tuple[int, int, int]:
+    """Sizes and offset, from the zip64 field where the 32-bit ones are full."""
+    if 0xFFFFFFFF not in (size, stored, header):
+        return size, stored, header
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{min(length, len(extra) - position - 4) // 8}Q", extra, position + 4))
+            if size == 0xFFFFFFFF and values:
+                size = values.pop(0)
+            if stored == 0xFFFFFFFF and values:
+                stored = values.pop(0)
+            if header == 0xFFFFFFFF and values:
+                header = values.pop(0)
+        position += 4 + length
+    return size, stored, header

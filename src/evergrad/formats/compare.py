@@ -1,0 +1,145 @@
+"""Two checkpoints, tensor by tensor, in any formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.formats.contract import Checkpoint, blocks
+from evergrad.formats.registry import open_checkpoint
+from evergrad.formats.values import finite, values
+from evergrad.records import Comparison, TensorDiff, TensorInfo
+from evergrad.state import Where, select
+
+__all__ = ["compare"]
+
+_WRAPPERS = ("module.", "_orig_mod.")
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes compared so far and the bytes in all."""
+
+
+def compare(
+    a: str | PathLike[str] | Checkpoint,
+    b: str | PathLike[str] | Checkpoint,
+    *,
+    where: Where = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """How two checkpoints differ: per tensor equal or not, changed elements, max |Δ|, non-finite values.
+
+    Equal means bit for bit. Tensors are matched by name; the `module.` and `_orig_mod.` that DDP and
+    `torch.compile` put before names are ignored. `where` limits the comparison to a selection of `a`. Memory
+    stays bounded whatever the tensors' size.
+    """
+    with ExitStack() as stack:
+        first = a if isinstance(a, Checkpoint) else stack.enter_context(open_checkpoint(a))
+        second = b if isinstance(b, Checkpoint) else stack.enter_context(open_checkpoint(b))
+        names = select(first.tensors, where)
+        partners = _partners(first.tensors, second.tensors)
+        total = sum(first.tensors[name].nbytes for name in names)
+        done = 0
+        rows: list[TensorDiff] = []
+        for name in names:
+            other = partners.get(name)
+            if other is None:
+                rows.append(TensorDiff(name, "only in a", numel=first.tensors[name].numel))
+            else:
+                rows.append(_compare(first, name, second, other))
+            done += first.tensors[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        if where is None:
+            met = set(partners.values())
+            rows += [
+                TensorDiff(name, "only in b", numel=info.numel)
+                for name, info in second.tensors.items()
+                if name not in met
+            ]
+        return Comparison(str(first.path), str(second.path), first.format, second.format, tuple(rows))
+
+
+def _partners(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
+    """Which name of b goes with which of a: the same, or the same without wrappers' prefixes, if that is clear."""
+    right = set(b)
+    found = {name: name for name in a if name in right}
+    taken = set(found.values())
+    bare: dict[str, list[str]] = {}
+    for name in right - taken:
+        bare.setdefault(_unwrapped(name), []).append(name)
+    for name in a:
+        candidates = [] if name in found else bare.get(_unwrapped(name), [])
+        if len(candidates) == 1 and candidates[0] not in taken:
+            found[name] = candidates[0]
+            taken.add(candidates[0])
+    return found
+
+
+def _unwrapped(name: str) -> str:
+    segments = name.split("/")
+    for index, segment in enumerate(segments):
+        while segment.startswith(_WRAPPERS):
+            segment = segment.split(".", 1)[1]
+        segments[index] = segment.replace("._orig_mod.", ".").replace(".module.", ".")
+    return "/".join(segments)
+
+
+def _compare(first: Checkpoint, name: str, second: Checkpoint, other: str) -> TensorDiff:
+    a, b = first.tensors[name], second.tensors[other]
+    other_name = other if other != name else None
+    if a.shape != b.shape:
+        return TensorDiff(name, "shape", other_name, f"{_shape(a)} / {_shape(b)}", a.numel)
+    changed = nonfinite_a = nonfinite_b = 0
+    largest = 0.0
+    for start, stop in blocks(a):
+        x, y = first.read_bits(name, start, stop), second.read_bits(other, start, stop)
+        numbers_x = values(x, a.dtype)
+        ok_x = finite(numbers_x)
+        nonfinite_a += int(len(ok_x) - np.count_nonzero(ok_x))
+        if a.dtype is b.dtype:
+            unequal = x != y if x.ndim == 1 else (x != y).any(axis=1)
+            if not unequal.any():
+                nonfinite_b += int(len(ok_x) - np.count_nonzero(ok_x))
+                continue
+            numbers_y = values(y, b.dtype)
+        else:
+            numbers_y = values(y, b.dtype)
+            numbers_x, numbers_y = _wide(numbers_x), _wide(numbers_y)
+            if numbers_x.ndim != numbers_y.ndim:
+                return TensorDiff(name, "dtype", other_name, f"{a.dtype} / {b.dtype}", a.numel, a.numel)
+            unequal = ~((numbers_x == numbers_y) | (np.isnan(numbers_x) & np.isnan(numbers_y)))
+            unequal = unequal if unequal.ndim == 1 else unequal.any(axis=1)
+        ok_y = finite(numbers_y)
+        nonfinite_b += int(len(ok_y) - np.count_nonzero(ok_y))
+        changed += int(np.count_nonzero(unequal))
+        both = unequal & ok_x & ok_y
+        if both.any():
+            largest = max(largest, _largest(numbers_x[both], numbers_y[both]))
+    status, detail = ("changed" if changed else "equal"), ""
+    if a.dtype is not b.dtype:
+        status, detail = "dtype", f"{a.dtype} / {b.dtype}"
+    return TensorDiff(name, status, other_name, detail, a.numel, changed, largest, nonfinite_a, nonfinite_b)
+
+
+def _wide(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    return numbers.astype(np.float64)
+
+
+def _largest(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
+    """The largest |x − y|, without overflow; of complex numbers, the modulus."""
+    if x.dtype.kind in "iu":
+        # The difference of two 64-bit integers fits into 64 unsigned bits.
+        high, low = np.maximum(x, y), np.minimum(x, y)
+        return float((high.astype(np.uint64) - low.astype(np.uint64)).max())
+    with np.errstate(over="ignore"):
+        delta = np.abs(x.astype(np.float64) - y.astype(np.float64))
+        return float((np.hypot(delta[:, 0], delta[:, 1]) if delta.ndim == 2 else delta).max())
+
+
+def _shape(info: TensorInfo) -> str:
+    return "×".join(str(n) for n in info.shape) or "scalar"

@@ -1,0 +1,215 @@
+"""What a format is, and what every opened checkpoint offers.
+
+To add a format, write a `Format` and a `Checkpoint` (most need no class of their own: `AddressedCheckpoint`
+serves everything whose tensors lie at known places), name the format in the entry-point group
+`evergrad.formats`, and run `evergrad.testing.FormatContract` over it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.errors import ConversionLoss, UnknownTensor, UnsupportedContent, UsageError
+from evergrad.formats.region import file_errors
+from evergrad.records import TensorInfo
+from evergrad.state import Skeleton, unflatten
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "Format", "Probe"]
+
+Bits = npt.NDArray[np.unsignedinteger]
+_BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What recognising looks at: the first bytes of a file, or the names in a folder."""
+
+    path: Path
+
+    @cached_property
+    def is_folder(self) -> bool:
+        """Whether the path is a folder."""
+        return self.path.is_dir()
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 4 KiB of a file; nothing for a folder."""
+        if self.is_folder:
+            return b""
+        with file_errors(self.path), self.path.open("rb") as file:
+            return file.read(4096)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names in a folder; none for a file."""
+        if not self.is_folder:
+            return frozenset()
+        with file_errors(self.path):
+            return frozenset(child.name for child in self.path.iterdir())
+
+
+class Format(ABC):
+    """One checkpoint format: how to recognise, open and, where it can be written, write it.
+
+    Stateless: one instance serves every file. Nothing that a file contains is ever executed, and whatever a
+    file contains, only `EvergradError` may come out.
+    """
+
+    name: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """The endings under which `convert` writes this format; none if it cannot be written."""
+
+    @abstractmethod
+    def recognises(self, probe: Probe) -> bool:
+        """Whether the content, not the name, is of this format."""
+
+    @abstractmethod
+    def open(self, path: Path) -> Checkpoint:
+        """Open a recognised file or folder, at a cost that grows with its tensors and not with its bytes."""
+
+    def losses(self, source: Checkpoint) -> list[str]:
+        """What writing `source` in this format would lose, one item each; an empty list if nothing."""
+        return [f"everything: {self.name} cannot be written"]
+
+    def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
+        """Write `source` to a path that is moved into place by the caller."""
+        raise UnsupportedContent(path, f"{self.name} cannot be written")
+
+
+class Checkpoint(ABC):
+    """A checkpoint as named, addressable tensors.
+
+    Opening reads no tensor. `read` gives values, `xor` alters bits in place; changes are durable after
+    `close`, which leaving the `with` block calls. Not thread-safe. Bits are unsigned integers of the
+    element's width; complex elements are rows of two, real part first.
+    """
+
+    format: str
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    others: Mapping[str, str]
+    """What the file holds besides tensors and plain values: name → what it is. Listed, and left alone."""
+    metadata: Mapping[str, str]
+    """The container's own notes, where it has some."""
+    skeleton: Skeleton
+    """How the tensors are nested, and the values between them."""
+
+    @abstractmethod
+    def _read_bits(self, name: str, start: int, stop: int) -> Bits:
+        """The bits of the elements `start` to `stop`, in C order. The name and the range are valid."""
+
+    @abstractmethod
+    def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
+        """Alter elements in place and return their old bits. The arguments are valid."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make changes durable and let go of the files; twice is fine."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name, as a new contiguous tensor on the CPU."""
+        import torch
+
+        info = self._info(name)
+        if info.numel == 0:
+            return torch.empty(info.shape, dtype=info.dtype.torch)
+        raw = self.read_bits(name).reshape(-1).view(np.uint8)
+        return torch.from_numpy(raw).view(info.dtype.torch).reshape(info.shape)
+
+    def read_bits(self, name: str, start: int = 0, stop: int | None = None) -> Bits:
+        """The bits of a range of elements, in C order; all of them by default."""
+        info = self._info(name)
+        stop = info.numel if stop is None else stop
+        if not 0 <= start <= stop <= info.numel:
+            raise UsageError(f"{name}: no elements {start} to {stop} (it has {info.numel})")
+        return self._read_bits(name, start, stop)
+
+    def xor(self, name: str, indices: npt.ArrayLike, patterns: npt.ArrayLike) -> Bits:
+        """XOR bit patterns onto elements, in place, and return their old bits.
+
+        `indices` count elements in C order, `patterns` has one unsigned integer each (a row of two for complex
+        elements). An index may come twice: every pattern counts, and the old bits are those before the call.
+        Checksums of the container are kept valid. Tensors that share the bytes change with it.
+
+        >>> old = ck.xor("model/fc.weight", [3], [0x80000000])          # doctest: +SKIP
+        """
+        info = self._info(name)
+        where = np.asarray(indices)
+        if where.size == 0:
+            where = where.astype(np.int64)
+        if where.ndim != 1 or where.dtype.kind not in "iu":
+            raise UsageError(f"{name}: indices must be a list of integers (found {where.dtype}, {where.ndim} axes)")
+        if where.size and not (0 <= int(where.min()) and int(where.max()) < info.numel):
+            wrong = int(where.max()) if int(where.max()) >= info.numel else int(where.min())
+            raise UsageError(f"{name}: no element {wrong} (expected 0 to {info.numel - 1})")
+        return self._xor_bits(name, where.astype(np.int64), _patterns(info, len(where), patterns))
+
+    def state(self) -> Any:
+        """The nested state: dicts, lists and values as they were saved, tensors sharing as they did.
+
+        Raises `UnsupportedContent` where the file holds objects of a class that would have to be run.
+        """
+        if self.others:
+            name, what = next(iter(self.others.items()))
+            raise UnsupportedContent(self.path, f"{name} is {what}", hint="Read single tensors instead.")
+        return unflatten({name: self.read(name) for name in self.tensors}, self.skeleton)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.format} checkpoint {str(self.path)!r}: {len(self.tensors)} tensors>"
+
+    def _info(self, name: str) -> TensorInfo:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise UnknownTensor(name, self.tensors, where=str(self.path)) from None
+
+
+def refuse_losses(path: Path, target: str, losses: list[str]) -> None:
+    """Raise `ConversionLoss` if there are any."""
+    if losses:
+        shown = "; ".join(losses[:3]) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
+        raise ConversionLoss(
+            f"{path}: as {target} this would lose {shown}. Keep only the tensors with tensors_only.", losses
+        )
+
+
+def blocks(info: TensorInfo, block_bytes: int = _BLOCK_BYTES) -> list[tuple[int, int]]:
+    """The ranges of elements that cover a tensor in pieces of bounded size."""
+    step = max(1, block_bytes // info.dtype.itemsize)
+    return [(start, min(start + step, info.numel)) for start in range(0, info.numel, step)]
+
+
+def _patterns(info: TensorInfo, count: int, patterns: npt.ArrayLike) -> Bits:
+    given = np.asarray(patterns)
+    shape = (count,) if info.dtype.parts == 1 else (count, info.dtype.parts)
+    if given.size == 0:
+        given = given.reshape(shape).astype(info.dtype.bits)
+    if given.shape != shape or given.dtype.kind not in "iu":
+        raise UsageError(
+            f"{info.name}: patterns must be unsigned integers of shape {shape} (found {given.dtype} of shape {given.shape})"
+        )
+    width = 8 * info.dtype.layout.part_bytes
+    if given.size and (int(given.min()) < 0 or int(given.max()) >> width):
+        wrong = int(given.min()) if int(given.min()) < 0 else int(given.max())
+        raise UsageError(f"{info.name}: pattern {wrong:#x} does not fit into the {width} bits of {info.dtype}")
+    return given.astype(info.dtype.bits)

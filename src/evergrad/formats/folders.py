@@ -1,0 +1,245 @@
+"""Checkpoints that are folders: shards under an index, and what Transformers' Trainer leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnknownFormat
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
+from evergrad.formats.region import file_errors
+from evergrad.records import Json, TensorInfo
+from evergrad.state import Sharing, Skeleton, escape, role_of
+from evergrad.state.sharing import View
+
+__all__ = ["CompositeCheckpoint", "Sharded", "TrainerFolder"]
+
+INDEX_SUFFIX = ".index.json"
+MAX_INDEX_BYTES = 1 << 28
+_TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
+
+Opener = Callable[[Path], Checkpoint]
+
+
+class CompositeCheckpoint(Checkpoint):
+    """Several checkpoints as one: each name leads to a part and the name in it."""
+
+    def __init__(
+        self,
+        format: str,
+        path: Path,
+        parts: list[Checkpoint],
+        names: Mapping[str, tuple[Checkpoint, str]],
+        *,
+        skeleton: Skeleton | None = None,
+        others: Mapping[str, str] | None = None,
+    ) -> None:
+        self.format = format
+        self.path = path
+        self.tensors = {name: _renamed(name, part, inner) for name, (part, inner) in names.items()}
+        self.others = others or {}
+        self.metadata = {}
+        self.skeleton = Skeleton.of_names(names) if skeleton is None else skeleton
+        self._parts = parts
+        self._names = names
+
+    def _read_bits(self, name: str, start: int, stop: int) -> Bits:
+        part, inner = self._names[name]
+        return part.read_bits(inner, start, stop)
+
+    def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
+        part, inner = self._names[name]
+        return part.xor(inner, indices, patterns)
+
+    def close(self) -> None:
+        """Close every part, and only then raise the first error."""
+        _close_all(self._parts)
+
+
+class Sharded(Format):
+    """Logical tensors over several files, by a `*.index.json` (safetensors or torch shards).
+
+    Opened by the index file or by its folder. A folder with a single tensor file and no index is that file.
+    """
+
+    name = "sharded"
+
+    def __init__(self, opener: Opener) -> None:
+        self._open_file = opener
+
+    def recognises(self, probe: Probe) -> bool:
+        """An index file, a folder with one, or a folder with a single tensor file."""
+        if probe.is_folder:
+            return len(_indices(probe.path)) == 1 or len(_tensor_files(probe.path)) == 1
+        return probe.head.lstrip()[:1] == b"{" and b'"weight_map"' in probe.head + _tail(probe.path)
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the index, then the header of every shard it names."""
+        if not path.is_dir():
+            return self.open_index(path)
+        indices = _indices(path)
+        return self.open_index(indices[0]) if indices else self._open_file(_tensor_files(path)[0])
+
+    def open_index(self, index: Path) -> Checkpoint:
+        """The logical tensors that an index names."""
+        weight_map = _read_index(index)
+        parts: dict[str, Checkpoint] = {}
+        try:
+            names: dict[str, tuple[Checkpoint, str]] = {}
+            for name, file in weight_map.items():
+                if file not in parts:
+                    parts[file] = self._open_file(_beside(index, file))
+                # A torch shard escapes what a path may not hold; a safetensors shard lists names as they are.
+                inner = name if name in parts[file].tensors else escape(name)
+                if inner not in parts[file].tensors:
+                    raise DamagedFile(index, f"names tensor {name!r} in {file!r}, which does not hold it")
+                names[inner] = (parts[file], inner)
+            others = {name: what for part in parts.values() for name, what in part.others.items()}
+            skeleton = _merged([part.skeleton for part in parts.values()], names)
+            kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
+            return CompositeCheckpoint(kind, index, list(parts.values()), names, skeleton=skeleton, others=others)
+        except BaseException:
+            _close_all(list(parts.values()))
+            raise
+
+
+class TrainerFolder(Format):
+    """A `checkpoint-N` folder of Transformers' Trainer: model, optimizer, scheduler and RNG files.
+
+    Tensors are listed by file: `model.safetensors/…`, `optimizer.pt/state/0/exp_avg`. A sharded model is listed
+    under the name its index is for, as if it were one file.
+    """
+
+    name = "transformers-trainer"
+
+    def __init__(self, opener: Opener) -> None:
+        self._open_file = opener
+
+    def recognises(self, probe: Probe) -> bool:
+        """A folder with `trainer_state.json`."""
+        return "trainer_state.json" in probe.names
+
+    def open(self, path: Path) -> Checkpoint:
+        """Open every tensor file of the folder."""
+        opened: dict[str, Checkpoint] = {}
+        others: dict[str, str] = {}
+        try:
+            shards: set[Path] = set()
+            for index in _indices(path):
+                logical = index.name.removesuffix(INDEX_SUFFIX)
+                opened[logical] = Sharded(self._open_file).open_index(index)
+                shards |= {_beside(index, file) for file in _read_index(index).values()}
+            for file in _tensor_files(path):
+                if file in shards or file.name in opened:
+                    continue
+                try:
+                    opened[file.name] = self._open_file(file)
+                except UnknownFormat:
+                    others[file.name] = "a file of no known format"
+            return _by_file(self.name, path, opened, others)
+        except BaseException:
+            _close_all(list(opened.values()))
+            raise
+
+
+def _by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], others: dict[str, str]) -> Checkpoint:
+    """Every part's tensors, behind the name of its file."""
+    names: dict[str, tuple[Checkpoint, str]] = {}
+    roots: list[Json] = []
+    sizes: list[int] = []
+    views: dict[str, View] = {}
+    for file, part in sorted(opened.items()):
+        prefix = escape(file)
+        names.update((f"{prefix}/{name}", (part, name)) for name in part.tensors)
+        others.update((f"{prefix}/{name}", what) for name, what in part.others.items())
+        below = part.skeleton.below(prefix)
+        roots.append([file, below.root])
+        for name, view in below.sharing.views.items():
+            views[name] = View(view.storage + len(sizes), view.offset, view.stride)
+        sizes.extend(below.sharing.sizes)
+    skeleton = Skeleton({"dict": roots}, Sharing(tuple(sizes), views))
+    return CompositeCheckpoint(format, path, list(opened.values()), names, skeleton=skeleton, others=others)
+
+
+def _merged(skeletons: list[Skeleton], names: Mapping[str, Any]) -> Skeleton:
+    """Shards hold names only; sharing within one of them is kept."""
+    sizes: list[int] = []
+    views: dict[str, View] = {}
+    for skeleton in skeletons:
+        for name, view in skeleton.sharing.views.items():
+            if name in names:
+                views[name] = View(view.storage + len(sizes), view.offset, view.stride)
+        sizes.extend(skeleton.sharing.sizes)
+    return Skeleton(Skeleton.of_names(names).root, Sharing(tuple(sizes) if views else (), views))
+
+
+def _renamed(name: str, part: Checkpoint, inner: str) -> TensorInfo:
+    info = part.tensors[inner]
+    if name == inner:
+        return info
+    prefix = name.removesuffix(inner)
+    neighbours = tuple(type(n)(prefix + n.name, n.start, n.stop) for n in info.neighbours)
+    role = role_of(name, is_float=info.dtype.is_float, rank=len(info.shape))
+    return TensorInfo(name, info.shape, info.dtype, role, info.nbytes, neighbours)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Which file holds which tensor."""
+    with file_errors(index):
+        size = index.stat().st_size
+        if size > MAX_INDEX_BYTES:
+            raise LimitExceeded(index, "index", expected=f"at most {MAX_INDEX_BYTES} bytes", found=size)
+        text = index.read_bytes()
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(index, f"is not JSON: {error}") from None
+    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DamagedFile(index, "no weight_map", expected="a table of tensor names and file names")
+    return weight_map
+
+
+def _beside(index: Path, file: str) -> Path:
+    """A shard's path; an index may only name files in its own folder."""
+    path = index.parent / file
+    if "/" in file or "\\" in file or "\0" in file or file in ("", ".", "..") or file == index.name:
+        raise DamagedFile(
+            index, "names a file outside its folder", expected="a plain file name", found=repr(file[:200])
+        )
+    if not path.is_file():
+        raise FileAccessError(index, f"names shard {file!r}, which is not there", hint="Is the download complete?")
+    return path
+
+
+def _indices(folder: Path) -> list[Path]:
+    with file_errors(folder):
+        return sorted(child for child in folder.iterdir() if child.name.endswith(INDEX_SUFFIX) and child.is_file())
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    with file_errors(folder):
+        return sorted(child for child in folder.iterdir() if child.suffix in _TENSOR_FILES and child.is_file())
+
+
+def _tail(path: Path) -> bytes:
+    with file_errors(path), path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 4096))
+        return file.read(4096) if size <= MAX_INDEX_BYTES else b""
+
+
+def _close_all(parts: list[Checkpoint]) -> None:
+    first: BaseException | None = None
+    for part in parts:
+        try:
+            part.close()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first

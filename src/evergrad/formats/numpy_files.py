@@ -1,0 +1,197 @@
+"""NumPy's own files: `.npy`, one array; `.npz`, a zip of them, stored or deflated."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from evergrad.dtypes import DType
+from evergrad.errors import DamagedFile, LimitExceeded
+from evergrad.formats.addressed import AddressedCheckpoint, describe
+from evergrad.formats.archive import Archive, Member
+from evergrad.formats.contract import Checkpoint, Format, Probe, blocks, refuse_losses
+from evergrad.formats.region import Bytes, DataFile, Region, file_errors
+from evergrad.records import TensorInfo
+from evergrad.state import ROOT, Placement, Skeleton
+from evergrad.state.sharing import contiguous_strides
+
+__all__ = ["Npy", "Npz"]
+
+_MAGIC = b"\x93NUMPY"
+MAX_HEADER_BYTES = 1 << 16
+
+
+class Npy(Format):
+    """One array without a name; its path is `.`."""
+
+    name = "npy"
+    suffixes = (".npy",)
+
+    def recognises(self, probe: Probe) -> bool:
+        """NumPy's magic bytes."""
+        return probe.head.startswith(_MAGIC)
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the header."""
+        file = DataFile(path)
+        try:
+            head = file.read(0, min(file.size, MAX_HEADER_BYTES))
+            region = _region(path, ROOT, head, file, 0, file.size)
+            found = {ROOT: region} if isinstance(region, Region) else {}
+            others = {} if isinstance(region, Region) else {ROOT: region}
+            tensors = _describe(found)
+            return AddressedCheckpoint(self.name, path, tensors, found.__getitem__, file, others=others)
+        except BaseException:
+            file.close()
+            raise
+
+    def losses(self, source: Checkpoint) -> list[str]:
+        """Everything but a single array of a type that NumPy has."""
+        losses = Npz().losses(source)
+        if list(source.tensors) != [ROOT]:
+            losses.append(f"the names of {len(source.tensors)} tensors: npy holds one array and no name")
+        return losses
+
+    def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
+        """Write the one array, block by block."""
+        infos = list(source.tensors.values())
+        if len(infos) != 1 or not tensors_only:
+            refuse_losses(source.path, self.name, self.losses(source))
+        refuse_losses(source.path, self.name, _foreign(source))
+        with file_errors(path, "cannot be written"), path.open("wb") as out:
+            _write_array(out, source, infos[0])
+
+
+class Npz(Format):
+    """Named arrays in a zip; `numpy.load` checks their CRC, so it is kept valid."""
+
+    name = "npz"
+    suffixes = (".npz",)
+
+    def recognises(self, probe: Probe) -> bool:
+        """A zip with nothing but `.npy` members."""
+        if not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+            return False
+        if b".npy" in probe.head[30:4096] and b"data.pkl" not in probe.head:
+            return True
+        archive = Archive.open(probe.path)
+        archive.close()
+        return all(name.endswith(".npy") for name in archive.members)
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the directory and every array's header."""
+        archive = Archive.open(path)
+        try:
+            return _open_npz(path, archive)
+        except BaseException:
+            archive.close()
+            raise
+
+    def losses(self, source: Checkpoint) -> list[str]:
+        """Values that are no arrays, nesting other than by name, types that NumPy does not have."""
+        losses = [f"{name} ({what})" for name, what in source.others.items()]
+        losses += [f"metadata {key!r}" for key in source.metadata if key != "format"]
+        names = Skeleton.of_names(source.tensors)
+        if source.skeleton.root != names.root:
+            losses.append("containers and values besides tensors (numbers, lists, key types)")
+        if source.skeleton.sharing.views:
+            losses.append(f"that {len(source.skeleton.sharing.views)} tensors are views or share memory")
+        return losses + _foreign(source)
+
+    def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
+        """Write array by array, as `numpy.savez` does."""
+        refuse_losses(source.path, self.name, _foreign(source) if tensors_only else self.losses(source))
+        with file_errors(path, "cannot be written"), zipfile.ZipFile(path, "w") as archive:
+            for info in source.tensors.values():
+                with archive.open(f"{info.name}.npy", "w", force_zip64=True) as out:
+                    _write_array(out, source, info)
+
+
+def _open_npz(path: Path, archive: Archive) -> Checkpoint:
+    regions: dict[str, Region] = {}
+    others: dict[str, str] = {}
+    for member in archive.members.values():
+        name = member.name.removesuffix(".npy")
+        source, offset, head = _member_bytes(archive, member)
+        region = _region(path, name, head, source, offset, member.size)
+        if isinstance(region, Region):
+            regions[name] = region
+        else:
+            others[name] = region
+
+    def locate(name: str) -> Region:
+        region, member = regions[name], archive.members[f"{name}.npy"]
+        if member.method:
+            return region
+        seal = archive.seal(member)
+        return Region(region.source, region.offset, region.shape, region.dtype, region.stride, region.big_endian, seal)
+
+    return AddressedCheckpoint(Npz.name, path, _describe(regions), locate, archive, others=others)
+
+
+def _member_bytes(archive: Archive, member: Member) -> tuple[Bytes, int, bytes]:
+    """Where a member's bytes are, and the first of them."""
+    length = min(member.size, MAX_HEADER_BYTES)
+    if member.method:
+        inflated = archive.inflate(member)
+        return inflated, 0, inflated.prefix(length)
+    offset = archive.data_offset(member)
+    return archive.file, offset, archive.file.read(offset, min(length, 512))
+
+
+def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size: int) -> Region | str:
+    """The array's place, or, if its elements cannot be served, what it is."""
+    stream = io.BytesIO(head)
+    try:
+        major, _ = np.lib.format.read_magic(stream)
+        length = int.from_bytes(head[8:10] if major == 1 else head[8:12], "little")
+        data = (10 if major == 1 else 12) + length
+        if data > size or length > MAX_HEADER_BYTES:
+            raise LimitExceeded(
+                path, f"{name}: npy header", expected=f"at most {min(size, MAX_HEADER_BYTES)} bytes", found=data
+            )
+        if data > len(head):  # more than was read at first
+            stream = io.BytesIO(head[:0] + source.read(start, data))
+            np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream, max_header_size=MAX_HEADER_BYTES)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, KeyError) as error:
+        raise DamagedFile(path, f"{name}: not an npy header: {error}") from None
+    known = DType.of_numpy(dtype)
+    if known is None:
+        return f"an array of {dtype!s:.60}"
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape):
+        raise DamagedFile(path, f"{name}: impossible shape {shape!s:.80}")
+    if math.prod(shape) * known.itemsize > size - data:
+        expected = f"{math.prod(shape) * known.itemsize} bytes for {known} {shape!s:.80}"
+        raise DamagedFile(path, f"{name}: array is cut short", expected=expected, found=size - data)
+    stride = tuple(reversed(contiguous_strides(shape[::-1]))) if fortran else None
+    return Region(source, start + data, tuple(shape), known, stride, big_endian=dtype.str.startswith(">"))
+
+
+def _describe(regions: dict[str, Region]) -> dict[str, TensorInfo]:
+    return describe(
+        (
+            # Each array has its own bytes: a storage of its own, by its name.
+            Placement(name, name, 0, r.shape, r.stride or contiguous_strides(r.shape), r.dtype.itemsize),
+            r.dtype,
+        )
+        for name, r in regions.items()
+    )
+
+
+def _foreign(source: Checkpoint) -> list[str]:
+    return [f"{info.name}: NumPy has no {info.dtype}" for info in source.tensors.values() if info.dtype.numpy is None]
+
+
+def _write_array(out: io.BufferedIOBase | zipfile.ZipExtFile, source: Checkpoint, info: TensorInfo) -> None:
+    dtype = info.dtype.numpy
+    assert dtype is not None
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": info.shape}
+    np.lib.format.write_array_header_1_0(out, header)  # type: ignore[arg-type]
+    for start, stop in blocks(info):
+        out.write(np.ascontiguousarray(source.read_bits(info.name, start, stop)).data.cast("B"))  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Which formats there are, and which one a file is of."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import entry_points
+from os import PathLike
+from pathlib import Path
+
+from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnknownFormat, nearest
+from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.folders import Sharded, TrainerFolder
+from evergrad.formats.numpy_files import Npy, Npz
+from evergrad.formats.safetensors import Safetensors
+from evergrad.formats.torch_legacy import TorchLegacy
+from evergrad.formats.torch_zip import TorchZip
+
+__all__ = ["formats", "open_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "evergrad.formats"
+
+
+def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
+    """Open any checkpoint, a file or a folder, recognised by its content and not by its name.
+
+    >>> with open_checkpoint("model.pt") as ck:                         # doctest: +SKIP
+    ...     ck.tensors["fc.weight"].shape, ck.read("fc.weight")
+    """
+    where = Path(path)
+    if not where.exists():
+        raise _missing(where)
+    probe = Probe(where)
+    try:
+        with _collector_paused():
+            for format in formats():
+                if format.recognises(probe):
+                    return format.open(where)
+    except EvergradError:
+        raise
+    except OSError as error:
+        raise FileAccessError(where, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+    except MemoryError:
+        raise LimitExceeded(where, "does not fit into memory") from None
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        struct.error,
+        zlib.error,
+    ) as error:
+        # The last net: a damaged file has found a way that no check of ours names.
+        raise DamagedFile(where, f"is damaged: {type(error).__name__}: {error}") from error
+    raise _unknown(probe)
+
+
+@lru_cache(maxsize=1)
+def formats() -> tuple[Format, ...]:
+    """Every format, ours first, then those that installed packages add."""
+    ours: list[Format] = [
+        Safetensors(),
+        TorchZip(),
+        TorchLegacy(),
+        Npz(),
+        Npy(),
+        TrainerFolder(open_checkpoint),
+        Sharded(open_checkpoint),
+    ]
+    return (*ours, *_plugins())
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Listing makes objects and no garbage; searching them for cycles over and over takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _plugins() -> list[Format]:
+    found: list[Format] = []
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            loaded = entry.load()
+            format = loaded() if isinstance(loaded, type) else loaded
+            if not isinstance(format, Format):
+                raise TypeError(f"{entry.value} is not an evergrad Format")
+            found.append(format)
+        except Exception as error:  # one broken plugin must not take every format with it
+            log.warning("format plugin %r could not be loaded: %s", entry.name, error)
+    return found
+
+
+def _missing(path: Path) -> FileAccessError:
+    beside = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, beside, count=1)
+    hint = f"Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+    return FileAccessError(path, "no such file or folder", hint=hint)
+
+
+def _unknown(probe: Probe) -> UnknownFormat:
+    known = ", ".join(format.name for format in formats())
+    if probe.is_folder:
+        names = sorted(probe.names)
+        found = f"a folder with {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else "an empty folder"
+        return UnknownFormat(probe.path, "no checkpoint recognised", expected=known, found=found)
+    if not probe.head:
+        return UnknownFormat(probe.path, "is empty", expected=known, found="0 bytes")
+    if b"ustar" in probe.head[250:270]:
+        hint = "PyTorch's tar format of 2016? Load it with torch and save it again."
+        return UnknownFormat(probe.path, "no checkpoint recognised", expected=known, found="a tar file", hint=hint)
+    return UnknownFormat(
+        probe.path, "no checkpoint recognised", expected=known, found=f"a file that begins {probe.head[:8].hex(' ')}"
+    )

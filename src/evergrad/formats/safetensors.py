@@ -1,0 +1,236 @@
+"""safetensors: an 8-byte length, a JSON header, raw tensors without gaps.
+
+Types that the format (or its library) lacks (complex128, complex32, float8_e8m0fnu) are stored as U8, with
+their true type in the metadata. The skeleton goes there too, so that any state survives the way through it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evergrad.dtypes import DType
+from evergrad.errors import DamagedFile, LimitExceeded, StateError
+from evergrad.formats.addressed import AddressedCheckpoint, describe
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, refuse_losses
+from evergrad.formats.region import DataFile, Region, file_errors
+from evergrad.records import TensorInfo
+from evergrad.state import Placement, Skeleton
+from evergrad.state.sharing import contiguous_strides
+
+__all__ = ["Safetensors"]
+
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+SKELETON_KEY = "evergrad.skeleton"
+DTYPES_KEY = "evergrad.dtypes"  # name → [true dtype, true shape]
+ALIASES_KEY = "evergrad.aliases"  # name → name of the tensor it is tied to
+
+_DTYPES: dict[str, DType] = {
+    "F64": DType.FLOAT64,
+    "F32": DType.FLOAT32,
+    "F16": DType.FLOAT16,
+    "BF16": DType.BFLOAT16,
+    "F8_E4M3": DType.FLOAT8_E4M3FN,
+    "F8_E4M3FNUZ": DType.FLOAT8_E4M3FNUZ,
+    "F8_E5M2": DType.FLOAT8_E5M2,
+    "F8_E5M2FNUZ": DType.FLOAT8_E5M2FNUZ,
+    "F8_E8M0": DType.FLOAT8_E8M0FNU,
+    "I64": DType.INT64,
+    "I32": DType.INT32,
+    "I16": DType.INT16,
+    "I8": DType.INT8,
+    "U64": DType.UINT64,
+    "U32": DType.UINT32,
+    "U16": DType.UINT16,
+    "U8": DType.UINT8,
+    "BOOL": DType.BOOL,
+    "C64": DType.COMPLEX64,
+}
+# The library writes F8_E8M0 and cannot load it again, so it goes as U8 too.
+_WRITTEN = {dtype: code for code, dtype in _DTYPES.items() if code != "F8_E8M0"}
+
+
+class Safetensors(Format):
+    """One `.safetensors` file."""
+
+    name = "safetensors"
+    suffixes = (".safetensors",)
+
+    def recognises(self, probe: Probe) -> bool:
+        """A plausible header length, then a JSON object."""
+        return len(probe.head) > 9 and probe.head[8:].lstrip()[:1] == b"{" and probe.head[5:8] == b"\0\0\0"
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the header; every offset in it is checked before anything is served."""
+        file = DataFile(path)
+        try:
+            return _open(path, file)
+        except BaseException:
+            file.close()
+            raise
+
+    def losses(self, source: Checkpoint) -> list[str]:
+        """Objects that cannot be rebuilt; anything else has a place in the header."""
+        return [f"{name} ({what})" for name, what in source.others.items()]
+
+    def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
+        """Write tensor by tensor, with one block in memory at a time; tied tensors are stored once."""
+        if not tensors_only:
+            refuse_losses(source.path, self.name, self.losses(source))
+        header, order = _header(source, tensors_only)
+        with file_errors(path, "cannot be written"), path.open("wb") as out:
+            out.write(len(header).to_bytes(8, "little") + header)
+            for info in order:
+                for start, stop in blocks(info):
+                    out.write(_little_endian(source.read_bits(info.name, start, stop)))
+
+
+def _open(path: Path, file: DataFile) -> Checkpoint:
+    header, start = _read_header(path, file)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedFile(path, "__metadata__ is not a table of strings")
+    true_types, aliases, skeleton = _own_notes(path, metadata)
+    regions: dict[str, Region] = {}
+    others: dict[str, str] = {}
+    for name, entry in header.items():
+        region = _region(path, file, name, entry, start, true_types.get(name))
+        if isinstance(region, Region):
+            regions[name] = region
+        else:
+            others[name] = region
+    regions.update((alias, regions[name]) for alias, name in aliases.items() if name in regions)
+    _check_no_overlap(path, {name: region for name, region in regions.items() if name not in aliases})
+    tensors = describe(
+        (
+            (Placement(name, 0, r.offset, r.shape, contiguous_strides(r.shape), r.dtype.itemsize), r.dtype)
+            for name, r in regions.items()
+        ),
+        skeleton.roles if skeleton else None,
+    )
+    notes = {key: value for key, value in metadata.items() if not key.startswith("evergrad.")}
+    return AddressedCheckpoint(
+        Safetensors.name, path, tensors, regions.__getitem__, file, skeleton=skeleton, others=others, metadata=notes
+    )
+
+
+def _read_header(path: Path, file: DataFile) -> tuple[dict[str, Any], int]:
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise LimitExceeded(path, "header length", expected=f"at most {MAX_HEADER_BYTES}", found=length)
+    if 8 + length > file.size:
+        raise DamagedFile(path, "header is cut short", expected=f"{length} bytes", found=max(0, file.size - 8))
+    try:
+        header = json.loads(file.read(8, length))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(path, f"header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise DamagedFile(path, "header is not a JSON object", found=type(header).__name__)
+    return header, 8 + length
+
+
+def _region(path: Path, file: DataFile, name: str, entry: Any, start: int, true_type: Any) -> Region | str:
+    """A tensor's place, or, if its elements cannot be served, what it is."""
+    try:
+        code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise DamagedFile(path, f"{name!r}: header entry without dtype, shape and data_offsets") from None
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)) or begin > end or len(shape) > 64:
+        raise DamagedFile(path, f"{name!r}: impossible shape {shape!s:.80} or offsets {begin!s:.40}, {end!s:.40}")
+    if start + end > file.size:
+        raise DamagedFile(path, f"{name!r}: data lies beyond the end", expected=f"{start + end} bytes", found=file.size)
+    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        return f"a tensor of {code!s:.40}, which is not served"
+    if true_type is not None:
+        dtype, shape = DType(true_type[0]), tuple(int(n) for n in true_type[1])
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        expected = f"{math.prod(shape) * dtype.itemsize} bytes for {dtype} {shape}"
+        raise DamagedFile(path, f"{name!r}: wrong length", expected=expected, found=end - begin)
+    return Region(file, start + begin, shape, dtype)
+
+
+def _check_no_overlap(path: Path, regions: dict[str, Region]) -> None:
+    reach, before = 0, ""
+    for name, region in sorted(regions.items(), key=lambda item: item[1].extent):
+        begin, end = region.extent
+        if begin < reach and end > begin:
+            raise DamagedFile(path, f"{name!r} overlaps {before!r}", expected=f"a start at {reach}", found=begin)
+        reach, before = max(reach, end), name
+
+
+def _own_notes(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], dict[str, str], Skeleton | None]:
+    """What our own writer left in the metadata."""
+    try:
+        true_types = json.loads(metadata.get(DTYPES_KEY, "{}"))
+        aliases = json.loads(metadata.get(ALIASES_KEY, "{}"))
+        if not isinstance(true_types, dict) or not isinstance(aliases, dict):
+            raise ValueError("not a table")
+        for name, (dtype, shape) in true_types.items():
+            if (
+                DType.named(dtype) is None
+                or not isinstance(shape, list)
+                or not all(type(n) is int and n >= 0 for n in shape)
+            ):
+                raise ValueError(f"{name}: {dtype} {shape}")
+        for original in aliases.values():
+            if not isinstance(original, str) or original in aliases:
+                raise ValueError(f"alias of {original}")
+        skeleton = Skeleton.loads(metadata[SKELETON_KEY]) if SKELETON_KEY in metadata else None
+    except (ValueError, TypeError, RecursionError, StateError) as error:
+        raise DamagedFile(path, f"notes in the metadata are damaged: {error}") from None
+    return true_types, aliases, skeleton
+
+
+def _header(source: Checkpoint, tensors_only: bool) -> tuple[bytes, list[TensorInfo]]:
+    """The header, and the tensors in the order of their bytes: wide elements first, so that all are aligned."""
+    if "__metadata__" in source.tensors:
+        raise StateError("a tensor cannot be called '__metadata__' in a safetensors file")
+    aliases = {} if tensors_only else _aliases(source)
+    stored = [info for name, info in source.tensors.items() if name not in aliases]
+    order = sorted(stored, key=lambda info: -info.dtype.itemsize)
+    offsets: dict[str, int] = {}
+    end = 0
+    for info in order:
+        offsets[info.name] = end
+        end += info.nbytes
+    metadata = {"format": "pt", **source.metadata}
+    foreign = {info.name: [info.dtype.value, list(info.shape)] for info in stored if info.dtype not in _WRITTEN}
+    if foreign:
+        metadata[DTYPES_KEY] = json.dumps(foreign, separators=(",", ":"))
+    if aliases:
+        metadata[ALIASES_KEY] = json.dumps(aliases, separators=(",", ":"))
+    # A skeleton that only repeats the names is left out: the file then is what the library would write.
+    if not tensors_only and source.skeleton != Skeleton.of_names(source.tensors):
+        metadata[SKELETON_KEY] = source.skeleton.dumps()
+    header: dict[str, Any] = {"__metadata__": metadata}
+    for info in stored:
+        begin = offsets[info.name]
+        header[info.name] = {
+            "dtype": _WRITTEN.get(info.dtype, "U8"),
+            "shape": list(info.shape) if info.dtype in _WRITTEN else [info.nbytes],
+            "data_offsets": [begin, begin + info.nbytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), order
+
+
+def _aliases(source: Checkpoint) -> dict[str, str]:
+    """Tensors that are another one under a second name."""
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, view in source.skeleton.sharing.views.items():
+        if name in source.tensors:
+            info = source.tensors[name]
+            original = first.setdefault((view, info.shape, info.dtype), name)
+            if original != name:
+                aliases[name] = original
+    return aliases
+
+
+def _little_endian(bits: Bits) -> memoryview:
+    return np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).data.cast("B")

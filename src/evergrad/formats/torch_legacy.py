@@ -1,0 +1,122 @@
+"""What `torch.save` wrote before 1.6: pickles one after another, then raw storages in the order of a key list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from evergrad.errors import DamagedFile, LimitExceeded, StateError
+from evergrad.formats.addressed import AddressedCheckpoint, describe
+from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.opcodes import PickleError, read_pickle
+from evergrad.formats.region import DataFile, Region
+from evergrad.formats.torch_objects import PickledTensors, StorageRef, TorchBuilder
+
+__all__ = ["TorchLegacy"]
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_HEADS = tuple(bytes([0x80, protocol]) + b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") for protocol in (2, 3, 4, 5))
+_FIRST_READ = 1 << 20
+MAX_PICKLE_BYTES = 1 << 29
+
+
+class TorchLegacy(Format):
+    """PyTorch's non-zip format (`_use_new_zipfile_serialization=False`)."""
+
+    name = "torch-legacy"
+
+    def recognises(self, probe: Probe) -> bool:
+        """A pickle of torch's magic number."""
+        return probe.head.startswith(_HEADS)
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the pickles, then step from storage to storage by their lengths."""
+        file = DataFile(path)
+        try:
+            return _open(path, file)
+        except BaseException:
+            file.close()
+            raise
+
+
+class _Recording(TorchBuilder):
+    """Also remembers every storage, since the file tells their sizes only there."""
+
+    def __init__(self) -> None:
+        self.storages: dict[str, StorageRef] = {}
+
+    def persistent(self, identifier: Any) -> Any:
+        value = super().persistent(identifier)
+        if isinstance(value, StorageRef):
+            self.storages[value.key] = value
+        return value
+
+
+def _open(path: Path, file: DataFile) -> Checkpoint:
+    try:
+        builder, values, end = _read_pickles(path, file)
+        system, (value, opcodes), (keys, _) = values[2][0], values[3], values[4]
+        pickled = PickledTensors(value, opcodes)
+    except (PickleError, StateError) as error:
+        raise DamagedFile(path, str(error)) from None
+    if type(keys) is not list or not all(type(key) in (str, int) for key in keys):
+        raise DamagedFile(path, "no list of storages after the pickle")
+    big_endian = type(system) is dict and system.get("little_endian") is False
+    places = _places(path, file, [str(key) for key in keys], builder.storages, end, big_endian)
+    for name, ref in pickled.refs.items():
+        if ref.storage.key not in places:
+            raise DamagedFile(path, f"{name}: its storage {ref.storage.key!r} is not in the file")
+
+    def locate(name: str) -> Region:
+        ref = pickled.refs[name]
+        start = places[ref.storage.key]
+        return Region(file, start + ref.offset, ref.shape, ref.dtype, ref.stride, big_endian)
+
+    for name in pickled.refs:
+        locate(name).check(name)
+    tensors = describe(pickled.placements)
+    return AddressedCheckpoint(
+        TorchLegacy.name, path, tensors, locate, file, skeleton=pickled.skeleton, others=pickled.others
+    )
+
+
+def _read_pickles(path: Path, file: DataFile) -> tuple[_Recording, list[tuple[Any, int]], int]:
+    """The five pickles at the start; the file does not say how long they are, so read more until they end."""
+    length = min(file.size, _FIRST_READ)
+    while True:
+        data = file.read(0, length)
+        builder = _Recording()
+        values: list[tuple[Any, int]] = []
+        position = 0
+        try:
+            for _ in range(5):
+                value, position, opcodes = read_pickle(data, builder, position)
+                values.append((value, opcodes))
+            return builder, values, position
+        except PickleError as error:
+            if length == file.size or not error.cut_short:
+                raise
+        if length >= MAX_PICKLE_BYTES:
+            raise LimitExceeded(path, f"pickles of more than {MAX_PICKLE_BYTES} bytes")
+        length = min(file.size, 8 * length)
+
+
+def _places(
+    path: Path, file: DataFile, keys: list[str], storages: dict[str, StorageRef], start: int, big_endian: bool
+) -> dict[str, int]:
+    """Where each storage's bytes begin."""
+    places: dict[str, int] = {}
+    for key in keys:
+        storage = storages.get(key)
+        if storage is None:
+            raise DamagedFile(path, f"storage {key[:40]!r} has data but no tensor")
+        count = int.from_bytes(file.read(start, 8), "big" if big_endian else "little", signed=True)
+        item = storage.dtype.itemsize if storage.dtype else 1
+        if count < 0 or start + 8 + count * item > file.size:
+            expected = f"{count * item} bytes"
+            raise DamagedFile(
+                path, f"truncated in storage {key[:40]!r}", expected=expected, found=file.size - start - 8
+            )
+        places[key] = start + 8
+        start += 8 + count * item
+    return places

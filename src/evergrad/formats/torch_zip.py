@@ -1,0 +1,112 @@
+"""What `torch.save` writes: a zip of one pickle and a stored record a storage (`.pt .pth .bin .ckpt`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evergrad.errors import DamagedFile, StateError, UnsupportedContent
+from evergrad.formats.addressed import AddressedCheckpoint, describe
+from evergrad.formats.archive import Archive
+from evergrad.formats.contract import Checkpoint, Format, Probe, refuse_losses
+from evergrad.formats.opcodes import PickleError, read_pickle
+from evergrad.formats.region import Region
+from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
+from evergrad.state.sharing import byte_extent
+
+__all__ = ["TorchZip"]
+
+MAX_PICKLE_BYTES = 1 << 29
+
+
+class TorchZip(Format):
+    """PyTorch's own format since 1.6; Lightning's checkpoints and Transformers' `.bin` are the same."""
+
+    name = "torch-zip"
+    suffixes = (".pt", ".pth", ".bin", ".ckpt")
+
+    def recognises(self, probe: Probe) -> bool:
+        """A zip whose first member is `<archive>/data.pkl` (or which has one at all)."""
+        if not probe.head.startswith(b"PK\x03\x04"):
+            return False
+        return b"data.pkl" in probe.head[:1024] or _pickle_name(probe.path) is not None
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the directory and the pickle, run nothing, read no record."""
+        archive = Archive.open(path)
+        try:
+            return _open(path, archive)
+        except BaseException:
+            archive.close()
+            raise
+
+    def losses(self, source: Checkpoint) -> list[str]:
+        """Objects that cannot be rebuilt, and notes of other containers."""
+        return [f"{name} ({what})" for name, what in source.others.items()] + [
+            f"metadata {key!r}" for key in source.metadata if key != "format"
+        ]
+
+    def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
+        """Write through `torch.save` itself."""
+        import torch
+
+        if tensors_only:
+            state: object = {name: source.read(name) for name in source.tensors}
+        else:
+            refuse_losses(source.path, self.name, self.losses(source))
+            state = source.state()
+        torch.save(state, path)
+
+
+def _open(path: Path, archive: Archive) -> Checkpoint:
+    names = [name for name in archive.members if name == "data.pkl" or name.endswith("/data.pkl")]
+    if not names:
+        raise DamagedFile(path, "no data.pkl in the archive")
+    prefix = names[0].removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in archive.members:
+        raise UnsupportedContent(
+            path, "is a TorchScript program, not a checkpoint", hint="Save its state_dict() with torch.save."
+        )
+    order = archive.members.get(f"{prefix}byteorder")
+    big_endian = order is not None and archive.read(order, 64) == b"big"
+    try:
+        data = archive.read(archive.members[names[0]], MAX_PICKLE_BYTES)
+        value, _, opcodes = read_pickle(data, TorchBuilder())
+        pickled = PickledTensors(value, opcodes)
+    except (PickleError, StateError) as error:
+        raise DamagedFile(path, f"{names[0]}: {error}") from None
+
+    def record(ref: TensorRef) -> str:
+        return f"{prefix}data/{ref.storage.key}"
+
+    def locate(name: str) -> Region:
+        ref = pickled.refs[name]
+        member = archive.members[record(ref)]
+        if member.method:
+            return Region(archive.inflate(member), ref.offset, ref.shape, ref.dtype, ref.stride, big_endian)
+        offset = archive.data_offset(member) + ref.offset
+        return Region(archive.file, offset, ref.shape, ref.dtype, ref.stride, big_endian, archive.seal(member))
+
+    for name, ref in pickled.refs.items():
+        member = archive.members.get(record(ref))
+        if member is None:
+            raise DamagedFile(
+                path, f"{name}: its record is missing", expected=record(ref), found=f"{len(archive.members)} others"
+            )
+        whole = ref.storage.numel * ref.storage.itemsize
+        end = max(whole, ref.offset + byte_extent(ref.shape, ref.stride, ref.dtype.itemsize))
+        if end > member.size:
+            expected = f"at least {end} bytes"
+            raise DamagedFile(path, f"{name}: record {record(ref)} is too short", expected=expected, found=member.size)
+    tensors = describe(pickled.placements)
+    return AddressedCheckpoint(
+        TorchZip.name, path, tensors, locate, archive, skeleton=pickled.skeleton, others=pickled.others
+    )
+
+
+def _pickle_name(path: Path) -> str | None:
+    try:
+        archive = Archive.open(path)
+    except (DamagedFile, UnsupportedContent):
+        return None
+    archive.close()
+    return next((name for name in archive.members if name.endswith("data.pkl")), None)

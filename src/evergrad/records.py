@@ -1,0 +1,146 @@
+"""What crosses packages: frozen values that turn into plain JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+from evergrad.dtypes import DType
+
+__all__ = ["Comparison", "Json", "Role", "TensorDiff", "TensorInfo"]
+
+Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+class Role(StrEnum):
+    """What a tensor is for."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    BUFFER = "buffer"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A tensor's extent in the file, as its neighbours see it."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One named tensor of a checkpoint: what it is, not what it holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    role: Role
+    nbytes: int
+    neighbours: tuple[Neighbour, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.nbytes // self.dtype.itemsize
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Names of the other tensors that lie in the same bytes (tied weights, views)."""
+        mine = next((n for n in self.neighbours if n.name == self.name), None)
+        if mine is None:
+            return ()
+        return tuple(n.name for n in self.neighbours if n is not mine and n.start < mine.stop and mine.start < n.stop)
+
+    def to_json(self) -> dict[str, Json]:
+        """The row that `evergrad inspect --json` prints; `shares` only where bytes are shared."""
+        row: dict[str, Json] = {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype.value,
+            "role": self.role.value,
+            "nbytes": self.nbytes,
+        }
+        if self.neighbours and (shares := self.shares):
+            row["shares"] = list(shares)
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """How one tensor differs between two checkpoints.
+
+    `status` is `equal` (every bit), `changed`, `shape`, `dtype`, `only in a` or `only in b`. `changed` counts
+    elements whose bits (or, across dtypes, values) differ; `max_abs` is the largest finite |Δ|; the two
+    `nonfinite` fields count NaN and infinities on either side.
+    """
+
+    name: str
+    status: str
+    other_name: str | None = None
+    detail: str = ""
+    numel: int = 0
+    changed: int = 0
+    max_abs: float = 0.0
+    nonfinite_a: int = 0
+    nonfinite_b: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether the two are the same bit for bit."""
+        return self.status == "equal"
+
+    def to_json(self) -> dict[str, Json]:
+        """The row that `evergrad diff --json` prints."""
+        return {
+            "name": self.name,
+            "other_name": self.other_name,
+            "status": self.status,
+            "detail": self.detail,
+            "numel": self.numel,
+            "changed": self.changed,
+            "max_abs": self.max_abs,
+            "nonfinite_a": self.nonfinite_a,
+            "nonfinite_b": self.nonfinite_b,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two checkpoints, tensor by tensor."""
+
+    a: str
+    b: str
+    format_a: str
+    format_b: str
+    tensors: tuple[TensorDiff, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every tensor is in both, the same bit for bit."""
+        return all(tensor.equal for tensor in self.tensors)
+
+    @property
+    def different(self) -> tuple[TensorDiff, ...]:
+        """The tensors that differ, in the order of the first file."""
+        return tuple(tensor for tensor in self.tensors if not tensor.equal)
+
+    def __getitem__(self, name: str) -> TensorDiff:
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+    def to_json(self) -> dict[str, Json]:
+        """What `evergrad diff --json` prints."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "format_a": self.format_a,
+            "format_b": self.format_b,
+            "equal": self.equal,
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+        }

@@ -1,0 +1,29 @@
+"""Training state as named, addressable tensors: paths, skeletons, roles, sharing, selecting."""
+
+from evergrad.state.paths import ROOT, escape, join, split
+from evergrad.state.roles import role_of
+from evergrad.state.selection import Where, select
+from evergrad.state.sharing import Placement, Sharing, find_sharing
+from evergrad.state.skeleton import Skeleton
+from evergrad.state.tree import FlatState, Opaque, Outline, Ready, flatten, outline, unflatten
+
+__all__ = [
+    "ROOT",
+    "FlatState",
+    "Opaque",
+    "Outline",
+    "Placement",
+    "Ready",
+    "Sharing",
+    "Skeleton",
+    "Where",
+    "escape",
+    "find_sharing",
+    "flatten",
+    "join",
+    "outline",
+    "role_of",
+    "select",
+    "split",
+    "unflatten",
+]

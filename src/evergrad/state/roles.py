@@ -1,0 +1,73 @@
+"""What a tensor is for, told from its path.
+
+A file does not say which tensors are buffers or optimizer state, so this goes by the names that PyTorch,
+Lightning, Transformers, DeepSpeed and Keras use. Where a live module or optimizer is at hand, `flatten` asks
+it instead and records the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from evergrad.records import Role
+from evergrad.state.paths import split
+
+__all__ = ["role_of"]
+
+_OPTIMIZER_KEY = re.compile(r"(^|_)optim(izer)?s?(_states?)?(_dict)?s?(\.(pt|bin|pth))?$|optim_states\.pt$", re.I)
+_OPTIMIZER_SLOT = re.compile(
+    r"^(exp_avg(_sq|_diff)?|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|grad_avg|acc_delta|"
+    r"prev(_grad)?|step_size|sum|ax|mu|eta|step|row_var|col_var|variance|prev_grad|prev_loss|d|t|al|ro)$"
+)
+_OPTIMIZER_PARENT = re.compile(r"(^|/)state/[^/]+$")
+_MODEL_KEY = re.compile(
+    r"(^|_)(model|module|net|network|generator|discriminator|encoder|decoder|backbone|params|weights)"
+    r"(_state)?(_dict)?(\.(safetensors|bin|pt|pth))?$|^state_dict$|^model_weights$",
+    re.I,
+)
+_OTHER_KEY = re.compile(
+    r"(^|_)(rng|scheduler|schedulers|lr_schedulers?|scaler|callbacks|loops|epoch|step|iteration|args|hparams|"
+    r"hyper_parameters|sampler|dataloader|metrics?|history)(_states?)?(_dict)?(_\d+)?(\.(pt|pth|bin))?$",
+    re.I,
+)
+_BUFFER = re.compile(
+    r"(^|[./])(running_mean|running_var|num_batches_tracked|moving_mean|moving_variance|position_ids|inv_freq|"
+    r"masked_bias|attn\.bias_mask|avg_mean|avg_var)$"
+)
+
+
+def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
+    """The role of the tensor at a path.
+
+    >>> role_of("optimizer/state/0/exp_avg").value, role_of("bn.running_mean").value, role_of("fc.weight").value
+    ('optimizer', 'buffer', 'model')
+    """
+    parent, _, last = path.rpartition("/")
+    container = _container_role(parent) if parent else None
+    if container in (Role.OPTIMIZER, Role.OTHER):
+        return container
+    # A bare optimizer.state_dict(): state/<parameter>/<slot>.
+    if _OPTIMIZER_SLOT.match(last) and _OPTIMIZER_PARENT.search(parent):
+        return Role.OPTIMIZER
+    if _BUFFER.search(last) or parent.endswith("_buffers"):
+        return Role.BUFFER
+    if container is Role.MODEL:
+        return Role.MODEL
+    if _OTHER_KEY.search(last) or (rank == 0 and not is_float):
+        return Role.OTHER
+    # A plain state dict: one level, names like layer1.0.weight.
+    return Role.MODEL if not parent or is_float else Role.OTHER
+
+
+@lru_cache(maxsize=4096)
+def _container_role(parent: str) -> Role | None:
+    """What the keys above a tensor say, if they say anything."""
+    keys = split(parent)
+    if any(_OPTIMIZER_KEY.search(key) for key in keys):
+        return Role.OPTIMIZER
+    if any(_OTHER_KEY.search(key) for key in keys):
+        return Role.OTHER
+    if "_parameters" in keys or any(_MODEL_KEY.search(key) for key in keys):
+        return Role.MODEL
+    return None

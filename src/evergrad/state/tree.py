@@ -1,0 +1,243 @@
+"""Nested state ⇄ `{path: tensor}` plus a skeleton."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evergrad.dtypes import DType
+from evergrad.errors import StateError
+from evergrad.records import Json, Role
+from evergrad.state.paths import MAX_PATH_CHARS, ROOT, join, segments
+from evergrad.state.sharing import Placement, find_sharing
+from evergrad.state.skeleton import Skeleton, array_node, decode, encode_scalar, supports
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FlatState", "Opaque", "Outline", "Ready", "flatten", "outline", "unflatten"]
+
+MAX_DEPTH = 128
+
+
+@dataclass(slots=True)
+class Opaque:
+    """A thing whose class is known by name only; what it holds can still be walked."""
+
+    type_name: str
+    parts: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Ready:
+    """A value that already is a skeleton node."""
+
+    node: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A walked tree: its skeleton's root, and every leaf that the walker took for a tensor."""
+
+    root: Json
+    leaves: dict[str, Any]
+    roles: dict[str, Role]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A state as named tensors and a skeleton; `unflatten(flat.tensors, flat.skeleton)` is the way back."""
+
+    tensors: dict[str, torch.Tensor]
+    skeleton: Skeleton
+
+
+def flatten(state: object) -> FlatState:
+    """A nested state as named tensors.
+
+    Takes dicts, lists, tuples, sets, numbers, strings, bytes, None, tensors, NumPy arrays, and anything
+    with a `state_dict()`. Tensors are not copied. Raises `StateError`, naming the path, for anything else.
+    """
+    walked = outline(state, _is_tensor)
+    tensors = {path: _checked(path, leaf) for path, leaf in walked.leaves.items()}
+    sharing = find_sharing(
+        Placement(
+            path,
+            (str(tensor.device), tensor.untyped_storage().data_ptr()),
+            tensor.storage_offset() * tensor.element_size(),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.element_size(),
+        )
+        for path, tensor in tensors.items()
+    )
+    return FlatState(tensors, Skeleton(walked.root, sharing, walked.roles))
+
+
+def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Skeleton) -> Any:
+    """The nested state again: same containers, same key types, same sharing."""
+    shared = skeleton.sharing.restore(tensors)
+
+    def tensor(path: str) -> torch.Tensor:
+        if path not in shared:
+            raise StateError(f"{path}: the skeleton names this tensor, and it is not among the {len(shared)} given")
+        return shared[path]
+
+    try:
+        return decode(skeleton.root, tensor)
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
+        raise StateError(f"the skeleton is damaged: {type(error).__name__}: {error}") from None
+
+
+def outline(
+    tree: object, is_tensor: Callable[[object], bool], *, max_nodes: int | None = None, live: bool = True
+) -> Outline:
+    """Walk any tree of containers; `live` also asks `state_dict()` and takes NumPy arrays as tensors.
+
+    `max_nodes` bounds the walk for trees from files: containers that refer to each other can describe
+    exponentially many places in a few bytes.
+    """
+    walker = _Walker(is_tensor, max_nodes, live)
+    root = walker.node(tree, None, 0)
+    return Outline(root, walker.leaves, walker.roles)
+
+
+class _Walker:
+    def __init__(self, is_tensor: Callable[[object], bool], max_nodes: int | None, live: bool) -> None:
+        self.is_tensor = is_tensor
+        self.live = live
+        self.leaves: dict[str, Any] = {}
+        self.roles: dict[str, Role] = {}
+        self.left = max_nodes if max_nodes is not None else sys.maxsize
+
+    def node(self, value: Any, path: str | None, depth: int) -> Json:
+        self.left -= 1
+        if self.left < 0 or depth > MAX_DEPTH or (path is not None and len(path) > MAX_PATH_CHARS):
+            where = (path or ROOT)[:80]
+            raise StateError(f"{where}…: nested more than {MAX_DEPTH} deep, or containing itself")
+        if self.is_tensor(value):
+            return self._leaf("tensor", value, path)
+        kind = type(value)
+        if kind is dict:
+            return {"dict": self._dict(value, path, depth)}
+        if kind is OrderedDict:
+            node: dict[str, Json] = {"odict": self._dict(value, path, depth)}
+            metadata = getattr(value, "_metadata", None)
+            if metadata is not None:
+                node["metadata"] = self.node(metadata, join(path, "_metadata"), depth + 1)
+            return node
+        if kind is list or kind is tuple:
+            return {kind.__name__: self._sequence(value, path, depth)}
+        if isinstance(value, Ready):
+            return value.node
+        if isinstance(value, Opaque):
+            return {"object": value.type_name, "parts": self._dict(value.parts, path, depth)}
+        if self.live and isinstance(value, np.ndarray):
+            return self._array(value, path)
+        if isinstance(value, (set, frozenset)):
+            name = "frozenset" if isinstance(value, frozenset) else "set"
+            return {name: self._sequence(sorted(value, key=repr), path, depth)}
+        if self.live and callable(getattr(value, "state_dict", None)):
+            return self._stateful(value, path, depth)
+        try:
+            return encode_scalar(value)
+        except TypeError:
+            return self._stranger(value, path, depth)
+
+    def _leaf(self, kind: str, value: object, path: str | None) -> Json:
+        name = ROOT if path is None else path
+        if name in self.leaves:
+            raise StateError(f"{name}: two tensors have this path")
+        self.leaves[name] = value
+        return {kind: name}
+
+    def _dict(self, value: Mapping[Any, Any], path: str | None, depth: int) -> list[Json]:
+        names = segments(value)
+        out: list[Json] = []
+        for key, child in value.items():
+            try:
+                encoded = encode_scalar(key)
+            except TypeError:
+                if self.live:
+                    raise StateError(
+                        f"{join(path, names[key])}: a key of type {type(key).__name__} "
+                        "(expected str, int, float, bool, bytes or None)"
+                    ) from None
+                encoded = names[key]
+            out.append([encoded, self.node(child, join(path, names[key]), depth + 1)])
+        return out
+
+    def _sequence(self, value: Any, path: str | None, depth: int) -> list[Json]:
+        return [self.node(child, join(path, str(index)), depth + 1) for index, child in enumerate(value)]
+
+    def _array(self, value: np.ndarray, path: str | None) -> Json:
+        if not supports(value.dtype) or not value.dtype.isnative:
+            try:
+                return array_node(value)
+            except TypeError as error:
+                raise StateError(f"{path or ROOT}: {error} has no form that can be stored") from None
+        import torch
+
+        return self._leaf("ndarray", torch.from_numpy(value if value.flags.writeable else value.copy()), path)
+
+    def _stateful(self, value: Any, path: str | None, depth: int) -> Json:
+        before = len(self.leaves)
+        node = self.node(value.state_dict(), path, depth + 1)
+        mine = list(self.leaves)[before:]
+        if callable(getattr(value, "named_buffers", None)):
+            prefix = "" if path is None else f"{path}/"
+            buffers = {prefix + name for name, _ in value.named_buffers()}
+            self.roles.update((name, Role.BUFFER if name in buffers else Role.MODEL) for name in mine)
+        elif hasattr(value, "param_groups"):
+            self.roles.update((name, Role.OPTIMIZER) for name in mine)
+        return node
+
+    def _stranger(self, value: Any, path: str | None, depth: int) -> Json:
+        kind = type(value)
+        if not self.live:
+            return {"object": f"{kind.__module__}.{kind.__qualname__}", "parts": []}
+        if kind.__module__ == "torch" and kind.__name__ == "Size":
+            return {"torch.Size": [int(n) for n in value]}
+        # Subclasses of the plain containers come back as the plain container.
+        if isinstance(value, Mapping):
+            return {"dict": self._dict(value, path, depth)}
+        if isinstance(value, (list, tuple)):
+            return {"tuple" if isinstance(value, tuple) else "list": self._sequence(value, path, depth)}
+        raise StateError(
+            f"{path or ROOT}: a {kind.__module__}.{kind.__qualname__} has no form that can be stored "
+            "(expected tensors, numbers, strings, containers of these, or an object with state_dict())"
+        )
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # without torch loaded there can be no tensor
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _checked(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as plain dense memory, or a refusal by name."""
+    import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    refusal = ""
+    if tensor.is_nested:
+        refusal = "nested tensor"
+    elif tensor.layout != torch.strided:
+        refusal = f"sparse tensor ({tensor.layout})"
+    elif tensor.is_quantized:
+        refusal = f"quantised tensor ({tensor.dtype})"
+    elif DType.of_torch(tensor.dtype) is None:
+        refusal = f"tensor of {tensor.dtype}"
+    elif tensor.device.type == "meta":
+        refusal = "tensor on the meta device, which has no data"
+    elif is_traceable_wrapper_subclass(tensor):
+        refusal = f"{type(tensor).__module__}.{type(tensor).__qualname__} tensor"
+    if refusal:
+        dtypes = "float, bfloat16, fp8, int, uint, bool or complex elements"
+        raise StateError(f"{path}: a {refusal} cannot be stored (expected a dense tensor of {dtypes})")
+    return tensor.detach().resolve_conj().resolve_neg()
