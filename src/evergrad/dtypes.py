@@ -76,15 +76,6 @@ class DType(StrEnum):
         return self.layout.kind in ("float", "complex")
 
     @property
-    def torch(self) -> torch.dtype:
-        """The torch type of the same name."""
-        import torch
-
-        found = getattr(torch, self.value)
-        assert isinstance(found, torch.dtype)
-        return found
-
-    @property
     def numpy(self) -> np.dtype[np.generic] | None:
         """The NumPy type of the same name, or None where NumPy has none (bfloat16, fp8, complex32)."""
         return _NUMPY.get(self)
@@ -103,6 +94,15 @@ class DType(StrEnum):
     def of_numpy(cls, dtype: np.dtype[np.generic]) -> DType | None:
         """The type of a NumPy array, whatever its byte order; None for strings, objects, records."""
         return _BY_NAME.get(dtype.name) if dtype.kind in "fiubc" else None
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch type of the same name."""
+        import torch
+
+        found = getattr(torch, self.value)
+        assert isinstance(found, torch.dtype)
+        return found
 
 
 _LAYOUTS: dict[str, Layout] = {

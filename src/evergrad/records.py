@@ -10,7 +10,7 @@ from evergrad.dtypes import DType
 
 __all__ = ["Comparison", "Json", "Role", "TensorDiff", "TensorInfo"]
 
-Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
 class Role(StrEnum):

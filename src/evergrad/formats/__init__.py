@@ -13,7 +13,7 @@ compare.py · convert.py    what is done with two of them
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.compare import compare
 from evergrad.formats.contract import Checkpoint, Format, Probe
-from evergrad.formats.convert import convert
+from evergrad.formats.convert import convert, losses
 from evergrad.formats.folders import CompositeCheckpoint
 from evergrad.formats.region import DataFile, Region
 from evergrad.formats.registry import formats, open_checkpoint
@@ -30,5 +30,6 @@ __all__ = [
     "convert",
     "describe",
     "formats",
+    "losses",
     "open_checkpoint",
 ]

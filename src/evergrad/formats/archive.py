@@ -83,7 +83,7 @@ class Archive:
                 expected="504b0304",
                 found=found,
             )
-        offset = member.header + _LOCAL.size + header[9] + header[10]
+        offset: int = member.header + _LOCAL.size + header[9] + header[10]
         if offset + member.stored_size > self.directory:
             raise DamagedFile(self.file.path, f"{member.name!r} runs into the zip directory")
         return offset

@@ -151,7 +151,7 @@ class Checkpoint(ABC):
             where = where.astype(np.int64)
         if where.ndim != 1 or where.dtype.kind not in "iu":
             raise UsageError(f"{name}: indices must be a list of integers (found {where.dtype}, {where.ndim} axes)")
-        if where.size and not (0 <= int(where.min()) and int(where.max()) < info.numel):
+        if where.size and not (int(where.min()) >= 0 and int(where.max()) < info.numel):
             wrong = int(where.max()) if int(where.max()) >= info.numel else int(where.min())
             raise UsageError(f"{name}: no element {wrong} (expected 0 to {info.numel - 1})")
         return self._xor_bits(name, where.astype(np.int64), _patterns(info, len(where), patterns))
@@ -206,7 +206,8 @@ def _patterns(info: TensorInfo, count: int, patterns: npt.ArrayLike) -> Bits:
         given = given.reshape(shape).astype(info.dtype.bits)
     if given.shape != shape or given.dtype.kind not in "iu":
         raise UsageError(
-            f"{info.name}: patterns must be unsigned integers of shape {shape} (found {given.dtype} of shape {given.shape})"
+            f"{info.name}: patterns must be unsigned integers of shape {shape} "
+            f"(found {given.dtype} of shape {given.shape})"
         )
     width = 8 * info.dtype.layout.part_bytes
     if given.size and (int(given.min()) < 0 or int(given.max()) >> width):

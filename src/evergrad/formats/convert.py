@@ -11,7 +11,7 @@ from evergrad.formats.contract import Checkpoint, Format
 from evergrad.formats.durable import replacing
 from evergrad.formats.registry import formats, open_checkpoint
 
-__all__ = ["convert"]
+__all__ = ["convert", "losses"]
 
 
 def convert(
@@ -44,6 +44,11 @@ def convert(
         with replacing(target) as temporary:
             format.write(source, temporary, tensors_only=tensors_only)
     return target
+
+
+def losses(source: Checkpoint, b: str | PathLike[str], *, to: str | None = None) -> list[str]:
+    """What writing `source` as `b` would lose, one item each; nothing is written."""
+    return _target_format(Path(b), to).losses(source)
 
 
 def _target_format(target: Path, to: str | None) -> Format:

@@ -76,7 +76,7 @@ def _zero_tables(polynomial: int, power: int) -> npt.NDArray[np.uint32]:
 
 
 def _apply(tables: npt.NDArray[np.uint32], remainder: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    out = tables[0][remainder & np.uint32(0xFF)]
+    out: npt.NDArray[np.uint32] = tables[0][remainder & np.uint32(0xFF)]
     for byte in range(1, 4):
         out = out ^ tables[byte][(remainder >> np.uint32(8 * byte)) & np.uint32(0xFF)]
     return out

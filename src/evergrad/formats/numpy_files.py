@@ -6,6 +6,7 @@ import io
 import math
 import zipfile
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -188,10 +189,10 @@ def _foreign(source: Checkpoint) -> list[str]:
     return [f"{info.name}: NumPy has no {info.dtype}" for info in source.tensors.values() if info.dtype.numpy is None]
 
 
-def _write_array(out: io.BufferedIOBase | zipfile.ZipExtFile, source: Checkpoint, info: TensorInfo) -> None:
+def _write_array(out: IO[bytes], source: Checkpoint, info: TensorInfo) -> None:
     dtype = info.dtype.numpy
     assert dtype is not None
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": info.shape}
-    np.lib.format.write_array_header_1_0(out, header)  # type: ignore[arg-type]
+    np.lib.format.write_array_header_1_0(out, header)
     for start, stop in blocks(info):
-        out.write(np.ascontiguousarray(source.read_bits(info.name, start, stop)).data.cast("B"))  # type: ignore[arg-type]
+        out.write(np.ascontiguousarray(source.read_bits(info.name, start, stop)).data.cast("B"))

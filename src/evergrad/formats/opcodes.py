@@ -315,7 +315,7 @@ def _text_string(machine: _Machine) -> str:
     line = machine.line().strip()
     if len(line) < 2 or line[0] != line[-1] or line[0] not in b"\"'":
         raise PickleError(f"a string without quotes at byte {machine.position}")
-    return codecs.escape_decode(line[1:-1])[0].decode("latin-1")  # type: ignore[attr-defined, no-any-return]
+    return codecs.escape_decode(line[1:-1])[0].decode("latin-1")
 
 
 def _long(machine: _Machine, length: int) -> int:
@@ -337,6 +337,17 @@ def _refuse(what: str) -> Callable[[_Machine], None]:
     return handler
 
 
+def _dict_from_mark(machine: _Machine) -> None:
+    items = machine.marked()
+    target: dict[Any, Any] = {}
+    _set_items(machine, target, items)
+    machine.stack.append(target)
+
+
+def _frame(machine: _Machine) -> None:
+    machine.take(8)  # frames only say how far to read ahead
+
+
 def _unicode(length: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     return _push(lambda m: m.take(length(m)).decode("utf-8", "surrogatepass"))
 
@@ -355,7 +366,7 @@ def _u8(machine: _Machine) -> int:
 
 _HANDLERS: dict[int, Callable[[_Machine], None]] = {
     0x80: lambda m: None if _u1(m) <= 5 else _refuse("a pickle protocol beyond 5")(m),  # PROTO
-    0x95: lambda m: None if m.take(8) else None,  # FRAME
+    0x95: _frame,  # FRAME
     0x4E: _push(lambda m: None),  # NONE
     0x88: _push(lambda m: True),  # NEWTRUE
     0x7D: _push(lambda m: {}),  # EMPTY_DICT
@@ -379,7 +390,7 @@ _HANDLERS: dict[int, Callable[[_Machine], None]] = {
     0x96: _push(lambda m: m.take(_u8(m))),  # BYTEARRAY8
     0x63: _push(lambda m: m.name(m.line().decode(), m.line().decode())),  # GLOBAL
     0x93: _reduce_top(2, _stack_global),  # STACK_GLOBAL
-    0x64: lambda m: _dict_from_mark(m),  # DICT
+    0x64: _dict_from_mark,  # DICT
     0x6C: lambda m: m.stack.append(m.marked()),  # LIST
     0x91: lambda m: m.stack.append(frozenset([_hashable(m, item) for item in m.marked()])),  # FROZENSET
     0x73: _pop_then(_set_items, 2),  # SETITEM
@@ -405,10 +416,3 @@ _HANDLERS: dict[int, Callable[[_Machine], None]] = {
     0x97: _refuse("an out-of-band buffer"),  # NEXT_BUFFER
     0x98: _refuse("an out-of-band buffer"),  # READONLY_BUFFER
 }
-
-
-def _dict_from_mark(machine: _Machine) -> None:
-    items = machine.marked()
-    target: dict[Any, Any] = {}
-    _set_items(machine, target, items)
-    machine.stack.append(target)

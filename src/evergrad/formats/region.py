@@ -80,8 +80,8 @@ class DataFile:
     def read_into(self, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer from here on, or raise `DamagedFile`."""
         self._open()
-        target = memoryview(buffer)
-        while len(target):
+        target = buffer.data
+        while target:
             with file_errors(self.path):
                 count = os.preadv(self._fd, [target], offset)
             if count == 0:
@@ -224,7 +224,8 @@ class Region:
             np.bitwise_xor.at(words, cells, deltas.view(word))
         if self.seal is not None:
             self.seal.follow(addresses, deltas)
-        return old.view(self._stored_bits).astype(self.dtype.bits).reshape(patterns.shape)
+        bits: npt.NDArray[np.unsignedinteger] = old.view(self._stored_bits).astype(self.dtype.bits)
+        return bits.reshape(patterns.shape)
 
     def addresses(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Byte offsets in the source of elements given by their index in C order."""

@@ -108,7 +108,7 @@ class TorchBuilder:
         """The target after `BUILD`: attributes become parts, array data becomes a value."""
         if type(target) is OrderedDict:
             if type(state) is dict and "_metadata" in state:
-                target._metadata = state["_metadata"]  # type: ignore[attr-defined]
+                setattr(target, "_metadata", state["_metadata"])
         elif type(target) is _NumpyDtype:
             if type(state) is tuple and len(state) > 1 and type(state[1]) is str and state[1] in "<>|=":
                 target.order = state[1]
@@ -136,8 +136,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: DType | N
 
 
 def _lengths(value: Any) -> tuple[int, ...]:
-    if type(value) is Ready and type(value.node) is dict and "torch.Size" in value.node:
-        value = tuple(value.node["torch.Size"])  # type: ignore[arg-type]
+    if type(value) is Ready and isinstance(value.node, dict):
+        node: Any = value.node.get("torch.Size")
+        value = tuple(node) if isinstance(node, list) else None
     if type(value) is tuple and len(value) <= 64:
         for length in value:
             if type(length) is not int or not 0 <= length < 1 << 62:

@@ -34,8 +34,8 @@ def finite(numbers: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which elements are neither NaN nor infinite; a complex one needs both parts."""
     if numbers.dtype.kind != "f":
         return np.ones(len(numbers), bool)
-    found = np.isfinite(numbers)
-    return found.all(axis=1) if found.ndim == 2 else found
+    found: npt.NDArray[np.bool_] = np.isfinite(numbers)
+    return np.logical_and(found[:, 0], found[:, 1]) if found.ndim == 2 else found
 
 
 @lru_cache

@@ -31,6 +31,7 @@ _OTHER_KEY = re.compile(
     r"hyper_parameters|sampler|dataloader|metrics?|history)(_states?)?(_dict)?(_\d+)?(\.(pt|pth|bin))?$",
     re.I,
 )
+_PARAMETER = re.compile(r"\.|^(weight|bias|kernel|gamma|beta|embeddings?|scale|W|b)(:0)?$")
 _BUFFER = re.compile(
     r"(^|[./])(running_mean|running_var|num_batches_tracked|moving_mean|moving_variance|position_ids|inv_freq|"
     r"masked_bias|attn\.bias_mask|avg_mean|avg_var)$"
@@ -56,8 +57,8 @@ def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
         return Role.MODEL
     if _OTHER_KEY.search(last) or (rank == 0 and not is_float):
         return Role.OTHER
-    # A plain state dict: one level, names like layer1.0.weight.
-    return Role.MODEL if not parent or is_float else Role.OTHER
+    # A plain state dict has one level; in a container that says nothing, a name like layer1.0.weight still tells.
+    return Role.MODEL if not parent or _PARAMETER.search(last) else Role.OTHER
 
 
 @lru_cache(maxsize=4096)

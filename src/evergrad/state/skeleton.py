@@ -140,7 +140,7 @@ def array_node(value: np.ndarray) -> Json:
     return {"array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
 
 
-def decode(node: Json, tensor: Callable[[str], Any]) -> Any:
+def decode(node: Any, tensor: Callable[[str], Any]) -> Any:
     """The value that a node stands for; `tensor` gives the tensor at a path."""
     if not isinstance(node, dict):
         if isinstance(node, list):
@@ -152,53 +152,48 @@ def decode(node: Json, tensor: Callable[[str], Any]) -> Any:
     raise ValueError(f"unknown node {list(node)!r}")
 
 
-def _items(node: Json, key: str) -> list[Json]:
-    assert isinstance(node, dict)
+def _items(node: Any, key: str) -> list[Any]:
     items = node[key]
     if not isinstance(items, list):
         raise ValueError(f"{key} is not a list")
     return items
 
 
-def _text(node: Json, key: str) -> str:
-    assert isinstance(node, dict)
+def _text(node: Any, key: str) -> str:
     text = node[key]
     if not isinstance(text, str):
         raise ValueError(f"{key} is not a string")
     return text
 
 
-def _decode_dict(node: Json, tensor: Callable[[str], Any]) -> dict[Any, Any]:
-    return {decode(k, tensor): decode(v, tensor) for k, v in _items(node, "dict")}  # type: ignore[misc, str-unpack]
+def _decode_dict(node: Any, tensor: Callable[[str], Any]) -> dict[Any, Any]:
+    return {decode(k, tensor): decode(v, tensor) for k, v in _items(node, "dict")}
 
 
-def _decode_odict(node: Json, tensor: Callable[[str], Any]) -> OrderedDict[Any, Any]:
-    assert isinstance(node, dict)
-    out = OrderedDict((decode(k, tensor), decode(v, tensor)) for k, v in _items(node, "odict"))  # type: ignore[misc, str-unpack]
+def _decode_odict(node: Any, tensor: Callable[[str], Any]) -> OrderedDict[Any, Any]:
+    out = OrderedDict((decode(k, tensor), decode(v, tensor)) for k, v in _items(node, "odict"))
     if "metadata" in node:
-        out._metadata = decode(node["metadata"], tensor)  # type: ignore[attr-defined]
+        setattr(out, "_metadata", decode(node["metadata"], tensor))
     return out
 
 
-def _decode_array(node: Json, _: Callable[[str], Any]) -> np.ndarray:
+def _decode_array(node: Any, _: Callable[[str], Any]) -> np.ndarray:
     dtype, shape, data = _items(node, "array")
-    assert isinstance(shape, list)
-    return np.frombuffer(_unbase64(data), _numpy_dtype(dtype)).reshape([int(n) for n in shape]).copy()  # type: ignore[arg-type]
+    return np.frombuffer(_unbase64(data), _numpy_dtype(dtype)).reshape([int(n) for n in shape]).copy()
 
 
-def _decode_numpy(node: Json, _: Callable[[str], Any]) -> np.generic:
+def _decode_numpy(node: Any, _: Callable[[str], Any]) -> np.generic:
     dtype, data = _items(node, "numpy")
     value = np.frombuffer(_unbase64(data), _numpy_dtype(dtype))[0]
     assert isinstance(value, np.generic)
     return value
 
 
-def _decode_torch(node: Json, _: Callable[[str], Any]) -> Any:
+def _decode_torch(node: Any, _: Callable[[str], Any]) -> Any:
     import torch
 
-    assert isinstance(node, dict)
     if "torch.Size" in node:
-        return torch.Size([int(n) for n in _items(node, "torch.Size")])  # type: ignore[arg-type]
+        return torch.Size([int(n) for n in _items(node, "torch.Size")])
     if "torch.device" in node:
         return torch.device(_text(node, "torch.device"))
     found = getattr(torch, _text(node, "torch.dtype"))
@@ -207,11 +202,11 @@ def _decode_torch(node: Json, _: Callable[[str], Any]) -> Any:
     return found
 
 
-def _decode_object(node: Json, _: Callable[[str], Any]) -> Any:
+def _decode_object(node: Any, _: Callable[[str], Any]) -> Any:
     raise StateError(f"an object of class {_text(node, 'object')} cannot be rebuilt: nothing from a file is executed")
 
 
-_DECODERS: dict[str, Callable[[Json, Callable[[str], Any]], Any]] = {
+_DECODERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
     "tensor": lambda node, tensor: tensor(_text(node, "tensor")),
     "ndarray": lambda node, tensor: tensor(_text(node, "ndarray")).numpy(),
     "dict": _decode_dict,
@@ -256,25 +251,25 @@ def _rename(node: Json, prefix: str) -> Json:
 _LEAVES = {"float", "int", "bytes", "array", "numpy", "torch.Size", "torch.dtype", "torch.device"}
 
 
-def _unbase64(text: Json) -> bytes:
+def _unbase64(text: object) -> bytes:
     if not isinstance(text, str):
         raise ValueError("base64 is not a string")
     return base64.b64decode(text, validate=True)
 
 
-def _numpy_dtype(text: Json) -> np.dtype[Any]:
+def _numpy_dtype(text: object) -> np.dtype[Any]:
     if not isinstance(text, str) or not _NUMPY_DTYPE.fullmatch(text):
         raise ValueError(f"{text!r} is not a plain NumPy dtype")
     return np.dtype(text)
 
 
-def _find_objects(node: Json, position: str, found: list[tuple[str, str]]) -> None:
+def _find_objects(node: Any, position: str, found: list[tuple[str, str]]) -> None:
     if not isinstance(node, dict):
         return
     if "object" in node:
         found.append((position or ROOT, _text(node, "object")))
     for kind in ("dict", "odict", "parts"):
-        for key, child in _items(node, kind) if kind in node else ():  # type: ignore[misc, str-unpack]
+        for key, child in _items(node, kind) if kind in node else ():
             _find_objects(child, f"{position}/{key}" if position else str(key), found)
     for kind in ("list", "tuple"):
         for index, child in enumerate(_items(node, kind) if kind in node else ()):

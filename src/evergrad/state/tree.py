@@ -69,7 +69,7 @@ def flatten(state: object) -> FlatState:
         Placement(
             path,
             (str(tensor.device), tensor.untyped_storage().data_ptr()),
-            tensor.storage_offset() * tensor.element_size(),
+            int(tensor.storage_offset()) * tensor.element_size(),
             tuple(tensor.shape),
             tuple(tensor.stride()),
             tensor.element_size(),
@@ -225,6 +225,7 @@ def _checked(path: str, tensor: torch.Tensor) -> torch.Tensor:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     refusal = ""
+    wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if tensor.is_nested:
         refusal = "nested tensor"
     elif tensor.layout != torch.strided:
@@ -235,7 +236,7 @@ def _checked(path: str, tensor: torch.Tensor) -> torch.Tensor:
         refusal = f"tensor of {tensor.dtype}"
     elif tensor.device.type == "meta":
         refusal = "tensor on the meta device, which has no data"
-    elif is_traceable_wrapper_subclass(tensor):
+    elif wrapper:
         refusal = f"{type(tensor).__module__}.{type(tensor).__qualname__} tensor"
     if refusal:
         dtypes = "float, bfloat16, fp8, int, uint, bool or complex elements"

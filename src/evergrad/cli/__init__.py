@@ -1,0 +1,83 @@
+"""The command line: one file a verb, in the order of the workflow, thin over the library.
+
+Exit codes: 0 fine, 1 found something (`diff`: the two differ), 2 usage or unreadable input. A user's mistake is
+one line on stderr. Nothing heavy is imported before a verb runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from evergrad import __version__
+from evergrad.cli import convert, demo, diff, inspect
+from evergrad.errors import EvergradError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="evergrad",
+    help="Keep distributed PyTorch training alive through crashes and silent data corruption, "
+    "and measure what both cost.",
+    epilog="Exit codes: 0 fine · 1 found something (diff: they differ) · 2 usage or unreadable input.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+for _verb in (demo, inspect, diff, convert):
+    _name = _verb.__name__.rsplit(".", 1)[-1]
+    app.command(_name, epilog=_verb.EPILOG)(getattr(_verb, _name))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"evergrad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Nothing happens before a verb is chosen."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        result = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except EvergradError as error:
+        return _fail(str(error))
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except typer.Abort:
+        return _fail("stopped")
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not a usage error of the parser's
+            raise
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "evergrad"
+        message = " ".join(str(error.format_message()).split())
+        if not message:  # no verb at all: the help has been shown
+            return 2
+        return _fail(message.rstrip(".") + f". See '{command} --help'.")
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"evergrad: {message}", file=sys.stderr)
+    return code

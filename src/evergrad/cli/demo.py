@@ -1,0 +1,132 @@
+"""`evergrad demo`: what there is, with real files and real output, in under a minute."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from evergrad.cli.output import JsonOption, console, print_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from evergrad.records import Json
+
+__all__ = ["EPILOG", "demo"]
+
+EPILOG = "Example:\n\n  evergrad demo --keep /tmp/evergrad-demo\n\nExit codes: 0 everything worked · 2 usage."
+
+_EXPONENT_MSB = 1 << 30  # of a float32
+
+
+def demo(
+    keep: Annotated[Path | None, typer.Option(help="Keep the files in this folder.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a small network, look into its checkpoint, flip one bit of it, and see what that does."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        _tell(keep, as_json)
+    else:
+        with tempfile.TemporaryDirectory(prefix="evergrad-demo-") as folder:
+            _tell(Path(folder), as_json)
+
+
+def _tell(folder: Path, as_json: bool) -> None:
+    say: Callable[[str], None] = (lambda _: None) if as_json else console().print
+    facts: dict[str, Json] = {}
+
+    import torch
+
+    import evergrad as eg
+    from evergrad.cli import main
+
+    def run(*arguments: str) -> None:
+        say(
+            f"\n[bold]$ evergrad {' '.join(Path(a).name if a.startswith(str(folder)) else a for a in arguments)}[/bold]"
+        )
+        if not as_json:
+            main(arguments)
+
+    say("[bold]1. Train a small network and save it as everyone does[/bold]")
+    model, optimizer, data = _train(torch)
+    clean, flipped, twin = folder / "model.pt", folder / "flipped.pt", folder / "model.safetensors"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, clean)
+    facts["accuracy"] = _accuracy(torch, clean, data)
+    say(f"model.pt: accuracy {facts['accuracy']:.1%}")
+
+    say("\n[bold]2. Its tensors, by name, without reading them and without running its pickle[/bold]")
+    run("inspect", str(clean), "--where", "model")
+
+    say("\n[bold]3. Flip one bit of one weight: the top bit of its exponent[/bold]")
+    flipped.write_bytes(clean.read_bytes())
+    with eg.open_checkpoint(flipped) as ck:
+        before = ck.read("model/4.weight")[0, 0].item()
+        ck.xor("model/4.weight", [0], [_EXPONENT_MSB])
+        after = ck.read("model/4.weight")[0, 0].item()
+    facts.update(before=before, after=after, accuracy_after_flip=_accuracy(torch, flipped, data))
+    say(f"model/4.weight[0,0]: {before:.4g} → {after:.4g}; torch.load reads the file without a word")
+    say(f"flipped.pt: accuracy {facts['accuracy_after_flip']:.1%}")
+    run("diff", str(clean), str(flipped))
+
+    say("\n[bold]4. The same state in another format: exact, optimizer, epoch and all[/bold]")
+    twin.unlink(missing_ok=True)
+    run("convert", str(clean), str(twin))
+    if as_json:
+        eg.convert(clean, twin)
+    run("diff", str(clean), str(twin))
+    facts["conversion_exact"] = eg.compare(clean, twin).equal
+
+    say("\n[bold]5. A file that would run a command when it is loaded is read, and runs nothing[/bold]")
+    trap, mark = folder / "trap.pt", folder / "it-ran"
+    torch.save({"weight": torch.ones(3), "payload": _Trap(mark)}, trap)
+    run("inspect", str(trap))
+    with eg.open_checkpoint(trap) as ck:
+        facts["trap_tensors"] = len(ck.tensors)
+    facts["trap_ran"] = mark.exists()
+    say(f"command executed: {'yes' if facts['trap_ran'] else 'no'}")
+    if as_json:
+        print_json(facts)
+
+
+class _Trap:
+    """What a hostile checkpoint looks like: unpickling it would run a command."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import os
+
+        return os.system, (f"touch '{self._mark}'",)
+
+
+def _train(torch_: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    """Two spirals, three layers, a second."""
+    generator = torch_.Generator().manual_seed(7)
+    turn = torch_.rand(1000, generator=generator).sqrt() * 9
+    label = torch_.arange(1000) % 2
+    angle = turn + label * torch_.pi
+    points = torch_.stack([angle.cos(), angle.sin()], 1) * turn[:, None] / 9
+    with torch_.random.fork_rng():
+        torch_.manual_seed(7)
+        layer = torch_.nn.Linear
+        model = torch_.nn.Sequential(layer(2, 64), torch_.nn.Tanh(), layer(64, 64), torch_.nn.Tanh(), layer(64, 2))
+        optimizer = torch_.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(400):
+            optimizer.zero_grad()
+            torch_.nn.functional.cross_entropy(model(points), label).backward()
+            optimizer.step()
+    return model, optimizer, (points, label)
+
+
+def _accuracy(torch_: Any, path: Path, data: tuple[torch.Tensor, torch.Tensor]) -> float:
+    layer = torch_.nn.Linear
+    model = torch_.nn.Sequential(layer(2, 64), torch_.nn.Tanh(), layer(64, 64), torch_.nn.Tanh(), layer(64, 2))
+    model.load_state_dict(torch_.load(path, weights_only=True)["model"])
+    with torch_.no_grad():
+        return float((model(data[0]).argmax(1) == data[1]).float().mean())

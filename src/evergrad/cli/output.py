@@ -1,0 +1,90 @@
+"""What the verbs print: JSON, tables that fit a terminal, progress for what takes long."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evergrad.records import Json
+
+__all__ = ["JsonOption", "console", "print_json", "progress", "shape", "size"]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+_SLOW_BYTES = 1 << 28  # under a quarter of a gigabyte there is nothing to wait for
+
+
+def print_json(data: Json) -> None:
+    """One JSON document on stdout; NaN and infinities, which JSON does not have, as strings."""
+    print(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False))
+
+
+def console() -> Console:
+    """Where tables go; wide enough for long names when the output is not a terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr for long work, fed with (bytes done, bytes in all); nothing where no one watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=False),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(what, total=None, visible=False)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=total > _SLOW_BYTES)
+
+        yield advance
+
+
+def size(count: float) -> str:
+    """Bytes in a person's units.
+
+    >>> size(0), size(1536), size(244_000_000)
+    ('0 B', '1.5 kB', '244.0 MB')
+    """
+    if count < 1000:
+        return f"{count:.0f} B"
+    power = min(int(math.log10(count) // 3), 5)
+    return f"{count / 1000**power:.1f} {' kMGTP'[power]}B"
+
+
+def shape(lengths: tuple[int, ...]) -> str:
+    """A shape in a person's words.
+
+    >>> shape((64, 3, 7, 7)), shape(())
+    ('64×3×7×7', 'scalar')
+    """
+    return "×".join(str(length) for length in lengths) or "scalar"
+
+
+def _plain(data: Json) -> Json:
+    if isinstance(data, float) and not math.isfinite(data):
+        return str(data)
+    if isinstance(data, dict):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_plain(value) for value in data]
+    return data

@@ -1,0 +1,14 @@
+"""Test suites for what users add to Evergrad; nothing in Evergrad imports this package.
+
+>>> class TestMyFormat(FormatContract):                                 # doctest: +SKIP
+...     format = "mine"
+...     def make(self, folder):
+...         my_library.save(TENSORS, folder / "a.mine")
+...         return folder / "a.mine", TENSORS
+...     def load(self, path):
+...         return my_library.load(path)
+"""
+
+from evergrad.testing.format_contract import FormatContract, raw_bytes
+
+__all__ = ["FormatContract", "raw_bytes"]

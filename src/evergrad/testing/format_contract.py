@@ -1,0 +1,215 @@
+"""What every checkpoint format promises, as a test suite that pytest runs over any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from evergrad.errors import EvergradError, UnknownTensor, UsageError
+from evergrad.formats import Checkpoint, open_checkpoint
+from evergrad.formats.contract import Bits
+
+__all__ = ["FormatContract", "raw_bytes"]
+
+
+class FormatContract:
+    """Subclass it, say how to make a file of the format with its own library, and let pytest collect it.
+
+    `make` writes a file or folder with at least two tensors, one of them with at least eight elements, and
+    returns its path and what it holds. `load`, if given, reads a file with the format's own library, so that what
+    we changed is checked by a reader that is not ours.
+    """
+
+    format: ClassVar[str]
+    byte_exact: ClassVar[bool] = True
+    """Whether altering twice gives the same file, byte for byte; not so where data is compressed."""
+
+    def make(self, folder: Path) -> tuple[Path, Mapping[str, torch.Tensor]]:
+        """Write a checkpoint into the folder; its path, and the tensors by name."""
+        raise TypeError(f"{type(self).__name__} must say how to make a {self.format} checkpoint")
+
+    def load(self, path: Path) -> Mapping[str, torch.Tensor] | None:
+        """The tensors by name, read by the format's own library; None if there is none."""
+        return None
+
+    def test_it_is_recognised_by_content_and_not_by_name(self, tmp_path: Path) -> None:
+        path, _ = self.make(tmp_path)
+        if path.is_file() and not path.name.endswith(".index.json"):
+            path = path.rename(path.with_name("renamed.xyz"))
+        with open_checkpoint(path) as ck:
+            assert ck.format == self.format
+
+    def test_every_tensor_is_listed_with_its_shape_dtype_and_size(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        with open_checkpoint(path) as ck:
+            assert set(ck.tensors) == set(expected)
+            for name, tensor in expected.items():
+                info = ck.tensors[name]
+                assert info.name == name
+                assert info.shape == tuple(tensor.shape), name
+                assert info.dtype.torch == tensor.dtype, name
+                assert info.nbytes == tensor.numel() * tensor.element_size(), name
+                assert info.numel == tensor.numel(), name
+
+    def test_every_tensor_is_read_bit_for_bit(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        with open_checkpoint(path) as ck:
+            for name, tensor in expected.items():
+                read = ck.read(name)
+                assert read.dtype == tensor.dtype
+                assert read.shape == tensor.shape, name
+                assert raw_bytes(read) == raw_bytes(tensor), name
+
+    def test_a_range_of_elements_is_the_same_part_of_the_whole(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        name = _largest(expected)
+        with open_checkpoint(path) as ck:
+            whole, count = ck.read_bits(name), ck.tensors[name].numel
+            np.testing.assert_array_equal(ck.read_bits(name, 2, count - 1), whole[2 : count - 1])
+            assert len(ck.read_bits(name, 3, 3)) == 0
+
+    def test_xor_changes_exactly_those_bits_and_returns_the_old_ones(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        for name, tensor in expected.items():
+            if not tensor.numel():
+                continue
+            with open_checkpoint(path) as ck:
+                before = {other: ck.read_bits(other) for other in ck.tensors}
+                indices, patterns = _change(ck, name)
+                old = ck.xor(name, indices, patterns)
+                shares = {name, *ck.tensors[name].shares}
+            np.testing.assert_array_equal(old, before[name][indices])
+            with open_checkpoint(path) as ck:
+                wanted = before[name].copy()
+                np.bitwise_xor.at(wanted, indices, patterns)
+                np.testing.assert_array_equal(ck.read_bits(name), wanted)
+                for other in set(ck.tensors) - shares:
+                    np.testing.assert_array_equal(ck.read_bits(other), before[other], other)
+                ck.xor(name, indices, patterns)
+
+    def test_its_own_library_reads_the_change(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        if self.load(path) is None:
+            return
+        name = _largest(expected)
+        with open_checkpoint(path) as ck:
+            indices, patterns = _change(ck, name)
+            ck.xor(name, indices, patterns)
+            ours = {other: ck.read(other) for other in ck.tensors}
+        loaded = self.load(path)
+        assert loaded is not None
+        for other, tensor in loaded.items():
+            assert raw_bytes(tensor) == raw_bytes(ours[other]), other
+        assert raw_bytes(loaded[name]) != raw_bytes(expected[name])
+
+    def test_xor_twice_is_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        before = _bytes_of(path)
+        name = _largest(expected)
+        for _ in range(2):
+            with open_checkpoint(path) as ck:
+                ck.xor(name, *_change(ck, name))
+        with open_checkpoint(path) as ck:
+            assert raw_bytes(ck.read(name)) == raw_bytes(expected[name])
+        if self.byte_exact:
+            assert _bytes_of(path) == before
+
+    def test_an_index_given_twice_counts_twice(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        name = _largest(expected)
+        with open_checkpoint(path) as ck:
+            _, pattern = _change(ck, name)
+            before = ck.read_bits(name)
+            old = ck.xor(name, [1, 1], np.stack([pattern[0], pattern[0]]))
+            np.testing.assert_array_equal(old, before[[1, 1]])
+            np.testing.assert_array_equal(ck.read_bits(name), before)
+
+    def test_reading_changes_nothing(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        before = _bytes_of(path)
+        with open_checkpoint(path) as ck:
+            for name in expected:
+                ck.read(name)
+            ck.xor(_largest(expected), [], [])
+        assert _bytes_of(path) == before
+
+    def test_wrong_arguments_are_refused_and_nothing_changes(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        before = _bytes_of(path)
+        name = _largest(expected)
+        with open_checkpoint(path) as ck:
+            count, bits = ck.tensors[name].numel, ck.tensors[name].dtype.bits
+            one = np.ones((1, 2) if ck.tensors[name].dtype.parts == 2 else 1, bits)
+            _refused(UnknownTensor, lambda: ck.read("no such tensor"))
+            _refused(UnknownTensor, lambda: ck.xor("no such tensor", [0], one))
+            _refused(UsageError, lambda: ck.xor(name, [count], one))
+            _refused(UsageError, lambda: ck.xor(name, [-1], one))
+            _refused(UsageError, lambda: ck.xor(name, [0.5], one))
+            _refused(UsageError, lambda: ck.xor(name, [0, 1], one))
+            _refused(UsageError, lambda: ck.xor(name, [0], one.astype(np.float64)))
+            _refused(UsageError, lambda: ck.read_bits(name, 0, count + 1))
+        assert _bytes_of(path) == before
+
+    def test_closing_twice_is_fine_and_reading_after_it_is_refused(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        ck = open_checkpoint(path)
+        ck.close()
+        ck.close()
+        _refused(EvergradError, lambda: ck.read(_largest(expected)))
+
+    def test_a_truncated_file_is_refused_or_read_right(self, tmp_path: Path) -> None:
+        path, expected = self.make(tmp_path)
+        for file in _files(path):
+            whole = file.read_bytes()
+            for part in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1):
+                file.write_bytes(whole[:part])
+                try:
+                    with open_checkpoint(path) as ck:
+                        for name in ck.tensors:
+                            assert raw_bytes(ck.read(name)) == raw_bytes(expected[name])
+                except EvergradError as error:
+                    assert "\n" not in str(error)
+            file.write_bytes(whole)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements in C order, as bytes; equal for NaNs of the same bits."""
+    if not tensor.numel():
+        return b""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _largest(tensors: Mapping[str, torch.Tensor]) -> str:
+    return max(tensors, key=lambda name: tensors[name].numel())
+
+
+def _change(ck: Checkpoint, name: str) -> tuple[list[int], Bits]:
+    """The top bit of the first element and the lowest of the last, in an order that is not ascending."""
+    dtype, count = ck.tensors[name].dtype, ck.tensors[name].numel
+    indices = [count - 1, 0] if count > 1 else [0]
+    patterns = np.zeros((len(indices), dtype.parts), dtype.bits)
+    patterns[0, 0] = 1
+    patterns[-1, -1] |= dtype.bits.type(1 << (8 * dtype.layout.part_bytes - 1))
+    return indices, patterns if dtype.parts > 1 else patterns[:, 0]
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(child for child in path.rglob("*") if child.is_file()) if path.is_dir() else [path]
+
+
+def _bytes_of(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in _files(path)}
+
+
+def _refused(kind: type[EvergradError], action: object) -> None:
+    assert callable(action)
+    try:
+        action()
+    except kind as error:
+        assert "\n" not in str(error), "an error is one line"
+        return
+    raise AssertionError(f"expected {kind.__name__}")
