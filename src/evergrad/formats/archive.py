@@ -195,7 +195,7 @@ class Inflated:
 
     def writable(self) -> npt.NDArray[np.uint8]:
         """All bytes, to alter; the archive is rewritten when it is closed."""
-        if not os.access(self.path, os.W_OK):
+        if not os.access(self.path, os.W_OK, effective_ids=True):
             raise FileAccessError(self.path, "cannot be altered: permission denied")
         self.changed = True
         return self.view()

@@ -154,7 +154,8 @@ class Checkpoint(ABC):
         if where.size and not (int(where.min()) >= 0 and int(where.max()) < info.numel):
             wrong = int(where.max()) if int(where.max()) >= info.numel else int(where.min())
             raise UsageError(f"{name}: no element {wrong} (expected 0 to {info.numel - 1})")
-        return self._xor_bits(name, where.astype(np.int64), _patterns(info, len(where), patterns))
+        checked = _patterns(info, len(where), patterns)
+        return self._xor_bits(name, where.astype(np.int64), checked) if len(where) else checked
 
     def state(self) -> Any:
         """The nested state: dicts, lists and values as they were saved, tensors sharing as they did.

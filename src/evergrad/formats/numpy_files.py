@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import tokenize
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -114,18 +115,19 @@ class Npz(Format):
 
 def _open_npz(path: Path, archive: Archive) -> Checkpoint:
     regions: dict[str, Region] = {}
+    members: dict[str, Member] = {}
     others: dict[str, str] = {}
     for member in archive.members.values():
         name = member.name.removesuffix(".npy")
         source, offset, head = _member_bytes(archive, member)
         region = _region(path, name, head, source, offset, member.size)
         if isinstance(region, Region):
-            regions[name] = region
+            regions[name], members[name] = region, member
         else:
             others[name] = region
 
     def locate(name: str) -> Region:
-        region, member = regions[name], archive.members[f"{name}.npy"]
+        region, member = regions[name], members[name]
         if member.method:
             return region
         seal = archive.seal(member)
@@ -149,6 +151,8 @@ def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size:
     stream = io.BytesIO(head)
     try:
         major, _ = np.lib.format.read_magic(stream)
+        if major not in (1, 2, 3):
+            raise ValueError(f"version {major} is unknown")
         length = int.from_bytes(head[8:10] if major == 1 else head[8:12], "little")
         data = (10 if major == 1 else 12) + length
         if data > size or length > MAX_HEADER_BYTES:
@@ -160,7 +164,7 @@ def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size:
             np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream, max_header_size=MAX_HEADER_BYTES)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, KeyError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, KeyError, tokenize.TokenError) as error:
         raise DamagedFile(path, f"{name}: not an npy header: {error}") from None
     known = DType.of_numpy(dtype)
     if known is None:

@@ -57,7 +57,10 @@ def _select_one(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] |
         except re.error as error:
             raise UsageError(f"{item!r} is not a regular expression: {error}") from None
     if any(char in item for char in "*?["):
-        matches = re.compile(_glob_to_regex(item)).fullmatch
+        try:
+            matches = re.compile(_glob_to_regex(item)).fullmatch
+        except re.error as error:
+            raise UsageError(f"{item!r} is not a glob: {error}") from None
         return [name for name in tensors if matches(name)]
     below = item.rstrip("/")
     return [name for name in tensors if name.startswith((f"{below}/", f"{below}."))]

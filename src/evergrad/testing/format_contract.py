@@ -19,8 +19,8 @@ __all__ = ["FormatContract", "raw_bytes"]
 class FormatContract:
     """Subclass it, say how to make a file of the format with its own library, and let pytest collect it.
 
-    `make` writes a file or folder with at least two tensors, one of them with at least eight elements, and
-    returns its path and what it holds. `load`, if given, reads a file with the format's own library, so that what
+    `make` writes a file or folder with at least one tensor of eight elements or more, and returns its path and what
+    it holds (no tensor that overlaps itself, as expanded ones do). `load`, if given, reads a file with the format's own library, so that what
     we changed is checked by a reader that is not ours.
     """
 
@@ -36,15 +36,20 @@ class FormatContract:
         """The tensors by name, read by the format's own library; None if there is none."""
         return None
 
+    def _made(self, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+        """`make`, with copies: some libraries hand out tensors that are the file itself."""
+        path, tensors = self.make(folder)
+        return path, {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
     def test_it_is_recognised_by_content_and_not_by_name(self, tmp_path: Path) -> None:
-        path, _ = self.make(tmp_path)
+        path, _ = self._made(tmp_path)
         if path.is_file() and not path.name.endswith(".index.json"):
             path = path.rename(path.with_name("renamed.xyz"))
         with open_checkpoint(path) as ck:
             assert ck.format == self.format
 
     def test_every_tensor_is_listed_with_its_shape_dtype_and_size(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         with open_checkpoint(path) as ck:
             assert set(ck.tensors) == set(expected)
             for name, tensor in expected.items():
@@ -56,7 +61,7 @@ class FormatContract:
                 assert info.numel == tensor.numel(), name
 
     def test_every_tensor_is_read_bit_for_bit(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         with open_checkpoint(path) as ck:
             for name, tensor in expected.items():
                 read = ck.read(name)
@@ -65,7 +70,7 @@ class FormatContract:
                 assert raw_bytes(read) == raw_bytes(tensor), name
 
     def test_a_range_of_elements_is_the_same_part_of_the_whole(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         name = _largest(expected)
         with open_checkpoint(path) as ck:
             whole, count = ck.read_bits(name), ck.tensors[name].numel
@@ -73,10 +78,9 @@ class FormatContract:
             assert len(ck.read_bits(name, 3, 3)) == 0
 
     def test_xor_changes_exactly_those_bits_and_returns_the_old_ones(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
-        for name, tensor in expected.items():
-            if not tensor.numel():
-                continue
+        path, expected = self._made(tmp_path)
+        filled = [name for name, tensor in expected.items() if tensor.numel()]
+        for name in filled[:: 1 + len(filled) // 30]:
             with open_checkpoint(path) as ck:
                 before = {other: ck.read_bits(other) for other in ck.tensors}
                 indices, patterns = _change(ck, name)
@@ -92,7 +96,7 @@ class FormatContract:
                 ck.xor(name, indices, patterns)
 
     def test_its_own_library_reads_the_change(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         if self.load(path) is None:
             return
         name = _largest(expected)
@@ -107,7 +111,7 @@ class FormatContract:
         assert raw_bytes(loaded[name]) != raw_bytes(expected[name])
 
     def test_xor_twice_is_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         before = _bytes_of(path)
         name = _largest(expected)
         for _ in range(2):
@@ -119,7 +123,7 @@ class FormatContract:
             assert _bytes_of(path) == before
 
     def test_an_index_given_twice_counts_twice(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         name = _largest(expected)
         with open_checkpoint(path) as ck:
             _, pattern = _change(ck, name)
@@ -129,7 +133,7 @@ class FormatContract:
             np.testing.assert_array_equal(ck.read_bits(name), before)
 
     def test_reading_changes_nothing(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         before = _bytes_of(path)
         with open_checkpoint(path) as ck:
             for name in expected:
@@ -138,7 +142,7 @@ class FormatContract:
         assert _bytes_of(path) == before
 
     def test_wrong_arguments_are_refused_and_nothing_changes(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         before = _bytes_of(path)
         name = _largest(expected)
         with open_checkpoint(path) as ck:
@@ -155,14 +159,14 @@ class FormatContract:
         assert _bytes_of(path) == before
 
     def test_closing_twice_is_fine_and_reading_after_it_is_refused(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         ck = open_checkpoint(path)
         ck.close()
         ck.close()
         _refused(EvergradError, lambda: ck.read(_largest(expected)))
 
     def test_a_truncated_file_is_refused_or_read_right(self, tmp_path: Path) -> None:
-        path, expected = self.make(tmp_path)
+        path, expected = self._made(tmp_path)
         for file in _files(path):
             whole = file.read_bytes()
             for part in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1):

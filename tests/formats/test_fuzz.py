@@ -1,0 +1,143 @@
+"""Whatever happens to a file's bytes, only `EvergradError` comes out, in bounded time and memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_contract import training_state
+
+import evergrad as eg
+
+DATA = Path(__file__).parent.parent / "data"
+MUTATIONS = 300
+
+# Runs in a process of its own, with limits and without torch: list, read, alter and close, a mutation at a time.
+FUZZ = """
+import random, shutil, traceback
+from pathlib import Path
+import numpy as np
+import evergrad as eg
+
+source, work, count, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+random.seed(seed)
+INTERESTING = [b"\\0", b"\\xff", b"\\x7f", b"\\x80", b"\\xff\\xff\\xff\\xff", b"\\xff\\xff\\xff\\x7f", b"\\0\\0\\0\\0", b"PK", b"(", b"}", b"R", b"t", b"q", b"9", b"-"]
+
+def mutate(data):
+    data = bytearray(data)
+    for _ in range(random.choice([1, 1, 2, 4, 16])):
+        if not data:
+            return bytes(random.randbytes(8))
+        # Half of the damage goes to the two ends, where directories and headers are.
+        at = random.randrange(len(data)) if random.random() < 0.5 else random.choice([
+            random.randrange(min(len(data), 400)), len(data) - 1 - random.randrange(min(len(data), 400))])
+        kind = random.randrange(7)
+        if kind == 0:
+            data[at] ^= 1 << random.randrange(8)
+        elif kind == 1:
+            data[at] = random.randrange(256)
+        elif kind == 2:
+            piece = random.choice(INTERESTING)
+            data[at:at + len(piece)] = piece
+        elif kind == 3:
+            del data[at:at + random.choice([1, 2, 8, 64, 1024])]
+        elif kind == 4:
+            data[at:at] = random.randbytes(random.choice([1, 4, 32]))
+        elif kind == 5:
+            del data[at:]
+        else:
+            start = random.randrange(len(data))
+            data[at:at] = data[start:start + random.choice([4, 46, 200])]
+    return bytes(data)
+
+outcomes = {}
+for number in range(count):
+    target = work / f"{number}-{source.name}"
+    if source.is_dir():
+        shutil.copytree(source, target)
+        victim = random.choice(sorted(f for f in target.rglob("*") if f.is_file()))
+        chance = random.random()
+        if chance < 0.05:
+            victim.unlink()
+        elif chance < 0.1:
+            other = random.choice(sorted(f for f in target.rglob("*") if f.is_file()))
+            victim.write_bytes(other.read_bytes())
+        else:
+            victim.write_bytes(mutate(victim.read_bytes()))
+    else:
+        target.write_bytes(mutate(source.read_bytes()))
+    signal.alarm(20)
+    try:
+        with eg.open_checkpoint(target) as ck:
+            for name, info in ck.tensors.items():
+                ck.read_bits(name)
+                if info.numel:
+                    ck.xor(name, [info.numel - 1], np.zeros((1, info.dtype.parts) if info.dtype.parts > 1 else 1, info.dtype.bits))
+            ck.skeleton.dumps()
+        outcome = "served"
+    except eg.EvergradError as error:
+        assert str(error) and "\\n" not in str(error), repr(str(error))
+        outcome = type(error).__name__
+    except BaseException:
+        kept = work.parent / f"found-{seed}-{number}"
+        shutil.move(target, kept)
+        traceback.print_exc()
+        print("mutation", number, "kept at", kept)
+        sys.exit(1)
+    outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+import json
+print(json.dumps(outcomes))
+"""
+
+
+def make(kind: str, folder: Path) -> Path:
+    """A real file or folder of each kind."""
+    path = folder / kind
+    if kind.startswith("torch"):
+        torch.save(training_state(), path, _use_new_zipfile_serialization=kind == "torch-zip")
+    elif kind == "safetensors":
+        torch.save(training_state(), folder / "state.pt")
+        eg.convert(folder / "state.pt", path, to="safetensors")
+    elif kind.startswith("npz"):
+        arrays = {f"layer{i}/w": np.random.default_rng(i).standard_normal((3, i + 1)).astype(np.float32) for i in range(6)}
+        with path.open("wb") as file:
+            (np.savez_compressed if kind == "npz-deflated" else np.savez)(file, **arrays)
+    elif kind == "npy":
+        with path.open("wb") as file:
+            np.save(file, np.arange(12.0).reshape(3, 4))
+    elif kind == "trainer":
+        shutil.copytree(DATA / "trainer" / "checkpoint-4", path)
+    elif kind == "sharded":
+        shutil.copytree(DATA / "sharded", path)
+    else:
+        shutil.copy(DATA / kind, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["torch-zip", "torch-legacy", "safetensors", "npz-stored", "npz-deflated", "npy", "trainer", "sharded", "lightning.ckpt", "whole_module.pt"],
+)
+def test_mutated_files_give_only_our_errors(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
+    source = make(kind, tmp_path)
+    (tmp_path / "work").mkdir()
+    said = limited(FUZZ, source, tmp_path / "work", MUTATIONS, 20261, seconds=110)
+    outcomes = json.loads(said)
+    assert sum(outcomes.values()) == MUTATIONS
+    assert outcomes.get("DamagedFile", 0) > MUTATIONS // 20, f"the mutations did no damage: {outcomes}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["torch-zip", "torch-legacy", "safetensors", "npz-stored", "npz-deflated", "npy", "trainer", "sharded"])
+def test_many_more_mutations(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
+    source = make(kind, tmp_path)
+    (tmp_path / "work").mkdir()
+    outcomes = json.loads(limited(FUZZ, source, tmp_path / "work", 5000, 7, seconds=3000))
+    assert sum(outcomes.values()) == 5000

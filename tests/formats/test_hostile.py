@@ -1,0 +1,350 @@
+"""Bad input, by accident or on purpose: one clear line, nothing executed, little memory, little time."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import evergrad as eg
+from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnknownFormat, UnsupportedContent
+from evergrad.formats import opcodes
+
+LIST = """
+import evergrad as eg
+try:
+    with eg.open_checkpoint(sys.argv[1]) as ck:
+        for name in ck.tensors:
+            ck.read_bits(name)
+    print("read", len(ck.tensors))
+except eg.EvergradError as error:
+    assert "\\n" not in str(error), repr(str(error))
+    print(type(error).__name__, error)
+"""
+
+
+def torch_zip(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
+    """A torch zip around any pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", b"3\n")
+        for key, data in (records or {"0": bytes(64)}).items():
+            archive.writestr(f"archive/data/{key}", data)
+    return path
+
+
+def refused(path: Path, kind: type[FormatError], *words: str) -> None:
+    """Opening and reading everything fails in one line that names the file."""
+    with pytest.raises(kind) as caught, eg.open_checkpoint(path) as ck:
+        for name in ck.tensors:
+            ck.read(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert path.name in message
+    for word in words:
+        assert word in message, message
+
+
+class Runs:
+    """Unpickling this creates a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_hostile_pickle_is_read_and_not_run(zipped: bool, tmp_path: Path) -> None:
+    mark = tmp_path / "it-ran"
+    state = {"w": torch.ones(3), "evil": Runs(mark)}
+    torch.save(state, path := tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    with eg.open_checkpoint(path) as ck:
+        assert ck.read("w").tolist() == [1, 1, 1]
+        assert ck.others == {"evil": "posix.mkdir"}
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "torch would have run it"
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_pickle_protocol_is_understood(protocol: int, tmp_path: Path) -> None:
+    value = {
+        "t": (1, 2, 3, 4), "one": (1,), "none": None, "yes": True, "no": False, "int": -5, "long": 2**70, "float": 1.5,
+        "text": "grüß", "bytes": b"\x00\xff", "list": [1, [2]], "dict": {3: {}}, "set": {1, 2}, "frozen": frozenset({3}),
+        "many": list(range(1500)), "long text": "x" * 70000, "complex": 1j,
+    }  # fmt: skip
+    path = torch_zip(tmp_path / "a.pt", pickle.dumps(value, protocol))
+    with eg.open_checkpoint(path) as ck:
+        assert not ck.others
+        assert ck.state() == value
+
+
+def tensor_pickle(shape: str, stride: str, offset: str = "I0", numel: str = "I16", key: str = "V0") -> bytes:
+    """A pickle of one float32 tensor, by hand: `{"x": _rebuild_tensor_v2(storage, offset, shape, stride, …)}`."""
+    lines = [
+        "(dVx", "ctorch._utils", "_rebuild_tensor_v2", "((Vstorage", "ctorch", "FloatStorage", key, "Vcpu", numel, "tQ" + offset,
+        f"({shape}t({stride}t" + "I00", "ccollections", "OrderedDict", ")RtRs.",
+    ]  # fmt: skip
+    return "\n".join(lines).encode()
+
+
+def test_the_hand_made_pickle_is_a_valid_one(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pt", tensor_pickle("I4\n", "I1\n"))
+    with eg.open_checkpoint(path) as ck:
+        assert ck.read("x").shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "kind", "word"),
+    [
+        (tensor_pickle("I17\n", "I1\n"), DamagedFile, "too short"),
+        (tensor_pickle("I4\n", "I1\n", numel="I999999999999"), DamagedFile, "too short"),
+        (tensor_pickle("I4\n", "I1\n", offset="I13"), DamagedFile, "too short"),
+        (tensor_pickle("I4\n", "I1\n", offset="I-1"), DamagedFile, "offset"),
+        (tensor_pickle("I-4\n", "I1\n"), DamagedFile, "impossible shape"),
+        (tensor_pickle("I4\n", "I-1\n"), DamagedFile, "impossible shape"),
+        (tensor_pickle("I99999999999999999999\n", "I1\n"), DamagedFile, "impossible shape"),
+        (tensor_pickle("I4\n", "I1\nI1\n"), DamagedFile, "damaged"),
+        (tensor_pickle("I1000000000000\n", "I0\n"), LimitExceeded, "absurd shape"),
+        (tensor_pickle("I4\n", "I1\n", key="V../../../etc/passwd"), DamagedFile, "record is missing"),
+        (tensor_pickle("Va\n", "I1\n"), DamagedFile, "impossible shape"),
+        (b"\x80\x02}", DamagedFile, "cut short"),
+        (b"", DamagedFile, "cut short"),
+        (b".", DamagedFile, "damaged"),
+        (b"\x80\x09N.", DamagedFile, "protocol"),
+        (b"\xff\xff", DamagedFile, "unknown opcode"),
+        (b"(.", DamagedFile, "mark"),
+        (b"X\xff\xff\xff\x7fabc.", DamagedFile, "runs beyond the end"),
+        (b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", DamagedFile, "run beyond the end"),
+        (b"\x8b\xff\xff\xff\x7f.", DamagedFile, "integer of"),
+        (b"I" + b"9" * 100_000 + b"\n.", DamagedFile, "damaged"),
+        (b"j\xff\xff\xff\x7f.", DamagedFile, "damaged"),
+        (b"}]Ns.", DamagedFile, "unhashable"),
+        (b"\x82\x01.", DamagedFile, "extension"),
+        (b"](" + b"(" * 100_000 + b"t" * 100_000 + b"e.", DamagedFile, "deep"),
+        (b"}" * 300 + b"".join(b"X\x01\0\0\0as"[:0] for _ in range(1)) + b"0" * 299 + b"q\0X\x01\0\0\0ah\0s.", DamagedFile, "itself"),
+    ],
+    ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else None,
+)
+def test_a_bad_pickle_is_refused_in_one_line(pickled: bytes, kind: type[FormatError], word: str, tmp_path: Path) -> None:
+    refused(torch_zip(tmp_path / "bad.pt", pickled), kind, word)
+
+
+@pytest.mark.parametrize(
+    ("name", "pickled"),
+    [
+        ("huge memo index", b"Nr\xff\xff\xff\xff."),
+        ("a crowd of empty dicts", b"(" + b"}" * 300_000 + b"l."),
+        pytest.param("twenty million opcodes", b"N0" * 10_000_000 + b"N.", marks=pytest.mark.slow),
+        ("lists in lists, twice each", b"]" + b"".join(b"q%c](h%ch%ce" % (i, i, i) for i in range(60)) + b"."),
+        ("tuples of tuples as a key", b"}K\x01\x85" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns."),
+        ("colliding integer keys", b"}(" + b"".join(b"\x8a\x20" + ((2**61 - 1) * (i + 2**180)).to_bytes(32, "little") + b"N" for i in range(20_000)) + b"u."),
+        ("names that grow", b"}" + b"X\x00\x10\x00\x00" + b"k" * 4096 + b"q\0}" + b"".join(b"h\0}" for _ in range(1)) + b"ss."),
+    ],
+)
+def test_a_bomb_stays_small(name: str, pickled: bytes, tmp_path: Path, limited: Callable[..., str]) -> None:
+    path = torch_zip(tmp_path / "bomb.pt", pickled)
+    said = limited(LIST, path, memory=2 << 30 if "opcodes" in name else 1 << 30, seconds=40)
+    assert said.startswith(("DamagedFile", "LimitExceeded", "read 0")), said
+
+
+def test_the_number_of_opcodes_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opcodes, "MAX_OPCODES", 1000)
+    refused(torch_zip(tmp_path / "a.pt", b"N0" * 1000 + b"N."), DamagedFile, "opcodes")
+
+
+def test_a_zip_bomb_is_refused(tmp_path: Path, limited: Callable[..., str]) -> None:
+    with zipfile.ZipFile(path := tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        header = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '|u1', 'fortran_order': False, 'shape': (1200000000,), }".ljust(117) + b"\n"
+        with archive.open("a.npy", "w", force_zip64=True) as member:
+            member.write(header)
+            for _ in range(1200):
+                member.write(bytes(1_000_000))
+    said = limited(
+        """
+        import evergrad as eg
+        with eg.open_checkpoint(sys.argv[1]) as ck:
+            print(ck.tensors["a"].nbytes)
+        """,
+        path,
+    )
+    assert int(said) == 1_200_000_000, "listing it costs nothing"
+
+
+def _patched(raw: bytes, offset: int, form: str, value: int) -> bytes:
+    return raw[:offset] + struct.pack(form, value) + raw[offset + struct.calcsize(form) :]
+
+
+def test_a_zip_that_points_outside_is_refused(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pt", tensor_pickle("I4\n", "I1\n"))
+    raw = path.read_bytes()
+    record = raw.index(b"archive/data/0", raw.index(b"PK\x01\x02")) - 46
+    end = raw.index(b"PK\x05\x06")
+    for offset, form, value, word in [
+        (record + 42, "<L", 10**9, "lies outside"),  # where the member is
+        (record + 42, "<L", 7, "no local header"),
+        (record + 20, "<L", 10**9, "lies outside"),  # its stored size
+        (record + 24, "<L", 1, "two sizes"),
+        (record + 10, "<H", 99, "compressed by method 99"),
+        (record + 8, "<H", 1, "encrypted"),
+        (end + 16, "<L", 10**9, "lies outside"),  # where the directory is
+        (end + 12, "<L", 10**9, "lies outside"),  # its size
+        (end + 10, "<H", 60_000, "cut short"),  # how many members
+    ]:
+        path.write_bytes(_patched(raw, offset, form, value))
+        refused(path, FormatError, word)
+    torch.save({"a": torch.arange(100.0)}, path)  # torch writes the 64-bit directory end, always
+    raw = path.read_bytes()
+    end64 = raw.index(b"PK\x06\x06")
+    path.write_bytes(_patched(raw, end64 + 48, "<Q", 10**15))
+    refused(path, DamagedFile, "lies outside")
+    path.write_bytes(_patched(raw, end64 + 32, "<Q", 10**15))
+    refused(path, LimitExceeded, "members")
+    path.write_bytes(raw.replace(b"a/data/0", b"b/data/0"))
+    refused(path, DamagedFile, "record is missing", "a/data/0")
+
+
+@pytest.mark.parametrize(
+    ("header", "kind", "word"),
+    [
+        (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}', DamagedFile, "not JSON"),
+        (b'{"a":' + b"[" * 200_000, DamagedFile, "not JSON"),
+        (b'{"a":3}', DamagedFile, "without dtype"),
+        (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,1600]}}', DamagedFile, "beyond the end"),
+        (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[16,0]}}', DamagedFile, "impossible"),
+        (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[-4,12]}}', DamagedFile, "impossible"),
+        (b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,16]}}', DamagedFile, "wrong length"),
+        (b'{"a":{"dtype":"F32","shape":[9223372036854775807,9223372036854775807],"data_offsets":[0,16]}}', DamagedFile, "impossible"),
+        (b'{"a":{"dtype":"F32","shape":[4.5],"data_offsets":[0,16]}}', DamagedFile, "impossible"),
+        (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}', DamagedFile, "overlaps"),
+        (b'{"__metadata__":{"x":1}}', DamagedFile, "__metadata__"),
+        (b'{"__metadata__":{"evergrad.skeleton":"{}"},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}', DamagedFile, "damaged"),
+        (b'{"__metadata__":{"evergrad.dtypes":"{\\"a\\":[\\"object\\",[1]]}"},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', DamagedFile, "damaged"),
+        (b'{"__metadata__":{"evergrad.aliases":"{\\"a\\":\\"a\\"}"}}', DamagedFile, "damaged"),
+    ],
+    ids=lambda value: value[:40].decode() if isinstance(value, bytes) else None,
+)
+def test_a_bad_safetensors_header_is_refused(header: bytes, kind: type[FormatError], word: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    refused(path, kind, word)
+
+
+def test_absurd_header_lengths_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((10**11).to_bytes(8, "little") + b'{"a":{}}')
+    refused(path, LimitExceeded, "header length", "expected at most", "found 100000000000")
+    path.write_bytes((5000).to_bytes(8, "little") + b'{"a":{}}')
+    refused(path, DamagedFile, "cut short", "expected 5000 bytes")
+
+
+@pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000,), }", "cut short"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }", "impossible shape"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1<<70,), }", "not an npy header"),
+        ("{'descr': __import__('os').system('x'), 'fortran_order': False, 'shape': (1,), }", "not an npy header"),
+        ("(" * 3000, "not an npy header"),
+        ("{'descr': '<f4'}", "not an npy header"),
+    ],
+)
+def test_a_bad_npy_header_is_refused(header: str, word: str, tmp_path: Path) -> None:
+    text = header.encode() + b"\n"
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16))
+    refused(tmp_path / "a.npy", DamagedFile, word)
+
+
+def test_object_arrays_are_listed_and_left_alone(tmp_path: Path) -> None:
+    mark = tmp_path / "it-ran"
+    np.savez(tmp_path / "a.npz", evil=np.array([Runs(mark)], object), text=np.array(["a"]), good=np.ones(3))
+    with eg.open_checkpoint(tmp_path / "a.npz") as ck:
+        assert list(ck.tensors) == ["good"]
+        assert ck.others == {"evil": "an array of object", "text": "an array of <U1"}
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "word"),
+    [
+        ({"a": "../outside.safetensors"}, "outside its folder"),
+        ({"a": "/etc/passwd"}, "outside its folder"),
+        ({"a": "..\\x.safetensors"}, "outside its folder"),
+        ({"a": "x\0.safetensors"}, "outside its folder"),
+        ({"a": ""}, "outside its folder"),
+        ({"a": "model.safetensors.index.json"}, "outside its folder"),
+        ({"a": "missing.safetensors"}, "not there"),
+        ({"nope": "inside.safetensors"}, "does not hold it"),
+        ({"a": 3}, "no weight_map"),
+        (["a"], "no weight_map"),
+    ],
+    ids=str,
+)
+def test_an_index_that_points_elsewhere_is_refused(weight_map: object, word: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.save({"a": torch.ones(2)}, folder / "a.pt")
+    eg.convert(folder / "a.pt", folder / "inside.safetensors")
+    (folder / "a.pt").rename(tmp_path / "outside.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    refused(index, FormatError, word)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["is empty"]),
+        (b"not a checkpoint", ["no checkpoint recognised", "expected", "found a file that begins 6e 6f 74"]),
+        (b"PK\x03\x04" + bytes(100), ["no zip directory"]),
+        (b"PK\x05\x06", ["no zip directory"]),
+        (b"\x89HDF\r\n\x1a\n" + bytes(100), ["no checkpoint recognised"]),
+        (b"\x93NUMPY\x07\x00", ["not an npy header"]),
+        (bytes(257) + b"ustar" + bytes(300), ["tar"]),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_to_be_none(content: bytes, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(content)
+    refused(tmp_path / "x.pt", FormatError, *words)
+
+
+def test_missing_files_and_strange_folders_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"x")
+    with pytest.raises(FileAccessError, match=r"modle\.pt: no such file or folder\. Did you mean .*model\.pt"):
+        eg.open_checkpoint(tmp_path / "modle.pt")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnknownFormat, match="an empty folder"):
+        eg.open_checkpoint(tmp_path / "empty")
+    with pytest.raises(FileAccessError):
+        eg.open_checkpoint("/proc/self/mem")
+
+
+def test_a_torchscript_archive_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    with zipfile.ZipFile(path := tmp_path / "net.pt", "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "code/__torch__.py"):
+            archive.writestr(f"net/{name}", b"")
+    refused(path, UnsupportedContent, "TorchScript")
+
+
+def test_a_message_stays_one_printable_line_whatever_the_names_are(tmp_path: Path) -> None:
+    torch.save({"evil\n\x1b[31m": torch.ones(2)}, path := tmp_path / "a.pt")
+    with eg.open_checkpoint(path) as ck, pytest.raises(eg.EvergradError) as caught:
+        ck.read("evil")
+    assert str(caught.value).isprintable()
+
+
+def test_more_overlapping_tensors_than_any_file_ties_are_refused(tmp_path: Path, limited: Callable[..., str]) -> None:
+    base = torch.zeros(4)
+    torch.save({f"t{i}": base for i in range(5000)}, path := tmp_path / "a.pt")
+    assert "overlap" in limited(LIST, path)

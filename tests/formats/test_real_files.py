@@ -1,0 +1,186 @@
+"""Checkpoints of frameworks that are not installed here are read all the same, tensor for tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import evergrad as eg
+from evergrad.errors import UnsupportedContent
+from evergrad.testing import raw_bytes
+
+FILES = {
+    "lightning": "lightning.ckpt",
+    "trainer": "trainer/checkpoint-4",
+    "sharded": "sharded",
+    "user_class": "user_class.pt",
+    "whole_module": "whole_module.pt",
+    "numpy_state": "numpy_state.pt",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_tensor_is_as_the_framework_itself_read_it(name: str, data: Path) -> None:
+    expected = json.loads((data / f"{name}.expected.json").read_text())
+    with eg.open_checkpoint(data / FILES[name]) as ck:
+        assert sorted(ck.tensors) == sorted(row["name"] for row in expected)
+        for row in expected:
+            info = ck.tensors[row["name"]]
+            assert [list(info.shape), info.dtype.value] == [row["shape"], row["dtype"]], row["name"]
+            assert hashlib.sha256(raw_bytes(ck.read(row["name"]))).hexdigest() == row["sha256"], row["name"]
+
+
+def test_a_lightning_checkpoint_is_read_where_lightning_is_not_installed(data: Path) -> None:
+    assert importlib.util.find_spec("lightning") is None
+    with zipfile.ZipFile(data / "lightning.ckpt") as archive:
+        pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        assert b"lightning.fabric" in archive.read(pickle), "the file does mention Lightning's classes"
+    with eg.open_checkpoint(data / "lightning.ckpt") as ck:
+        assert ck.tensors["state_dict/net.0.weight"].role is eg.Role.MODEL
+        assert ck.tensors["state_dict/net.1.running_mean"].role is eg.Role.BUFFER
+        assert ck.tensors["optimizer_states/0/state/0/exp_avg"].role is eg.Role.OPTIMIZER
+        assert "lightning.fabric.utilities.data.AttributeDict" in ck.others.values()
+
+
+def test_classes_of_unknown_packages_are_named_and_not_imported(data: Path) -> None:
+    before = set(sys.modules)
+    with eg.open_checkpoint(data / "user_class.pt") as ck:
+        assert ck.others["config"] == "acme_training.config.Config"
+        assert ck.read("config/class_weights").dim() == 1
+        with pytest.raises(UnsupportedContent, match=r"config is acme_training\.config\.Config"):
+            ck.state()
+    assert not [name for name in set(sys.modules) - before if name.startswith("acme")]
+
+
+def test_numpy_values_inside_a_torch_file_come_back(data: Path) -> None:
+    with eg.open_checkpoint(data / "numpy_state.pt") as ck:
+        state = ck.state()
+    theirs = torch.load(data / "numpy_state.pt", weights_only=False)
+    arrays = [key for key, value in theirs["arrays"].items() if isinstance(value, np.ndarray)]
+    assert arrays
+    for key in arrays:
+        assert state["arrays"][key].dtype == theirs["arrays"][key].dtype
+        np.testing.assert_array_equal(state["arrays"][key], theirs["arrays"][key])
+    for key, value in theirs["scalars"].items():
+        assert type(state["scalars"][key]) is type(value)
+        assert state["scalars"][key] == value
+    np.random.RandomState().set_state(state["numpy_rng"])  # noqa: NPY002
+    assert state["python_rng"] == theirs["python_rng"]
+
+
+def test_the_checksum_that_torch_never_checks_stays_valid(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(1000.0), "b": torch.arange(7, dtype=torch.int8)}, path := tmp_path / "a.pt")
+    with eg.open_checkpoint(path) as ck:
+        ck.xor("a", [0, 999, 500, 500], [1 << 31, 1, 7, 8])
+        ck.xor("b", [6], [0x80])
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    # The copies in front of and behind the data too: rebuild the archive from them alone.
+    raw = bytearray(path.read_bytes())
+    for info in zipfile.ZipFile(path).infolist():
+        descriptor = raw.find(b"PK\x07\x08", info.header_offset)
+        assert int.from_bytes(raw[descriptor + 4 : descriptor + 8], "little") == info.CRC
+
+
+def test_a_file_written_without_checksums_keeps_none(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(10.0)}, path := tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with eg.open_checkpoint(path) as ck:
+        ck.xor("a", [1], [1])
+    assert {info.CRC for info in zipfile.ZipFile(path).infolist()} == {0}
+    assert torch.load(path)["a"][1] != 1
+
+
+def test_tied_tensors_say_what_they_share_and_change_together(tmp_path: Path) -> None:
+    weight = torch.zeros(4, 4)
+    torch.save({"in": weight, "out": weight, "half": weight[:2], "other": torch.zeros(2)}, path := tmp_path / "a.pt")
+    with eg.open_checkpoint(path) as ck:
+        assert set(ck.tensors["in"].shares) == {"out", "half"}
+        assert ck.tensors["other"].shares == ()
+        ck.xor("out", [15], [0x3F800000])
+        assert ck.read("in")[3, 3] == 1
+        assert ck.read("half").sum() == 0
+        state = ck.state()
+    assert state["in"].data_ptr() == state["out"].data_ptr() == state["half"].data_ptr()
+
+
+@pytest.fixture
+def without_privileges() -> Iterator[None]:
+    """Root may write anything; be nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "stored.npz", "deflated.npz"])
+def test_a_read_only_file_can_be_read_and_is_not_altered(name: str, request: pytest.FixtureRequest) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder) / name
+        if path.suffix == ".npz":
+            (np.savez_compressed if "deflated" in name else np.savez)(path, a=np.zeros(3, np.float32))
+        else:
+            torch.save({"a": torch.zeros(3)}, Path(folder) / "a.pt")
+            if path.suffix != ".pt":
+                eg.convert(Path(folder) / "a.pt", path)
+        path.chmod(0o444)
+        before = path.read_bytes()
+        request.getfixturevalue("without_privileges")
+        with eg.open_checkpoint(path) as ck:
+            assert ck.read("a").sum() == 0
+            with pytest.raises(eg.EvergradError, match="cannot be altered: permission denied"):
+                ck.xor("a", [0], [1])
+        assert path.read_bytes() == before
+        if os.getuid() == 0:
+            os.seteuid(0)  # the folder must be removed as who made it
+
+
+def test_an_expanded_tensor_is_altered_wherever_its_bytes_show(tmp_path: Path) -> None:
+    torch.save({"wide": torch.tensor([1.0]).expand(3, 4)}, path := tmp_path / "a.pt")
+    with eg.open_checkpoint(path) as ck:
+        assert ck.tensors["wide"].nbytes == 48
+        assert ck.xor("wide", [5, 7], [1 << 31, 0]).tolist() == [0x3F800000, 0x3F800000]
+        assert ck.read("wide").tolist() == [[-1.0] * 4] * 3
+        assert ck.state()["wide"].stride() == (0, 0)
+
+
+def test_a_replaced_file_is_not_altered_by_mistake(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3)}, path := tmp_path / "a.pt")
+    torch.save({"b": torch.zeros(3)}, other := tmp_path / "b.pt")
+    with eg.open_checkpoint(path) as ck:
+        other.replace(path)
+        with pytest.raises(eg.EvergradError, match="was replaced"):
+            ck.xor("a", [0], [1])
+
+
+def test_big_endian_torch_files_are_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(6.0)}, little := tmp_path / "little.pt")
+    with zipfile.ZipFile(little) as old, zipfile.ZipFile(tmp_path / "big.pt", "w") as new:
+        for name in old.namelist():
+            swapped = {"byteorder": b"big", "0": np.arange(6, dtype=">f4").tobytes()}
+            new.writestr(name, swapped.get(name.rsplit("/", 1)[-1], old.read(name)))
+    with eg.open_checkpoint(tmp_path / "big.pt") as ck:
+        assert ck.read("a").tolist() == [0, 1, 2, 3, 4, 5]
+        assert ck.xor("a", [1], [0x80000000]).tolist() == [0x3F800000]
+        assert ck.read("a")[1] == -1
+    with zipfile.ZipFile(tmp_path / "big.pt") as archive:
+        assert archive.testzip() is None

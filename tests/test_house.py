@@ -1,0 +1,150 @@
+"""The rules of the house: one-way imports, complete exports, no torch where none is needed."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "evergrad"
+
+# Each part may import the parts before it that are named here, and nothing else of ours.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "dtypes": set(),
+    "records": {"dtypes"},
+    "state": {"errors", "dtypes", "records"},
+    "formats": {"errors", "dtypes", "records", "state"},
+    "testing": {"errors", "dtypes", "records", "state", "formats"},
+    "cli": {"evergrad", "errors", "dtypes", "records", "state", "formats"},
+    "__init__": {"errors", "records", "state", "formats"},
+    "__main__": {"cli"},
+}
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _part(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+            if node.module == "evergrad":
+                found |= {f"evergrad.{alias.name}" for alias in node.names if (SOURCE / alias.name).exists()}
+    return found
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("path", MODULES, ids=_module_name)
+def test_imports_go_one_way(path: Path) -> None:
+    allowed = MAY_IMPORT[_part(path)] | {_part(path)}
+    for name in _imports(path):
+        if name.split(".")[0] == "evergrad":
+            part = name.split(".")[1] if "." in name else "evergrad"
+            assert part in allowed, f"{_module_name(path)} may not import {name}"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("path", MODULES, ids=_module_name)
+def test_exports_are_complete_and_sorted(path: Path) -> None:
+    module = importlib.import_module(_module_name(path))
+    exported = getattr(module, "__all__", None)
+    if exported is None:
+        assert path.name == "__main__.py", f"{path.name} has no __all__"
+        return
+    by_kind = sorted(exported, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert exported == by_kind, "constants, then classes, then functions, each sorted"
+    assert len(set(exported)) == len(exported)
+    for name in exported:
+        assert getattr(module, name) is not None
+
+
+@pytest.mark.check
+def test_every_public_name_of_the_package_has_a_home() -> None:
+    import evergrad
+
+    assert set(evergrad.__all__) == set(evergrad._HOMES)
+    assert set(evergrad.__all__) <= set(dir(evergrad))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = evergrad.no_such_name
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import evergrad",
+        "import evergrad.state, evergrad.formats, evergrad.cli",
+        "import evergrad as eg; eg.open_checkpoint('tests/data/lightning.ckpt').close()",
+        "import evergrad as eg; ck = eg.open_checkpoint('tests/data/trainer/checkpoint-4'); ck.read_bits(list(ck.tensors)[0])",
+        "import evergrad as eg; eg.compare('tests/data/sharded', 'tests/data/sharded')",
+        "from evergrad.cli import main; main(['inspect', 'tests/data/user_class.pt', '--json'])",
+    ],
+)
+def test_torch_is_not_imported_before_a_tensor_is_made(code: str) -> None:
+    check = f"{code}\nimport sys\nassert 'torch' not in sys.modules, 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.check
+def test_asking_for_help_imports_neither_torch_nor_numpy() -> None:
+    check = "from evergrad.cli import main\nmain(['--help'])\nimport sys\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("path", MODULES, ids=_module_name)
+def test_examples_in_docstrings_run(path: Path) -> None:
+    results = doctest.testmod(importlib.import_module(_module_name(path)), optionflags=doctest.ELLIPSIS)
+    assert results.failed == 0
+
+
+@pytest.mark.check
+def test_nothing_in_the_source_unpickles_or_evaluates() -> None:
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not names & {"eval", "exec", "__import__"}, path
+        assert not _imports(path) & {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}, path
+
+
+@pytest.mark.check
+def test_every_dependency_is_explained_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    names = set(re.findall(r'"([a-z-]+)[><=]=', project.split("[project.optional-dependencies]")[1].split("[project.scripts]")[0]))
+    names |= set(re.findall(r'"([a-z-]+)>=', re.search(r"^dependencies = (.*)$", project, re.M)[1]))
+    assert {"torch", "numpy", "typer", "rich", "pytest"} <= names
+    for name in names:
+        assert f"`{name}`" in text, f"docs/architecture.md has no line for {name}"
+
+
+def test_readme_snippets_run(tmp_path: Path) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert snippets, "the README shows no Python"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(snippets)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    claimed = re.findall(r"# → (.*)", "\n".join(snippets))
+    assert done.stdout.splitlines() == claimed
