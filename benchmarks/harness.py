@@ -128,6 +128,9 @@ class Report:
     packages: Sequence[str] = ("torch", "numpy")
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # Taken at the start: a long run must not be put down to a commit that was made meanwhile.
+    commit: str = field(default_factory=lambda: _commit())
+    load: str = field(default_factory=lambda: f"{os.getloadavg()[0]:.2f}")
 
     def add(self, case: str, samples: Mapping[str, Sequence[Sample]]) -> None:
         """Take in what `interleave` returned for a case."""
@@ -172,8 +175,8 @@ class Report:
         where: dict[str, Any] = {
             "command": " ".join(["python", _relative(sys.argv[0]), *sys.argv[1:]]),
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "commit": _commit(),
-            "machine": machine(self.packages),
+            "commit": self.commit if self.commit == _commit() else f"{self.commit}, sources altered during the run",
+            "machine": machine(self.packages) | {"load before": self.load, "load after": f"{os.getloadavg()[0]:.2f}"},
         }
         data = {
             "schema_version": SCHEMA_VERSION,

@@ -94,7 +94,7 @@ def test_every_public_name_of_the_package_has_a_home() -> None:
         "import evergrad",
         "import evergrad.state, evergrad.formats, evergrad.cli",
         "import evergrad as eg; eg.open_checkpoint('tests/data/lightning.ckpt').close()",
-        "import evergrad as eg; ck = eg.open_checkpoint('tests/data/trainer/checkpoint-4'); ck.read_bits(list(ck.tensors)[0])",
+        "import evergrad as eg; ck = eg.open_checkpoint('tests/data/trainer/checkpoint-4')\nck.read_bits(min(ck.tensors))",
         "import evergrad as eg; eg.compare('tests/data/sharded', 'tests/data/sharded')",
         "from evergrad.cli import main; main(['inspect', 'tests/data/user_class.pt', '--json'])",
     ],
@@ -107,7 +107,9 @@ def test_torch_is_not_imported_before_a_tensor_is_made(code: str) -> None:
 
 @pytest.mark.check
 def test_asking_for_help_imports_neither_torch_nor_numpy() -> None:
-    check = "from evergrad.cli import main\nmain(['--help'])\nimport sys\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    check = (
+        "from evergrad.cli import main\nmain(['--help'])\nimport sys\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -132,7 +134,11 @@ def test_nothing_in_the_source_unpickles_or_evaluates() -> None:
 def test_every_dependency_is_explained_in_the_architecture() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     project = (ROOT / "pyproject.toml").read_text()
-    names = set(re.findall(r'"([a-z-]+)[><=]=', project.split("[project.optional-dependencies]")[1].split("[project.scripts]")[0]))
+    names = set(
+        re.findall(
+            r'"([a-z-]+)[><=]=', project.split("[project.optional-dependencies]")[1].split("[project.scripts]")[0]
+        )
+    )
     names |= set(re.findall(r'"([a-z-]+)>=', re.search(r"^dependencies = (.*)$", project, re.M)[1]))
     assert {"torch", "numpy", "typer", "rich", "pytest"} <= names
     for name in names:
@@ -143,7 +149,11 @@ def test_readme_snippets_run(tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert snippets, "the README shows no Python"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(snippets)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", "\n".join(snippets)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     claimed = re.findall(r"# → (.*)", "\n".join(snippets))

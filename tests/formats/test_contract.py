@@ -12,49 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from evergrad.dtypes import DType
 from evergrad.state import flatten
 from evergrad.testing import FormatContract
+from states import every_dtype, training_state
 
 DATA = Path(__file__).parent.parent / "data"
-
-
-def some_bits(dtype: DType, count: int, seed: int = 0) -> torch.Tensor:
-    """Elements with random bits, NaNs and all."""
-    raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, np.uint8))
-    return (raw % 2).view(torch.bool) if dtype is DType.BOOL else raw.view(dtype.torch)
-
-
-def every_dtype() -> dict[str, torch.Tensor]:
-    """A matrix, a scalar and an empty tensor of every dense dtype."""
-    tensors: dict[str, torch.Tensor] = {}
-    for seed, dtype in enumerate(DType):
-        tensors[f"{dtype}.matrix"] = some_bits(dtype, 12, seed).reshape(3, 4)
-        tensors[f"{dtype}.scalar"] = some_bits(dtype, 1, seed)[0].clone()
-        tensors[f"{dtype}.empty"] = torch.zeros(0, 3).to(dtype.torch)
-    return tensors
-
-
-def training_state() -> dict[str, object]:
-    """A model with a buffer, tied weights and a view, its optimizer, and plain values."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(8, 4)).sum().backward()
-    optimizer.step()
-    base = torch.arange(24.0).reshape(4, 6)
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "base": base,
-        "row": base[2],
-        "column": base[:, 1],
-        "transposed": base.t(),
-        "epoch": 3,
-        "best": float("nan"),
-        "history": [(1, 0.5), (2, 0.25)],
-    }
 
 
 def by_path(loaded: object) -> Mapping[str, torch.Tensor]:
@@ -138,13 +100,19 @@ class TestShardedTorch(FormatContract):
     format = "torch-zip-sharded"
 
     def make(self, folder: Path) -> tuple[Path, Mapping[str, torch.Tensor]]:
-        shards = {"pytorch_model-1.bin": {"a.weight": torch.randn(3, 4)}, "pytorch_model-2.bin": {"b/c": torch.randn(5)}}
+        shards = {
+            "pytorch_model-1.bin": {"a.weight": torch.randn(3, 4)},
+            "pytorch_model-2.bin": {"b/c": torch.randn(5)},
+        }
         for file, tensors in shards.items():
             torch.save(tensors, folder / file)
         weight_map = {name: file for file, tensors in shards.items() for name in tensors}
         path = folder / "pytorch_model.bin.index.json"
         path.write_text(json.dumps({"metadata": {"total_size": 68}, "weight_map": weight_map}))
-        return path, {"a.weight": shards["pytorch_model-1.bin"]["a.weight"], "b%2Fc": shards["pytorch_model-2.bin"]["b/c"]}
+        return path, {
+            "a.weight": shards["pytorch_model-1.bin"]["a.weight"],
+            "b%2Fc": shards["pytorch_model-2.bin"]["b/c"],
+        }
 
 
 class TestTrainerFolder(FormatContract):

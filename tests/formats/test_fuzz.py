@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_contract import training_state
 
 import evergrad as eg
+from states import training_state
 
 DATA = Path(__file__).parent.parent / "data"
 MUTATIONS = 300
@@ -26,7 +26,8 @@ import evergrad as eg
 
 source, work, count, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 random.seed(seed)
-INTERESTING = [b"\\0", b"\\xff", b"\\x7f", b"\\x80", b"\\xff\\xff\\xff\\xff", b"\\xff\\xff\\xff\\x7f", b"\\0\\0\\0\\0", b"PK", b"(", b"}", b"R", b"t", b"q", b"9", b"-"]
+INTERESTING = [b"\\0", b"\\xff", b"\\x7f", b"\\x80", b"\\xff\\xff\\xff\\xff", b"\\xff\\xff\\xff\\x7f",
+    b"\\0\\0\\0\\0", b"PK", b"(", b"}", b"R", b"t", b"q", b"9", b"-"]
 
 def mutate(data):
     data = bytearray(data)
@@ -77,7 +78,8 @@ for number in range(count):
             for name, info in ck.tensors.items():
                 ck.read_bits(name)
                 if info.numel:
-                    ck.xor(name, [info.numel - 1], np.zeros((1, info.dtype.parts) if info.dtype.parts > 1 else 1, info.dtype.bits))
+                    shape = (1, info.dtype.parts) if info.dtype.parts > 1 else 1
+                    ck.xor(name, [info.numel - 1], np.zeros(shape, info.dtype.bits))
             ck.skeleton.dumps()
         outcome = "served"
     except eg.EvergradError as error:
@@ -105,7 +107,9 @@ def make(kind: str, folder: Path) -> Path:
         torch.save(training_state(), folder / "state.pt")
         eg.convert(folder / "state.pt", path, to="safetensors")
     elif kind.startswith("npz"):
-        arrays = {f"layer{i}/w": np.random.default_rng(i).standard_normal((3, i + 1)).astype(np.float32) for i in range(6)}
+        arrays = {
+            f"layer{i}/w": np.random.default_rng(i).standard_normal((3, i + 1)).astype(np.float32) for i in range(6)
+        }
         with path.open("wb") as file:
             (np.savez_compressed if kind == "npz-deflated" else np.savez)(file, **arrays)
     elif kind == "npy":
@@ -122,7 +126,18 @@ def make(kind: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "kind",
-    ["torch-zip", "torch-legacy", "safetensors", "npz-stored", "npz-deflated", "npy", "trainer", "sharded", "lightning.ckpt", "whole_module.pt"],
+    [
+        "torch-zip",
+        "torch-legacy",
+        "safetensors",
+        "npz-stored",
+        "npz-deflated",
+        "npy",
+        "trainer",
+        "sharded",
+        "lightning.ckpt",
+        "whole_module.pt",
+    ],
 )
 def test_mutated_files_give_only_our_errors(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
     source = make(kind, tmp_path)
@@ -135,7 +150,9 @@ def test_mutated_files_give_only_our_errors(kind: str, tmp_path: Path, limited: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["torch-zip", "torch-legacy", "safetensors", "npz-stored", "npz-deflated", "npy", "trainer", "sharded"])
+@pytest.mark.parametrize(
+    "kind", ["torch-zip", "torch-legacy", "safetensors", "npz-stored", "npz-deflated", "npy", "trainer", "sharded"]
+)
 def test_many_more_mutations(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
     source = make(kind, tmp_path)
     (tmp_path / "work").mkdir()

@@ -81,8 +81,8 @@ def test_a_hostile_pickle_is_read_and_not_run(zipped: bool, tmp_path: Path) -> N
 def test_every_pickle_protocol_is_understood(protocol: int, tmp_path: Path) -> None:
     value = {
         "t": (1, 2, 3, 4), "one": (1,), "none": None, "yes": True, "no": False, "int": -5, "long": 2**70, "float": 1.5,
-        "text": "grüß", "bytes": b"\x00\xff", "list": [1, [2]], "dict": {3: {}}, "set": {1, 2}, "frozen": frozenset({3}),
-        "many": list(range(1500)), "long text": "x" * 70000, "complex": 1j,
+        "text": "grüß", "bytes": b"\x00\xff", "list": [1, [2]], "dict": {3: {}}, "set": {1, 2},
+        "frozen": frozenset({3}), "many": list(range(1500)), "long text": "x" * 70000, "complex": 1j,
     }  # fmt: skip
     path = torch_zip(tmp_path / "a.pt", pickle.dumps(value, protocol))
     with eg.open_checkpoint(path) as ck:
@@ -93,7 +93,8 @@ def test_every_pickle_protocol_is_understood(protocol: int, tmp_path: Path) -> N
 def tensor_pickle(shape: str, stride: str, offset: str = "I0", numel: str = "I16", key: str = "V0") -> bytes:
     """A pickle of one float32 tensor, by hand: `{"x": _rebuild_tensor_v2(storage, offset, shape, stride, …)}`."""
     lines = [
-        "(dVx", "ctorch._utils", "_rebuild_tensor_v2", "((Vstorage", "ctorch", "FloatStorage", key, "Vcpu", numel, "tQ" + offset,
+        "(dVx", "ctorch._utils", "_rebuild_tensor_v2", "((Vstorage", "ctorch", "FloatStorage", key,
+        "Vcpu", numel, "tQ" + offset,
         f"({shape}t({stride}t" + "I00", "ccollections", "OrderedDict", ")RtRs.",
     ]  # fmt: skip
     return "\n".join(lines).encode()
@@ -133,11 +134,17 @@ def test_the_hand_made_pickle_is_a_valid_one(tmp_path: Path) -> None:
         (b"}]Ns.", DamagedFile, "unhashable"),
         (b"\x82\x01.", DamagedFile, "extension"),
         (b"](" + b"(" * 100_000 + b"t" * 100_000 + b"e.", DamagedFile, "deep"),
-        (b"}" * 300 + b"".join(b"X\x01\0\0\0as"[:0] for _ in range(1)) + b"0" * 299 + b"q\0X\x01\0\0\0ah\0s.", DamagedFile, "itself"),
+        (
+            b"}" * 300 + b"".join(b"X\x01\0\0\0as"[:0] for _ in range(1)) + b"0" * 299 + b"q\0X\x01\0\0\0ah\0s.",
+            DamagedFile,
+            "itself",
+        ),
     ],
     ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else None,
 )
-def test_a_bad_pickle_is_refused_in_one_line(pickled: bytes, kind: type[FormatError], word: str, tmp_path: Path) -> None:
+def test_a_bad_pickle_is_refused_in_one_line(
+    pickled: bytes, kind: type[FormatError], word: str, tmp_path: Path
+) -> None:
     refused(torch_zip(tmp_path / "bad.pt", pickled), kind, word)
 
 
@@ -149,8 +156,16 @@ def test_a_bad_pickle_is_refused_in_one_line(pickled: bytes, kind: type[FormatEr
         pytest.param("twenty million opcodes", b"N0" * 10_000_000 + b"N.", marks=pytest.mark.slow),
         ("lists in lists, twice each", b"]" + b"".join(b"q%c](h%ch%ce" % (i, i, i) for i in range(60)) + b"."),
         ("tuples of tuples as a key", b"}K\x01\x85" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns."),
-        ("colliding integer keys", b"}(" + b"".join(b"\x8a\x20" + ((2**61 - 1) * (i + 2**180)).to_bytes(32, "little") + b"N" for i in range(20_000)) + b"u."),
-        ("names that grow", b"}" + b"X\x00\x10\x00\x00" + b"k" * 4096 + b"q\0}" + b"".join(b"h\0}" for _ in range(1)) + b"ss."),
+        (
+            "colliding integer keys",
+            b"}("
+            + b"".join(b"\x8a\x20" + ((2**61 - 1) * (i + 2**180)).to_bytes(32, "little") + b"N" for i in range(20_000))
+            + b"u.",
+        ),
+        (
+            "names that grow",
+            b"}" + b"X\x00\x10\x00\x00" + b"k" * 4096 + b"q\0}" + b"".join(b"h\0}" for _ in range(1)) + b"ss.",
+        ),
     ],
 )
 def test_a_bomb_stays_small(name: str, pickled: bytes, tmp_path: Path, limited: Callable[..., str]) -> None:
@@ -166,7 +181,11 @@ def test_the_number_of_opcodes_is_limited(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_zip_bomb_is_refused(tmp_path: Path, limited: Callable[..., str]) -> None:
     with zipfile.ZipFile(path := tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        header = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '|u1', 'fortran_order': False, 'shape': (1200000000,), }".ljust(117) + b"\n"
+        header = (
+            b"\x93NUMPY\x01\x00v\x00"
+            + b"{'descr': '|u1', 'fortran_order': False, 'shape': (1200000000,), }".ljust(117)
+            + b"\n"
+        )
         with archive.open("a.npy", "w", force_zip64=True) as member:
             member.write(header)
             for _ in range(1200):
@@ -225,12 +244,28 @@ def test_a_zip_that_points_outside_is_refused(tmp_path: Path) -> None:
         (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[16,0]}}', DamagedFile, "impossible"),
         (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[-4,12]}}', DamagedFile, "impossible"),
         (b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,16]}}', DamagedFile, "wrong length"),
-        (b'{"a":{"dtype":"F32","shape":[9223372036854775807,9223372036854775807],"data_offsets":[0,16]}}', DamagedFile, "impossible"),
+        (
+            b'{"a":{"dtype":"F32","shape":[9223372036854775807,9223372036854775807],"data_offsets":[0,16]}}',
+            DamagedFile,
+            "impossible",
+        ),
         (b'{"a":{"dtype":"F32","shape":[4.5],"data_offsets":[0,16]}}', DamagedFile, "impossible"),
-        (b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}', DamagedFile, "overlaps"),
+        (
+            b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
+            DamagedFile,
+            "overlaps",
+        ),
         (b'{"__metadata__":{"x":1}}', DamagedFile, "__metadata__"),
-        (b'{"__metadata__":{"evergrad.skeleton":"{}"},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}', DamagedFile, "damaged"),
-        (b'{"__metadata__":{"evergrad.dtypes":"{\\"a\\":[\\"object\\",[1]]}"},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', DamagedFile, "damaged"),
+        (
+            b'{"__metadata__":{"evergrad.skeleton":"{}"},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
+            DamagedFile,
+            "damaged",
+        ),
+        (
+            b'{"__metadata__":{"evergrad.dtypes":"{\\"a\\":[\\"object\\",[1]]}"},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+            DamagedFile,
+            "damaged",
+        ),
         (b'{"__metadata__":{"evergrad.aliases":"{\\"a\\":\\"a\\"}"}}', DamagedFile, "damaged"),
     ],
     ids=lambda value: value[:40].decode() if isinstance(value, bytes) else None,

@@ -75,7 +75,7 @@ def test_numpy_values_inside_a_torch_file_come_back(data: Path) -> None:
     for key, value in theirs["scalars"].items():
         assert type(state["scalars"][key]) is type(value)
         assert state["scalars"][key] == value
-    np.random.RandomState().set_state(state["numpy_rng"])  # noqa: NPY002
+    np.random.RandomState().set_state(state["numpy_rng"])
     assert state["python_rng"] == theirs["python_rng"]
 
 

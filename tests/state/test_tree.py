@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -18,52 +16,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Role
 from evergrad.state import Skeleton, flatten, unflatten
-from evergrad.testing import raw_bytes
-
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(min_value=-(2**200), max_value=2**200)
-    | st.floats(allow_nan=True, allow_infinity=True)
-    | st.complex_numbers()
-    | st.text()
-    | st.binary()
-)
-keys = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.floats(allow_nan=False) | st.binary(max_size=4)
-tensors = st.builds(
-    lambda dtype, shape: torch.zeros(shape, dtype=torch.uint8).to(dtype.torch),
-    st.sampled_from([d for d in DType if d not in (DType.COMPLEX32, DType.FLOAT8_E8M0FNU)]),
-    st.lists(st.integers(0, 3), max_size=3),
-)
-states = st.recursive(
-    scalars | tensors,
-    lambda children: st.lists(children, max_size=4)
-    | st.tuples(children, children)
-    | st.dictionaries(keys, children, max_size=4)
-    | st.dictionaries(keys, children, max_size=3).map(OrderedDict),
-    max_leaves=12,
-)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in value and in type, to the bit."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and raw_bytes(a) == raw_bytes(b)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        pairs = zip(a.items(), b.items(), strict=True) if len(a) == len(b) else [((0, 0), (1, 1))]
-        return all(same(k, l) and same(v, w) for (k, v), (l, w) in pairs)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
-    if isinstance(a, complex):
-        return same(a.real, b.real) and same(a.imag, b.imag)
-    return bool(a == b)
+from states import keys, same, states
 
 
 def through_json(state: Any) -> Any:
@@ -117,7 +70,12 @@ def test_tied_tensors_and_views_share_again() -> None:
 
 def test_overlapping_and_expanded_tensors_share_again() -> None:
     line = torch.arange(10.0)
-    state = {"left": line[:6], "right": line[4:], "wide": torch.full((1, 1), 3.0).expand(5, 2), "windows": line.unfold(0, 4, 1)}
+    state = {
+        "left": line[:6],
+        "right": line[4:],
+        "wide": torch.full((1, 1), 3.0).expand(5, 2),
+        "windows": line.unfold(0, 4, 1),
+    }
     back = through_json(state)
     assert same(back, state)
     assert back["wide"].stride() == (0, 0)
@@ -166,7 +124,7 @@ def test_numpy_values_and_torch_values_are_kept() -> None:
         "big-endian": np.arange(3, dtype=">f8"),
         "text": np.array(["a", "bc"]),
         "scalar": np.float32(0.1),
-        "random": np.random.RandomState(3).get_state(),  # noqa: NPY002
+        "random": np.random.RandomState(3).get_state(),
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
         "device": torch.device("cuda:1"),
@@ -182,7 +140,7 @@ def test_numpy_values_and_torch_values_are_kept() -> None:
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantised"),
         (lambda: torch.zeros(2, dtype=torch.float4_e2m1fn_x2), "float4_e2m1fn_x2"),
         (lambda: torch.zeros(2, device="meta"), "meta"),
-        (lambda: object(), "builtins.object"),
+        (object, "builtins.object"),
         (lambda: {(1, 2): 3}, "key of type tuple"),
         (lambda: len, "builtin_function"),
     ],

@@ -236,7 +236,7 @@ def _plain(kind: Callable[..., Any]) -> Callable[[TorchBuilder, tuple[Any, ...]]
             return kind(arguments[0])
         if kind is complex and all(type(item) is float for item in arguments) and len(arguments) == 2:
             return complex(*arguments)
-        if kind is bytearray and type(arguments[0]) is bytes:
+        if kind in (bytes, bytearray) and type(arguments[0]) is bytes:
             return arguments[0]
         return Opaque(f"builtins.{kind.__name__}", {"()": arguments})
 
@@ -283,7 +283,7 @@ _CALLS: dict[tuple[str, str], Callable[[TorchBuilder, tuple[Any, ...]], Any]] = 
     ("numpy", "dtype"): _numpy_dtype,
 }
 for _module in ("builtins", "__builtin__"):
-    for _kind in (set, frozenset, complex, bytearray):
+    for _kind in (set, frozenset, complex, bytes, bytearray):
         _CALLS[_module, _kind.__name__] = _plain(_kind)
 for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
     _CALLS[_module, "_reconstruct"] = lambda _builder, _arguments: Ready({"object": "numpy.ndarray", "parts": []})

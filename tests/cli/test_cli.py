@@ -1,0 +1,174 @@
+"""The command line, as a person at a terminal meets it: real processes, real files, wrong input too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+VERBS = ["demo", "inspect", "diff", "convert"]
+
+
+def evergrad(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "evergrad", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=100)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Two checkpoints that differ in one element."""
+    state = {"model": {"fc.weight": torch.ones(2, 3), "fc.bias": torch.zeros(2)}, "epoch": 3}
+    torch.save(state, tmp_path / "a.pt")
+    state["model"]["fc.bias"][1] = 0.5
+    torch.save(state, tmp_path / "b.pt")
+    return tmp_path
+
+
+def test_inspect_lists_the_tensors(files: Path) -> None:
+    done = evergrad("inspect", files / "a.pt")
+    assert done.returncode == 0, done.stderr
+    assert ["model/fc.weight", "2×3", "float32", "model", "24", "B"] in [
+        line.split() for line in done.stdout.splitlines()
+    ]
+    assert "torch-zip: 2 tensors, 32 B" in done.stdout
+
+
+def test_inspect_json_has_the_documented_form(files: Path) -> None:
+    done = evergrad("inspect", files / "a.pt", "--json")
+    assert json.loads(done.stdout) == {
+        "format": "torch-zip",
+        "tensors": [
+            {"name": "model/fc.weight", "shape": [2, 3], "dtype": "float32", "role": "model", "nbytes": 24},
+            {"name": "model/fc.bias", "shape": [2], "dtype": "float32", "role": "model", "nbytes": 8},
+        ],
+        "total_bytes": 32,
+    }
+
+
+def test_inspect_shows_a_tree_and_selects(files: Path) -> None:
+    done = evergrad("inspect", files / "a.pt", "--tree", "--where", "model/*.bias")
+    assert "└── fc.bias  2 float32 8 B" in done.stdout
+    assert "fc.weight" not in done.stdout
+    assert "1 of 2 tensors" in done.stdout
+
+
+def test_inspect_tells_what_shares_bytes_and_what_is_left_alone(tmp_path: Path, data: Path) -> None:
+    weight = torch.ones(2)
+    torch.save({"in": weight, "out": weight}, tmp_path / "tied.pt")
+    assert "shares bytes with" in evergrad("inspect", tmp_path / "tied.pt").stdout
+    rows = json.loads(evergrad("inspect", tmp_path / "tied.pt", "--json").stdout)["tensors"]
+    assert rows[0]["shares"] == ["out"]
+    assert "left alone: config (acme_training.config.Config)" in evergrad("inspect", data / "user_class.pt").stdout
+
+
+def test_diff_exits_1_when_something_differs_and_0_when_nothing_does(files: Path) -> None:
+    done = evergrad("diff", files / "a.pt", files / "b.pt")
+    assert done.returncode == 1
+    assert ["model/fc.bias", "changed", "1", "of", "2", "0.5"] in [line.split() for line in done.stdout.splitlines()]
+    assert "different: 1 of 2 tensors" in done.stdout
+    same = evergrad("diff", files / "a.pt", files / "a.pt")
+    assert (same.returncode, same.stdout) == (0, "equal: all 2 tensors, bit for bit\n")
+
+
+def test_diff_json_tells_each_tensor(files: Path) -> None:
+    done = evergrad("diff", files / "a.pt", files / "b.pt", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert report["equal"] is False
+    changed = {row["name"]: (row["status"], row["changed"], row["max_abs"]) for row in report["tensors"]}
+    assert changed == {"model/fc.weight": ("equal", 0, 0.0), "model/fc.bias": ("changed", 1, 0.5)}
+
+
+def test_convert_writes_and_the_two_are_equal(files: Path) -> None:
+    done = evergrad("convert", files / "a.pt", files / "a.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert evergrad("diff", files / "a.pt", files / "a.safetensors").returncode == 0
+    report = json.loads(evergrad("convert", files / "a.pt", files / "a.safetensors", "--overwrite", "--json").stdout)
+    assert report == {"out": str(files / "a.safetensors"), "tensors": 2, "total_bytes": 32}
+
+
+def test_convert_refuses_a_loss_and_dry_run_lists_it(files: Path) -> None:
+    done = evergrad("convert", files / "a.pt", files / "a.npz")
+    assert done.returncode == 2
+    assert "would lose containers and values besides tensors" in done.stderr
+    dry = evergrad("convert", files / "a.pt", files / "a.npz", "--dry-run", "--json")
+    assert json.loads(dry.stdout)["losses"]
+    assert not (files / "a.npz").exists()
+    assert evergrad("convert", files / "a.pt", files / "a.npz", "--tensors-only").returncode == 0
+
+
+def test_the_demo_runs_and_says_what_it_saw() -> None:
+    report = json.loads(evergrad("demo", "--json").stdout)
+    assert report["accuracy"] > 0.9
+    assert report["accuracy_after_flip"] < 0.7
+    assert report["conversion_exact"] is True
+    assert report["trap_ran"] is False
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_json_an_example_and_its_exit_codes_in_its_help(verb: str) -> None:
+    text = evergrad(verb, "--help").stdout
+    assert "--json" in text
+    assert f"evergrad {verb}" in text.split("Example", 1)[1]
+    assert "Exit codes: 0" in text
+
+
+def test_help_names_the_verbs_in_the_order_of_the_workflow() -> None:
+    text = evergrad("--help").stdout
+    places = [text.index(f"│ {verb} ") for verb in VERBS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "missing.pt"], "no such file or folder"),
+        (["inspect", "aa.pt"], "Did you mean 'a.pt'?"),
+        (["inspect"], "Missing argument"),
+        (["inspect", "a.pt", "--nonsense"], "No such option"),
+        (["inspect", "a.pt", "--where", "model/fc.wieght"], "Did you mean 'model/fc.weight'"),
+        (["inspect", "text.pt"], "no checkpoint recognised"),
+        (["inspect", "short.pt"], "no zip directory"),
+        (["inspect", "."], "no checkpoint recognised"),
+        (["diff", "a.pt"], "Missing argument"),
+        (["diff", "a.pt", "text.pt"], "no checkpoint recognised"),
+        (["convert", "a.pt", "b.pt"], "exists already"),
+        (["convert", "a.pt", "x.h6"], "no format is written with the ending"),
+        (["convert", "a.pt", "x.pt", "--to", "hdf6"], "unknown target format"),
+        (["nonsense"], "No such command"),
+        (["--nonsense"], "No such option"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments: list[str], words: str, files: Path) -> None:
+    (files / "text.pt").write_text("hello")
+    (files / "short.pt").write_bytes((files / "a.pt").read_bytes()[:500])
+    before = {path.name: path.read_bytes() for path in files.iterdir()}
+    done = evergrad(*arguments, cwd=files)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("evergrad: ")
+    assert words in done.stderr
+    assert {path.name: path.read_bytes() for path in files.iterdir()} == before
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    torch.save({f"t{i}": torch.ones(1) for i in range(5000)}, tmp_path / "many.pt")
+    command = f"{sys.executable} -m evergrad inspect {tmp_path / 'many.pt'} | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("tensor")
+
+
+def test_the_version_is_the_packages() -> None:
+    import evergrad as eg
+
+    assert evergrad("--version").stdout == f"evergrad {eg.__version__}\n"

@@ -1,0 +1,179 @@
+"""Conversion keeps everything, or refuses and says what would be lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import evergrad as eg
+from evergrad.errors import ConversionLoss, UsageError
+from states import every_dtype, same, states, training_state
+
+
+def saved(folder: Path, state: object, name: str = "a.pt") -> Path:
+    torch.save(state, folder / name)
+    return folder / name
+
+
+def test_a_whole_training_state_survives_the_way_through_safetensors(tmp_path: Path) -> None:
+    state = training_state()
+    there = eg.convert(saved(tmp_path, state), tmp_path / "b.safetensors")
+    back = eg.convert(there, tmp_path / "c.pt")
+    assert eg.compare(tmp_path / "a.pt", back).equal
+    loaded: dict[str, Any] = torch.load(back)
+    assert loaded["epoch"] == 3
+    assert np.isnan(loaded["best"])
+    assert loaded["history"] == [(1, 0.5), (2, 0.25)]
+    assert loaded["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert list(loaded["optimizer"]["state"]) == [0, 1, 2, 3, 4], "integer keys stay integers"
+    assert loaded["model"]["0.weight"].data_ptr() == loaded["model"]["2.weight"].data_ptr(), "tied weights stay tied"
+    assert loaded["transposed"].data_ptr() == loaded["base"].data_ptr()
+    assert loaded["transposed"].stride() == (1, 6)
+    assert loaded["model"]._metadata == state["model"]._metadata
+    torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)).load_state_dict(
+        loaded["model"]
+    )
+
+
+def test_every_dtype_survives_the_way_through_safetensors(tmp_path: Path) -> None:
+    there = eg.convert(saved(tmp_path, every_dtype()), tmp_path / "b.safetensors")
+    assert eg.compare(tmp_path / "a.pt", there).equal
+    back = eg.convert(there, tmp_path / "c.pt")
+    assert eg.compare(tmp_path / "a.pt", back).equal
+    assert len(safetensors.torch.load_file(there)) == len(every_dtype()), (
+        "its own library reads what it cannot name as bytes"
+    )
+
+
+def test_a_flat_state_dict_becomes_the_file_that_the_library_would_write(tmp_path: Path) -> None:
+    state = {"fc.weight": torch.randn(3, 4), "fc.bias": torch.randn(3)}
+    there = eg.convert(saved(tmp_path, state), tmp_path / "b.safetensors")
+    with safetensors.safe_open(there, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in state.items())
+
+
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    weight = torch.randn(100, 100)
+    there = eg.convert(saved(tmp_path, {"in": weight, "out": weight}), tmp_path / "b.safetensors")
+    assert there.stat().st_size < 41_000
+    with eg.open_checkpoint(there) as ck:
+        assert ck.tensors["in"].shares == ("out",)
+        ck.xor("out", [0], [1 << 31])
+        assert ck.read("in")[0, 0] == -weight[0, 0]
+
+
+def test_npz_takes_what_it_can_hold_and_refuses_the_rest(tmp_path: Path) -> None:
+    plain = {"model": {"fc.weight": torch.randn(3, 4), "n": torch.tensor(7)}}
+    there = eg.convert(saved(tmp_path, plain), tmp_path / "b.npz")
+    assert eg.compare(tmp_path / "a.pt", there).equal
+    with np.load(there) as arrays:
+        np.testing.assert_array_equal(arrays["model/fc.weight"], plain["model"]["fc.weight"].numpy())
+    assert eg.compare(eg.convert(there, tmp_path / "c.pt"), tmp_path / "a.pt").equal
+    with pytest.raises(ConversionLoss, match="values besides tensors") as caught:
+        eg.convert(saved(tmp_path, training_state(), "t.pt"), tmp_path / "t.npz")
+    assert "views or share memory" in " ".join(caught.value.losses)
+    with pytest.raises(ConversionLoss, match="NumPy has no bfloat16"):
+        eg.convert(saved(tmp_path, {"x": torch.ones(2).bfloat16()}, "h.pt"), tmp_path / "h.npz", tensors_only=True)
+    assert not (tmp_path / "t.npz").exists()
+    assert not (tmp_path / "h.npz").exists()
+    assert eg.convert(tmp_path / "t.pt", tmp_path / "t.npz", tensors_only=True).exists()
+    assert eg.compare(tmp_path / "t.pt", tmp_path / "t.npz").equal
+
+
+def test_npy_holds_one_array_and_no_name(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.asfortranarray(np.arange(6.0).reshape(2, 3)))
+    eg.convert(tmp_path / "a.npy", tmp_path / "b.npz")
+    assert torch.load(eg.convert(tmp_path / "a.npy", tmp_path / "a.pt")).tolist() == [[0, 1, 2], [3, 4, 5]]
+    eg.convert(saved(tmp_path, {"x": torch.ones(2)}), tmp_path / "c.npy", tensors_only=True)
+    assert np.load(tmp_path / "c.npy").tolist() == [1, 1]
+    with pytest.raises(ConversionLoss, match="npy holds one array"):
+        eg.convert(
+            saved(tmp_path, {"x": torch.ones(2), "y": torch.ones(2)}, "two.pt"), tmp_path / "d.npy", tensors_only=True
+        )
+
+
+def test_objects_of_unknown_classes_are_named_as_the_loss(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ConversionLoss, match=r"config \(acme_training\.config\.Config\)") as caught:
+        eg.convert(data / "user_class.pt", tmp_path / "b.safetensors")
+    assert len(caught.value.losses) == 2
+    eg.convert(data / "user_class.pt", tmp_path / "b.safetensors", tensors_only=True)
+    assert eg.compare(data / "user_class.pt", tmp_path / "b.safetensors").equal
+
+
+def test_notes_of_a_safetensors_file_are_kept_or_named_as_the_loss(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors", {"format": "pt", "licence": "MIT"})
+    eg.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    with eg.open_checkpoint(tmp_path / "b.safetensors") as ck:
+        assert ck.metadata == {"format": "pt", "licence": "MIT"}
+    with pytest.raises(ConversionLoss, match="metadata 'licence'"):
+        eg.convert(tmp_path / "a.safetensors", tmp_path / "c.pt")
+
+
+def test_folders_become_one_file(tmp_path: Path, data: Path) -> None:
+    one = eg.convert(data / "sharded", tmp_path / "one.safetensors")
+    assert eg.compare(data / "sharded", one).equal
+    shutil.copytree(data / "trainer" / "checkpoint-4", folder := tmp_path / "checkpoint-4")
+    (folder / "training_args.bin").unlink()
+    state = eg.convert(folder, tmp_path / "state.pt")
+    assert eg.compare(folder, state).equal
+    loaded = torch.load(state, weights_only=False)
+    assert loaded["optimizer.pt"]["param_groups"][0]["lr"] >= 0
+
+
+def test_nothing_is_overwritten_unless_asked_and_no_half_file_stays(tmp_path: Path) -> None:
+    source = saved(tmp_path, {"x": torch.ones(2)})
+    (tmp_path / "b.npz").write_bytes(b"precious")
+    with pytest.raises(UsageError, match="exists already"):
+        eg.convert(source, tmp_path / "b.npz")
+    assert (tmp_path / "b.npz").read_bytes() == b"precious"
+    eg.convert(source, tmp_path / "b.npz", overwrite=True)
+    with pytest.raises(UsageError, match="it is the source"):
+        eg.convert(source, source, overwrite=True)
+    with pytest.raises(UsageError, match="no folder"):
+        eg.convert(source, tmp_path / "nowhere" / "b.npz")
+    with pytest.raises(UsageError, match=r"no format is written with the ending '\.h6'"):
+        eg.convert(source, tmp_path / "b.h6")
+    with pytest.raises(UsageError, match="Did you mean 'safetensors'"):
+        eg.convert(source, tmp_path / "b.bin", to="safetensor")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.npz"]
+
+
+def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(tmp_path: Path, limited: Callable[..., str]) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros(1_000_000))
+    (tmp_path / "b.safetensors").write_bytes(b"precious")
+    said = limited(
+        """
+        import evergrad as eg
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+        try:
+            eg.convert(sys.argv[1], sys.argv[2], overwrite=True)
+        except eg.EvergradError as error:
+            print(error)
+        """,
+        tmp_path / "a.npz",
+        tmp_path / "b.safetensors",
+    )
+    assert "cannot be written: file too large" in said
+    assert (tmp_path / "b.safetensors").read_bytes() == b"precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "b.safetensors"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(states)
+def test_any_state_survives_torch_and_safetensors_files(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    source = saved(folder, state)
+    with eg.open_checkpoint(source) as ck:
+        assert same(ck.state(), state)
+    there = eg.convert(source, folder / "b.safetensors")
+    with eg.open_checkpoint(there) as ck:
+        assert same(ck.state(), state)
