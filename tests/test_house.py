@@ -94,7 +94,8 @@ def test_every_public_name_of_the_package_has_a_home() -> None:
         "import evergrad",
         "import evergrad.state, evergrad.formats, evergrad.cli",
         "import evergrad as eg; eg.open_checkpoint('tests/data/lightning.ckpt').close()",
-        "import evergrad as eg; ck = eg.open_checkpoint('tests/data/trainer/checkpoint-4')\nck.read_bits(min(ck.tensors))",
+        "import evergrad as eg; ck = eg.open_checkpoint('tests/data/trainer/checkpoint-4')\n"
+        "ck.read_bits(min(ck.tensors))",
         "import evergrad as eg; eg.compare('tests/data/sharded', 'tests/data/sharded')",
         "from evergrad.cli import main; main(['inspect', 'tests/data/user_class.pt', '--json'])",
     ],

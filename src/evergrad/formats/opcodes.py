@@ -22,6 +22,7 @@ from evergrad.state import Opaque
 __all__ = ["MAX_OPCODES", "Builder", "Global", "PickleError", "read_pickle"]
 
 MAX_OPCODES = 16_000_000  # about 400,000 tensors; under 1.5 GB at worst
+MAX_LARGE_KEYS = 1_000
 
 
 class PickleError(Exception):
@@ -90,6 +91,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
+        self.large_keys = 0
 
     def run(self) -> Any:
         """Opcode by opcode; the ones that fill a torch checkpoint come first, the rest go through a table."""
@@ -226,7 +228,9 @@ def _hashable(machine: _Machine, key: Any) -> Any:
     """
     for part in key if type(key) is tuple else (key,):
         if isinstance(part, int) and not -(1 << 63) <= part < 1 << 64:
-            raise PickleError(f"an integer key beyond 64 bits at byte {machine.position}")
+            machine.large_keys += 1
+            if machine.large_keys > MAX_LARGE_KEYS:
+                raise PickleError(f"more than {MAX_LARGE_KEYS} integer keys beyond 64 bits at byte {machine.position}")
         if type(part) in (tuple, frozenset):
             raise PickleError(f"a key of nested tuples at byte {machine.position}")
     return key

@@ -40,9 +40,10 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     probe = Probe(where)
     try:
         with _collector_paused():
-            for format in formats():
-                if format.recognises(probe):
-                    return format.open(where)
+            for family in (_ours, _plugins):  # looking for plugins takes longer than opening a file
+                for format in family():
+                    if format.recognises(probe):
+                        return format.open(where)
     except EvergradError:
         raise
     except OSError as error:
@@ -64,10 +65,14 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     raise _unknown(probe)
 
 
-@lru_cache(maxsize=1)
 def formats() -> tuple[Format, ...]:
     """Every format, ours first, then those that installed packages add."""
-    ours: list[Format] = [
+    return (*_ours(), *_plugins())
+
+
+@lru_cache(maxsize=1)
+def _ours() -> tuple[Format, ...]:
+    return (
         Safetensors(),
         TorchZip(),
         TorchLegacy(),
@@ -75,8 +80,7 @@ def formats() -> tuple[Format, ...]:
         Npy(),
         TrainerFolder(open_checkpoint),
         Sharded(open_checkpoint),
-    ]
-    return (*ours, *_plugins())
+    )
 
 
 @contextmanager
@@ -91,7 +95,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _plugins() -> list[Format]:
+@lru_cache(maxsize=1)
+def _plugins() -> tuple[Format, ...]:
     found: list[Format] = []
     for entry in entry_points(group=ENTRY_POINTS):
         try:
@@ -102,7 +107,7 @@ def _plugins() -> list[Format]:
             found.append(format)
         except Exception as error:  # one broken plugin must not take every format with it
             log.warning("format plugin %r could not be loaded: %s", entry.name, error)
-    return found
+    return tuple(found)
 
 
 def _missing(path: Path) -> FileAccessError:

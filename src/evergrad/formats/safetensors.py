@@ -106,8 +106,8 @@ def _open(path: Path, file: DataFile) -> Checkpoint:
     regions.update((alias, regions[name]) for alias, name in aliases.items() if name in regions)
     _check_no_overlap(path, {name: region for name, region in regions.items() if name not in aliases})
     tensors = describe(
-        (
-            (Placement(name, 0, r.offset, r.shape, contiguous_strides(r.shape), r.dtype.itemsize), r.dtype)
+        (  # tensors without overlap: each place is a storage of its own, and only aliases share one
+            (Placement(name, r.offset, 0, r.shape, contiguous_strides(r.shape), r.dtype.itemsize), r.dtype)
             for name, r in regions.items()
         ),
         skeleton.roles if skeleton else None,
@@ -156,8 +156,7 @@ def _region(path: Path, file: DataFile, name: str, entry: Any, start: int, true_
 
 def _check_no_overlap(path: Path, regions: dict[str, Region]) -> None:
     reach, before = 0, ""
-    for name, region in sorted(regions.items(), key=lambda item: item[1].extent):
-        begin, end = region.extent
+    for begin, end, name in sorted((r.offset, r.offset + r.nbytes, name) for name, r in regions.items()):
         if begin < reach and end > begin:
             raise DamagedFile(path, f"{name!r} overlaps {before!r}", expected=f"a start at {reach}", found=begin)
         reach, before = max(reach, end), name

@@ -19,9 +19,9 @@ __all__ = ["FormatContract", "raw_bytes"]
 class FormatContract:
     """Subclass it, say how to make a file of the format with its own library, and let pytest collect it.
 
-    `make` writes a file or folder with at least one tensor of eight elements or more, and returns its path and what
-    it holds (no tensor that overlaps itself, as expanded ones do). `load`, if given, reads a file with the format's own library, so that what
-    we changed is checked by a reader that is not ours.
+    `make` writes a file or folder with at least one tensor of eight elements or more, and returns its path and
+    what it holds (no tensor that overlaps itself, as expanded ones do). `load`, if given, reads a file with the
+    format's own library, so that what we changed is checked by a reader that is not ours.
     """
 
     format: ClassVar[str]
