@@ -128,9 +128,10 @@ class Report:
     packages: Sequence[str] = ("torch", "numpy")
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    # Taken at the start: a long run must not be put down to a commit that was made meanwhile.
-    commit: str = field(default_factory=lambda: _commit())
-    load: str = field(default_factory=lambda: f"{os.getloadavg()[0]:.2f}")
+
+    def __post_init__(self) -> None:
+        # Taken at the start: a long run must not be put down to a commit that was made meanwhile.
+        self._at_start = (_commit(), f"{os.getloadavg()[0]:.2f}")
 
     def add(self, case: str, samples: Mapping[str, Sequence[Sample]]) -> None:
         """Take in what `interleave` returned for a case."""
@@ -172,11 +173,12 @@ class Report:
     def write(self) -> list[Path]:
         """Write `results/<question>.json` and `.md`, and return their paths."""
         RESULTS.mkdir(exist_ok=True)
+        commit, load = self._at_start
         where: dict[str, Any] = {
             "command": " ".join(["python", _relative(sys.argv[0]), *sys.argv[1:]]),
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "commit": self.commit if self.commit == _commit() else f"{self.commit}, sources altered during the run",
-            "machine": machine(self.packages) | {"load before": self.load, "load after": f"{os.getloadavg()[0]:.2f}"},
+            "commit": commit if commit == _commit() else f"{commit}, sources altered during the run",
+            "machine": machine(self.packages) | {"load before": load, "load after": f"{os.getloadavg()[0]:.2f}"},
         }
         data = {
             "schema_version": SCHEMA_VERSION,

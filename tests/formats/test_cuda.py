@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import same
 
 import evergrad as eg
 from evergrad.state import Skeleton
+from states import same
 
 pytestmark = pytest.mark.gpu
 

@@ -271,7 +271,8 @@ def _entries(file: DataFile, start: int, length: int, count: int) -> Iterator[Me
             raise DamagedFile(file.path, f"zip directory entry {number} is damaged")
         raw_name = directory[position + _ENTRY.size : name_end]
         try:
-            name = raw_name.decode("utf-8" if fields[3] & 0x800 else "cp437")
+            # Without the flag a name is in cp437, which is ASCII for all that anyone writes.
+            name = raw_name.decode("utf-8" if fields[3] & 0x800 or raw_name.isascii() else "cp437")
         except UnicodeDecodeError:
             raise DamagedFile(file.path, f"zip directory entry {number} has a name that is not text") from None
         sizes = _zip64(directory[name_end:extra_end], size=fields[9], stored=fields[8], header=fields[16])
