@@ -361,6 +361,10 @@ def test_missing_files_and_strange_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnknownFormat, match="an empty folder"):
         eg.open_checkpoint(tmp_path / "empty")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(FileAccessError, match="neither a file nor a folder"):
+            eg.open_checkpoint(path)
     with pytest.raises(FileAccessError):
         eg.open_checkpoint("/proc/self/mem")
 

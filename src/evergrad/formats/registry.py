@@ -37,6 +37,8 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     where = Path(path)
     if not where.exists():
         raise _missing(where)
+    if not where.is_file() and not where.is_dir():  # opening a pipe would wait for ever
+        raise FileAccessError(where, "is neither a file nor a folder")
     probe = Probe(where)
     try:
         with _collector_paused():
