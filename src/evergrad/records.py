@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from evergrad.dtypes import DType
 
-__all__ = ["Comparison", "Json", "Role", "TensorDiff", "TensorInfo"]
+__all__ = ["Check", "Comparison", "Json", "Role", "TensorDiff", "TensorInfo"]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -20,6 +20,15 @@ class Role(StrEnum):
     OPTIMIZER = "optimizer"
     BUFFER = "buffer"
     OTHER = "other"
+
+
+class Check(StrEnum):
+    """The result of one check; what could not be judged is `unknown`, never `ok`."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.errors import UnsupportedContent
+from evergrad.errors import DamagedFile, UnsupportedContent
+from evergrad.records import Check
 from evergrad.testing import raw_bytes
 
 FILES = {
@@ -187,3 +188,41 @@ def test_big_endian_torch_files_are_read(tmp_path: Path) -> None:
         assert ck.read("a")[1] == -1
     with zipfile.ZipFile(tmp_path / "big.pt") as archive:
         assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("kind", ["a.pt", "stored.npz", "deflated.npz"])
+def test_one_bit_that_rotted_at_rest_fails_the_checksum(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / kind
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    if kind == "a.pt":
+        torch.save({"x": torch.from_numpy(values), "y": torch.ones(3)}, path)
+    else:
+        (np.savez_compressed if kind == "deflated.npz" else np.savez)(path, x=values, y=np.ones(3))
+    with eg.open_checkpoint(path) as ck:
+        assert {ck.checksum(name) for name in ck.tensors} == {Check.OK}
+        assert set(ck.container_checks().values()) <= {Check.OK}
+        ck.xor("x", [7], [1 << 20])
+        if kind != "deflated.npz":
+            assert ck.checksum("x") is Check.OK, "an alteration of ours keeps it valid"
+    raw = bytearray(path.read_bytes())
+    at = raw.index(values[500:502].tobytes()) if kind != "deflated.npz" else raw.index(b"x.npy") + 1500
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    with eg.open_checkpoint(path) as ck:
+        try:
+            assert ck.checksum("x") is Check.FAILED
+        except DamagedFile as error:
+            assert "does not decompress" in str(error)
+        assert ck.checksum("y") is Check.OK
+
+
+def test_where_there_is_no_checksum_nothing_is_claimed(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(10.0)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    eg.convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    for path in (tmp_path / "a.pt", tmp_path / "a.safetensors"):
+        with eg.open_checkpoint(path) as ck:
+            assert ck.checksum("a") is Check.UNKNOWN

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.formats.contract import Bits, Checkpoint
 from evergrad.formats.region import Region
-from evergrad.records import Neighbour, Role, TensorInfo
+from evergrad.records import Check, Neighbour, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of
 from evergrad.state.sharing import byte_extent
 
@@ -42,6 +42,7 @@ class AddressedCheckpoint(Checkpoint):
         skeleton: Skeleton | None = None,
         others: Mapping[str, str] | None = None,
         metadata: Mapping[str, str] | None = None,
+        check_container: Callable[[], Mapping[str, Check]] | None = None,
     ) -> None:
         self.format = format
         self.path = path
@@ -51,6 +52,7 @@ class AddressedCheckpoint(Checkpoint):
         self.skeleton = Skeleton.of_names(tensors) if skeleton is None else skeleton
         self._locate = locate
         self._holder = holder
+        self._check_container = check_container
         self._regions: dict[str, Region] = {}
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
@@ -58,6 +60,18 @@ class AddressedCheckpoint(Checkpoint):
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         return self._region(name).xor(indices, patterns)
+
+    def checksum(self, name: str) -> Check:
+        """Whether the checksum of the container over this tensor's bytes holds, if it has one."""
+        self._info(name)
+        seal = self._region(name).seal
+        if seal is None:
+            return Check.UNKNOWN
+        return Check.OK if seal.holds() else Check.FAILED
+
+    def container_checks(self) -> Mapping[str, Check]:
+        """Checksums over everything that is no tensor, as the format found them."""
+        return self._check_container() if self._check_container is not None else {}
 
     def close(self) -> None:
         """Make changes durable and let go of the file; twice is fine."""

@@ -11,7 +11,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,8 @@ import numpy.typing as npt
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.crc import CRC32
 from evergrad.formats.durable import replacing
-from evergrad.formats.region import DataFile, file_errors
+from evergrad.formats.region import DataFile, Seal, file_errors
+from evergrad.records import Check
 
 __all__ = ["Archive", "Inflated", "Member"]
 
@@ -31,6 +32,7 @@ MAX_DIRECTORY_BYTES = 1 << 29
 MAX_INFLATION = 1100
 
 _STORED, _DEFLATED = 0, 8
+_BLOCK = 1 << 22
 _ENTRY = struct.Struct("<4s6H3L5H2L")  # central directory entry, 46 bytes
 _LOCAL = struct.Struct("<4s5H3L2H")  # local header, 30 bytes
 _END = struct.Struct("<4s4H2LH")  # end of central directory, 22 bytes
@@ -60,6 +62,7 @@ class Archive:
     members: Mapping[str, Member]
     directory: int
     inflated: dict[str, Inflated] = field(default_factory=dict)
+    verified: dict[str, bool] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Archive:
@@ -110,12 +113,22 @@ class Archive:
             if not data.changed:
                 data.forget()
 
-    def seal(self, member: Member) -> ZipSeal | None:
-        """The checksums to keep right when a stored member is altered.
+    def seal(self, member: Member) -> Seal | None:
+        """The checksums to keep right when a member is altered.
 
         None where the writer left them out: torch can be told to, and then writes 0.
         """
-        return ZipSeal(self, member, self.data_offset(member)) if member.crc else None
+        if not member.crc:
+            return None
+        return InflatedSeal(self, member) if member.method else ZipSeal(self, member, self.data_offset(member))
+
+    def check(self, members: Iterable[Member]) -> dict[str, Check]:
+        """Whether these members have the checksum that the directory says; `unknown` where it says none."""
+        found: dict[str, Check] = {}
+        for member in members:
+            seal = self.seal(member) if member.size else None
+            found[member.name] = Check.UNKNOWN if seal is None else Check.OK if seal.holds() else Check.FAILED
+        return found
 
     def close(self) -> None:
         """Make changes durable: rewrite the archive if compressed members were altered, and close."""
@@ -135,6 +148,7 @@ class ZipSeal:
     def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
         """Put every copy of the checksum right."""
         member = self._member
+        self._archive.verified.pop(member.name, None)
         member.crc ^= CRC32.change(addresses - self._data, deltas, member.size)
         view = self._archive.file.writable()
         value = np.frombuffer(struct.pack("<L", member.crc), np.uint8)
@@ -146,6 +160,31 @@ class ZipSeal:
         else:
             place = member.header + 14
         view[place : place + 4] = value
+
+    def holds(self) -> bool:
+        """Whether the member's bytes have the checksum that the directory says."""
+        if self._member.name not in self._archive.verified:
+            crc, buffer = 0, np.empty(min(self._member.size, _BLOCK), np.uint8)
+            for start in range(0, self._member.size, _BLOCK):
+                block = buffer[: min(_BLOCK, self._member.size - start)]
+                self._archive.file.read_into(self._data + start, block)
+                crc = zlib.crc32(block.data, crc)
+            self._archive.verified[self._member.name] = crc == self._member.crc
+        return self._archive.verified[self._member.name]
+
+
+class InflatedSeal:
+    """The CRC of a compressed member: over what it decompresses to, and written anew with it."""
+
+    def __init__(self, archive: Archive, member: Member) -> None:
+        self._archive, self._member = archive, member
+
+    def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
+        """Nothing to do: the archive is rewritten."""
+
+    def holds(self) -> bool:
+        """Whether it decompresses to what was compressed."""
+        return zlib.crc32(self._archive.inflate(self._member).view().data) == self._member.crc
 
 
 class Inflated:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from evergrad.errors import ConversionLoss, UnknownTensor, UnsupportedContent, UsageError
 from evergrad.formats.region import file_errors
-from evergrad.records import TensorInfo
+from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton, unflatten
 
 if TYPE_CHECKING:
@@ -117,6 +117,18 @@ class Checkpoint(ABC):
     @abstractmethod
     def close(self) -> None:
         """Make changes durable and let go of the files; twice is fine."""
+
+    def checksum(self, name: str) -> Check:
+        """Whether the container's checksum over this tensor's bytes holds; `unknown` where it has none.
+
+        Reads every byte that the checksum covers.
+        """
+        self._info(name)
+        return Check.UNKNOWN
+
+    def container_checks(self) -> Mapping[str, Check]:
+        """Whether the checksums over everything that is no tensor (headers, pickles) hold: part → result."""
+        return {}
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that name, as a new contiguous tensor on the CPU."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnknownFormat
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
 from evergrad.formats.region import file_errors
-from evergrad.records import Json, TensorInfo
+from evergrad.records import Check, Json, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View
 
@@ -55,6 +55,16 @@ class CompositeCheckpoint(Checkpoint):
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         part, inner = self._names[name]
         return part.xor(inner, indices, patterns)
+
+    def checksum(self, name: str) -> Check:
+        """As the part that holds the tensor says."""
+        self._info(name)
+        part, inner = self._names[name]
+        return part.checksum(inner)
+
+    def container_checks(self) -> Mapping[str, Check]:
+        """Those of every part, behind its file name."""
+        return {f"{p.path.name}/{what}": check for p in self._parts for what, check in p.container_checks().items()}
 
     def close(self) -> None:
         """Close every part, and only then raise the first error."""

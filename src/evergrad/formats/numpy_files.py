@@ -6,6 +6,7 @@ import io
 import math
 import tokenize
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +18,7 @@ from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.archive import Archive, Member
 from evergrad.formats.contract import Checkpoint, Format, Probe, blocks, refuse_losses
 from evergrad.formats.region import Bytes, DataFile, Region, file_errors
-from evergrad.records import TensorInfo
+from evergrad.records import Check, TensorInfo
 from evergrad.state import ROOT, Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides
 
@@ -127,13 +128,16 @@ def _open_npz(path: Path, archive: Archive) -> Checkpoint:
             others[name] = region
 
     def locate(name: str) -> Region:
-        region, member = regions[name], members[name]
-        if member.method:
-            return region
-        seal = archive.seal(member)
+        region, seal = regions[name], archive.seal(members[name])
         return Region(region.source, region.offset, region.shape, region.dtype, region.stride, region.big_endian, seal)
 
-    return AddressedCheckpoint(Npz.name, path, _describe(regions), locate, archive, others=others)
+    def check_container() -> Mapping[str, Check]:
+        used = {member.name for member in members.values()}
+        return archive.check(member for name, member in archive.members.items() if name not in used)
+
+    return AddressedCheckpoint(
+        Npz.name, path, _describe(regions), locate, archive, others=others, check_container=check_container
+    )
 
 
 def _member_bytes(archive: Archive, member: Member) -> tuple[Bytes, int, bytes]:

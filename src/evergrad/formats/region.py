@@ -56,6 +56,9 @@ class Seal(Protocol):
     def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
         """`deltas[i]` has been XORed onto the bytes from `addresses[i]` on: put the checksum right."""
 
+    def holds(self) -> bool:
+        """Whether the bytes still have this checksum; reads all of them."""
+
 
 class DataFile:
     """One open file: exact reads, and a map for altering it in place. Not thread-safe."""

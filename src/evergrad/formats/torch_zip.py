@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from evergrad.errors import DamagedFile, StateError, UnsupportedContent
@@ -9,8 +10,9 @@ from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.archive import Archive
 from evergrad.formats.contract import Checkpoint, Format, Probe, refuse_losses
 from evergrad.formats.opcodes import PickleError, read_pickle
-from evergrad.formats.region import Region
+from evergrad.formats.region import Bytes, Region
 from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
+from evergrad.records import Check
 from evergrad.state.sharing import byte_extent
 
 __all__ = ["TorchZip"]
@@ -81,10 +83,14 @@ def _open(path: Path, archive: Archive) -> Checkpoint:
     def locate(name: str) -> Region:
         ref = pickled.refs[name]
         member = archive.members[record(ref)]
-        if member.method:
-            return Region(archive.inflate(member), ref.offset, ref.shape, ref.dtype, ref.stride, big_endian)
-        offset = archive.data_offset(member) + ref.offset
-        return Region(archive.file, offset, ref.shape, ref.dtype, ref.stride, big_endian, archive.seal(member))
+        source: Bytes = archive.inflate(member) if member.method else archive.file
+        start = 0 if member.method else archive.data_offset(member)
+        seal = archive.seal(member)
+        return Region(source, start + ref.offset, ref.shape, ref.dtype, ref.stride, big_endian, seal)
+
+    def check_container() -> Mapping[str, Check]:
+        used = {record(ref) for ref in pickled.refs.values()}
+        return archive.check(member for name, member in archive.members.items() if name not in used)
 
     for name, ref in pickled.refs.items():
         member = archive.members.get(record(ref))
@@ -99,7 +105,14 @@ def _open(path: Path, archive: Archive) -> Checkpoint:
             raise DamagedFile(path, f"{name}: record {record(ref)} is too short", expected=expected, found=member.size)
     tensors = describe(pickled.placements)
     return AddressedCheckpoint(
-        TorchZip.name, path, tensors, locate, archive, skeleton=pickled.skeleton, others=pickled.others
+        TorchZip.name,
+        path,
+        tensors,
+        locate,
+        archive,
+        skeleton=pickled.skeleton,
+        others=pickled.others,
+        check_container=check_container,
     )
 
 
