@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from evergrad.errors import EvergradError
-    from evergrad.formats import Checkpoint, compare, convert, open_checkpoint
+    from evergrad.formats import Checkpoint, compare, convert, match, open_checkpoint
     from evergrad.records import Comparison, Role, TensorDiff, TensorInfo
     from evergrad.state import FlatState, Skeleton, flatten, select, unflatten
 
@@ -30,6 +30,7 @@ _HOMES = {
     "compare": "formats",
     "convert": "formats",
     "flatten": "state",
+    "match": "formats",
     "open_checkpoint": "formats",
     "select": "state",
     "unflatten": "state",
@@ -47,6 +48,7 @@ __all__ = [
     "compare",
     "convert",
     "flatten",
+    "match",
     "open_checkpoint",
     "select",
     "unflatten",

@@ -2,6 +2,7 @@
 
     EvergradError
     ├── UsageError            what was asked for cannot be done: a wrong index, a bad pattern
+    │   ├── AmbiguousMatch    tensors of two files that cannot be told apart
     │   ├── UnknownTensor     a name or pattern that matches nothing; suggests the nearest
     │   └── ConversionLoss    a conversion that would lose something; lists what
     ├── StateError            a live state holds something that cannot be named and stored
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 from os import PathLike
 
 __all__ = [
+    "AmbiguousMatch",
     "ConversionLoss",
     "DamagedFile",
     "EvergradError",
@@ -60,6 +62,10 @@ class UnknownTensor(UsageError):
             hint = "There are none."
         place = f"{where}: " if where else ""
         super().__init__(f"{place}unknown {what} {asked!r}. {hint}")
+
+
+class AmbiguousMatch(UsageError):
+    """Tensors of two checkpoints that names, order and shapes do not tell apart."""
 
 
 class ConversionLoss(UsageError):

@@ -126,6 +126,8 @@ class Comparison:
     format_a: str
     format_b: str
     tensors: tuple[TensorDiff, ...]
+    note: str = ""
+    """How tensors were matched, where their names did not tell."""
 
     @property
     def equal(self) -> bool:
@@ -151,5 +153,6 @@ class Comparison:
             "format_a": self.format_a,
             "format_b": self.format_b,
             "equal": self.equal,
+            **({"note": self.note} if self.note else {}),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }

@@ -47,6 +47,8 @@ def _print(comparison: Comparison, show_all: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    if comparison.note:
+        print(comparison.note)
     rows = comparison.tensors if show_all else comparison.different
     if rows:
         table = Table(box=None, pad_edge=False, header_style="bold")

@@ -15,6 +15,7 @@ from evergrad.formats.compare import compare
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.convert import convert, losses
 from evergrad.formats.folders import CompositeCheckpoint
+from evergrad.formats.match import Match, Matching, match
 from evergrad.formats.region import DataFile, Region
 from evergrad.formats.registry import formats, open_checkpoint
 
@@ -24,6 +25,8 @@ __all__ = [
     "CompositeCheckpoint",
     "DataFile",
     "Format",
+    "Match",
+    "Matching",
     "Probe",
     "Region",
     "compare",
@@ -31,5 +34,6 @@ __all__ = [
     "describe",
     "formats",
     "losses",
+    "match",
     "open_checkpoint",
 ]

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evergrad.formats.contract import Checkpoint, blocks
+from evergrad.errors import AmbiguousMatch
+from evergrad.formats.contract import Bits, Checkpoint, blocks
+from evergrad.formats.match import match
 from evergrad.formats.registry import open_checkpoint
 from evergrad.formats.values import finite, values
 from evergrad.records import Comparison, TensorDiff, TensorInfo
@@ -34,14 +36,24 @@ def compare(
     """How two checkpoints differ: per tensor equal or not, changed elements, max |Δ|, non-finite values.
 
     Equal means bit for bit. Tensors are matched by name; the `module.` and `_orig_mod.` that DDP and
-    `torch.compile` put before names are ignored. `where` limits the comparison to a selection of `a`. Memory
-    stays bounded whatever the tensors' size.
+    `torch.compile` put before names are ignored. Where no name is shared (another framework), tensors are matched
+    by layer, shape and order, and compared axis by axis (see `match`). `where` limits the comparison to a selection
+    of `a`. Memory stays bounded, but for tensors whose axes are turned, which are read whole.
     """
     with ExitStack() as stack:
         first = a if isinstance(a, Checkpoint) else stack.enter_context(open_checkpoint(a))
         second = b if isinstance(b, Checkpoint) else stack.enter_context(open_checkpoint(b))
         names = select(first.tensors, where)
-        partners = _partners(first.tensors, second.tensors)
+        partners, note = _partners(first.tensors, second.tensors), ""
+        axes: dict[str, tuple[int, ...]] = {}
+        if first.tensors and not partners:  # not one name in common: another framework, perhaps
+            try:
+                matching = match(first, second)
+                partners = {pair.a: pair.b for pair in matching.pairs}
+                axes = {pair.a: pair.axes for pair in matching.pairs if pair.axes}
+                note = f"names differ: {len(partners)} tensors matched by layer, shape and order" if partners else ""
+            except AmbiguousMatch as error:
+                note = str(error)
         total = sum(first.tensors[name].nbytes for name in names)
         done = 0
         rows: list[TensorDiff] = []
@@ -50,7 +62,7 @@ def compare(
             if other is None:
                 rows.append(TensorDiff(name, "only in a", numel=first.tensors[name].numel))
             else:
-                rows.append(_compare(first, name, second, other))
+                rows.append(_compare(first, name, second, other, axes.get(name)))
             done += first.tensors[name].nbytes
             if progress is not None:
                 progress(done, total)
@@ -61,7 +73,7 @@ def compare(
                 for name, info in second.tensors.items()
                 if name not in met
             ]
-        return Comparison(str(first.path), str(second.path), first.format, second.format, tuple(rows))
+        return Comparison(str(first.path), str(second.path), first.format, second.format, tuple(rows), note)
 
 
 def _partners(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
@@ -89,15 +101,20 @@ def _unwrapped(name: str) -> str:
     return "/".join(segments)
 
 
-def _compare(first: Checkpoint, name: str, second: Checkpoint, other: str) -> TensorDiff:
+def _compare(
+    first: Checkpoint, name: str, second: Checkpoint, other: str, axes: tuple[int, ...] | None = None
+) -> TensorDiff:
     a, b = first.tensors[name], second.tensors[other]
     other_name = other if other != name else None
-    if a.shape != b.shape:
+    shape = tuple(a.shape[axis] for axis in axes) if axes else a.shape
+    turned = _turned(second, other, axes) if axes and shape == b.shape else None
+    if shape != b.shape:
         return TensorDiff(name, "shape", other_name, f"{_shape(a)} / {_shape(b)}", a.numel)
     changed = nonfinite_a = nonfinite_b = 0
     largest = 0.0
     for start, stop in blocks(a):
-        x, y = first.read_bits(name, start, stop), second.read_bits(other, start, stop)
+        x = first.read_bits(name, start, stop)
+        y = second.read_bits(other, start, stop) if turned is None else turned[start:stop]
         numbers_x = values(x, a.dtype)
         ok_x = finite(numbers_x)
         nonfinite_a += int(len(ok_x) - np.count_nonzero(ok_x))
@@ -124,6 +141,15 @@ def _compare(first: Checkpoint, name: str, second: Checkpoint, other: str) -> Te
     if a.dtype is not b.dtype:
         status, detail = "dtype", f"{a.dtype} / {b.dtype}"
     return TensorDiff(name, status, other_name, detail, a.numel, changed, largest, nonfinite_a, nonfinite_b)
+
+
+def _turned(ck: Checkpoint, name: str, axes: tuple[int, ...]) -> Bits:
+    """All bits of a tensor, its axes put back into the order that they had before `axes` reordered them."""
+    info = ck.tensors[name]
+    bits = ck.read_bits(name)
+    grid = bits.reshape(*info.shape, *bits.shape[1:])
+    back = [axes.index(axis) for axis in range(len(axes))]
+    return np.ascontiguousarray(grid.transpose(*back, *range(len(axes), grid.ndim))).reshape(bits.shape)
 
 
 def _wide(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -15,12 +15,15 @@ from evergrad.state.paths import split
 
 __all__ = ["role_of"]
 
-_OPTIMIZER_KEY = re.compile(r"(^|_)optim(izer)?s?(_states?)?(_dict)?s?(\.(pt|bin|pth))?$|optim_states\.pt$", re.I)
+_OPTIMIZER_KEY = re.compile(
+    r"(^|_)optim(izer)?s?(_weights|_states?)?(_dict)?s?(\.(pt|bin|pth))?$|optim_states\.pt$", re.I
+)
 _OPTIMIZER_SLOT = re.compile(
     r"^(exp_avg(_sq|_diff)?|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|grad_avg|acc_delta|"
     r"prev(_grad)?|step_size|sum|ax|mu|eta|step|row_var|col_var|variance|prev_grad|prev_loss|d|t|al|ro)$"
 )
 _OPTIMIZER_PARENT = re.compile(r"(^|/)state/[^/]+$")
+_CHAINER_SLOT = re.compile(r"(^|/)(W|b|gamma|beta)/[mvthsg]$")  # Adam's and others', below each parameter
 _MODEL_KEY = re.compile(
     r"(^|_)(model|module|net|network|generator|discriminator|encoder|decoder|backbone|params|weights)"
     r"(_state)?(_dict)?(\.(safetensors|bin|pt|pth))?$|^state_dict$|^model_weights$",
@@ -49,7 +52,7 @@ def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
     if container in (Role.OPTIMIZER, Role.OTHER):
         return container
     # A bare optimizer.state_dict(): state/<parameter>/<slot>.
-    if _OPTIMIZER_SLOT.match(last) and _OPTIMIZER_PARENT.search(parent):
+    if (_OPTIMIZER_SLOT.match(last) and _OPTIMIZER_PARENT.search(parent)) or _CHAINER_SLOT.search(path):
         return Role.OPTIMIZER
     if _BUFFER.search(last) or parent.endswith("_buffers"):
         return Role.BUFFER
@@ -69,6 +72,6 @@ def _container_role(parent: str) -> Role | None:
         return Role.OPTIMIZER
     if any(_OTHER_KEY.search(key) for key in keys):
         return Role.OTHER
-    if "_parameters" in keys or any(_MODEL_KEY.search(key) for key in keys):
+    if "_parameters" in keys or keys[-1] == "vars" or any(_MODEL_KEY.search(key) for key in keys):
         return Role.MODEL
     return None
