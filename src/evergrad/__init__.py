@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from evergrad.errors import EvergradError
-    from evergrad.formats import Checkpoint, compare, convert, match, open_checkpoint
+    from evergrad.formats import (
+        Checkpoint,
+        compare,
+        convert,
+        load_hdf5,
+        match,
+        open_checkpoint,
+        save_hdf5,
+        verify,
+    )
     from evergrad.records import Comparison, Role, TensorDiff, TensorInfo
     from evergrad.state import FlatState, Skeleton, flatten, select, unflatten
 
@@ -30,10 +39,13 @@ _HOMES = {
     "compare": "formats",
     "convert": "formats",
     "flatten": "state",
+    "load_hdf5": "formats",
     "match": "formats",
     "open_checkpoint": "formats",
+    "save_hdf5": "formats",
     "select": "state",
     "unflatten": "state",
+    "verify": "formats",
 }
 
 __all__ = [
@@ -48,10 +60,13 @@ __all__ = [
     "compare",
     "convert",
     "flatten",
+    "load_hdf5",
     "match",
     "open_checkpoint",
+    "save_hdf5",
     "select",
     "unflatten",
+    "verify",
 ]
 
 

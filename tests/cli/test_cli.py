@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-VERBS = ["demo", "inspect", "diff", "convert"]
+VERBS = ["demo", "inspect", "verify", "diff", "convert"]
 
 
 def evergrad(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

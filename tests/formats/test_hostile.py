@@ -344,7 +344,7 @@ def test_an_index_that_points_elsewhere_is_refused(weight_map: object, word: str
         (b"not a checkpoint", ["no checkpoint recognised", "expected", "found a file that begins 6e 6f 74"]),
         (b"PK\x03\x04" + bytes(100), ["no zip directory"]),
         (b"PK\x05\x06", ["no zip directory"]),
-        (b"\x89HDF\r\n\x1a\n" + bytes(100), ["no checkpoint recognised"]),
+        (b"\x89HDF\r\n\x1a\n" + bytes(100), ["is damaged"]),
         (b"\x93NUMPY\x07\x00", ["not an npy header"]),
         (bytes(257) + b"ustar" + bytes(300), ["tar"]),
     ],

@@ -129,3 +129,17 @@ def test_wrappers_are_ignored_and_strangers_have_no_partner(tmp_path: Path) -> N
     assert matching.only_b == ("other.weight",)
     assert "other.weight" in str(matching)
     assert matching.to_json()["only_b"] == ["other.weight"]
+
+
+@pytest.mark.parametrize("keras", ["tf_keras.weights.h5", "tf_keras_full.h5", "tf_keras_full.keras"])
+def test_real_files_of_chainer_and_keras_are_matched_layer_by_layer(keras: str, data: Path) -> None:
+    matching = eg.match(data / "chainer_convnet_gzip.h5", data / keras)
+    assert [pair.a for pair in matching.pairs if pair.axes == (2, 3, 1, 0)] == ["conv1/W"]
+    assert [pair.a for pair in matching.pairs if pair.axes == (1, 0)] == ["fc/W"]
+    assert len(matching.pairs) == 8
+    with eg.open_checkpoint(data / keras) as ck:
+        assert ck.tensors[matching["bn1/avg_var"].b].shape == (4,)
+
+
+def test_the_same_keras_model_is_equal_in_both_of_its_formats(data: Path) -> None:
+    assert eg.compare(data / "tf_keras_full.h5", data / "tf_keras_full.keras", where="model_weights").equal

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from evergrad import __version__
-from evergrad.cli import convert, demo, diff, inspect
+from evergrad.cli import convert, demo, diff, inspect, verify
 from evergrad.errors import EvergradError
 
 __all__ = ["app", "main"]
@@ -29,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for _verb in (demo, inspect, diff, convert):
+for _verb in (demo, inspect, verify, diff, convert):
     _name = _verb.__name__.rsplit(".", 1)[-1]
     app.command(_name, epilog=_verb.EPILOG)(getattr(_verb, _name))
 

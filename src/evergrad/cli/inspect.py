@@ -83,7 +83,7 @@ def _print_table(infos: list[TensorInfo]) -> None:
 def _print_summary(ck: Checkpoint, infos: list[TensorInfo]) -> None:
     total = sum(info.nbytes for info in infos)
     left_out = f" of {len(ck.tensors)}" if len(infos) != len(ck.tensors) else ""
-    print(f"\n{ck.format}: {len(infos)}{left_out} tensors, {size(total)}")
+    print(f"\n{ck.format}: {len(infos)}{left_out} tensor{'s' if len(infos) != 1 or left_out else ''}, {size(total)}")
     for name, what in list(ck.others.items())[:_SHOWN_OTHERS]:
         print(f"left alone: {name} ({what})")
     if len(ck.others) > _SHOWN_OTHERS:

@@ -6,8 +6,10 @@ addressed.py     checkpoints whose tensors lie at known places
 archive.py       zip files, with crc.py keeping their checksums right
 opcodes.py       pickles, read and never run; torch_objects.py says what their names mean
 torch_zip.py · torch_legacy.py · safetensors.py · numpy_files.py · folders.py    the formats
+hdf5.py · keras_zip.py    more of them: hdf5_{file,listing,types,storage}.py read, hdf5_{notes,state}.py write
 registry.py      which format a file is of
-compare.py · convert.py    what is done with two of them
+compare.py · convert.py · match.py    what is done with two of them
+verify.py · outliers.py    whether one is sound: checksums, and values that no training makes
 """
 
 from evergrad.formats.addressed import AddressedCheckpoint, describe
@@ -15,9 +17,11 @@ from evergrad.formats.compare import compare
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.convert import convert, losses
 from evergrad.formats.folders import CompositeCheckpoint
+from evergrad.formats.hdf5_state import load_hdf5, save_hdf5
 from evergrad.formats.match import Match, Matching, match
 from evergrad.formats.region import DataFile, Region
 from evergrad.formats.registry import formats, open_checkpoint
+from evergrad.formats.verify import TensorVerdict, Verification, verify
 
 __all__ = [
     "AddressedCheckpoint",
@@ -29,11 +33,16 @@ __all__ = [
     "Matching",
     "Probe",
     "Region",
+    "TensorVerdict",
+    "Verification",
     "compare",
     "convert",
     "describe",
     "formats",
+    "load_hdf5",
     "losses",
     "match",
     "open_checkpoint",
+    "save_hdf5",
+    "verify",
 ]

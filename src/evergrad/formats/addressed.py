@@ -56,15 +56,15 @@ class AddressedCheckpoint(Checkpoint):
         self._regions: dict[str, Region] = {}
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
-        return self._region(name).read(start, stop)
+        return self.region(name).read(start, stop)
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
-        return self._region(name).xor(indices, patterns)
+        return self.region(name).xor(indices, patterns)
 
     def checksum(self, name: str) -> Check:
         """Whether the checksum of the container over this tensor's bytes holds, if it has one."""
         self._info(name)
-        seal = self._region(name).seal
+        seal = self.region(name).seal
         if seal is None:
             return Check.UNKNOWN
         return Check.OK if seal.holds() else Check.FAILED
@@ -78,7 +78,8 @@ class AddressedCheckpoint(Checkpoint):
         self._regions.clear()
         self._holder.close()
 
-    def _region(self, name: str) -> Region:
+    def region(self, name: str) -> Region:
+        """Where a tensor is, checked."""
         region = self._regions.get(name)
         if region is None:
             region = self._locate(name)

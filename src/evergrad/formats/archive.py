@@ -21,7 +21,7 @@ import numpy.typing as npt
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.crc import CRC32
 from evergrad.formats.durable import replacing
-from evergrad.formats.region import DataFile, Seal, file_errors
+from evergrad.formats.region import Bytes, DataFile, Seal, file_errors
 from evergrad.records import Check
 
 __all__ = ["Archive", "Inflated", "Member"]
@@ -58,7 +58,7 @@ class Member:
 class Archive:
     """A zip file's directory; nothing is decompressed or read before it is asked for."""
 
-    file: DataFile
+    file: Bytes
     members: Mapping[str, Member]
     directory: int
     inflated: dict[str, Inflated] = field(default_factory=dict)
@@ -69,11 +69,16 @@ class Archive:
         """Read the directory; `DamagedFile` if there is none, or if it points outside."""
         file = DataFile(path)
         try:
-            start, length, count = _find_directory(file)
-            return cls(file, {m.name: m for m in _entries(file, start, length, count)}, start)
+            return cls.over(file)
         except BaseException:
             file.close()
             raise
+
+    @classmethod
+    def over(cls, file: Bytes) -> Archive:
+        """The archive that these bytes are; they may be a part of a larger file."""
+        start, length, count = _find_directory(file)
+        return cls(file, {m.name: m for m in _entries(file, start, length, count)}, start)
 
     def data_offset(self, member: Member) -> int:
         """Where a stored member's bytes begin in the file."""
@@ -273,7 +278,7 @@ def _rewrite(path: Path, changed: Mapping[str, Inflated]) -> None:
             raise DamagedFile(path, f"cannot be rewritten: {error}") from None
 
 
-def _find_directory(file: DataFile) -> tuple[int, int, int]:
+def _find_directory(file: Bytes) -> tuple[int, int, int]:
     """Start, length and number of entries of the central directory."""
     tail_size = min(file.size, 65535 + _END.size)
     tail = file.read(file.size - tail_size, tail_size)
@@ -297,7 +302,7 @@ def _find_directory(file: DataFile) -> tuple[int, int, int]:
     return start, length, count
 
 
-def _entries(file: DataFile, start: int, length: int, count: int) -> Iterator[Member]:
+def _entries(file: Bytes, start: int, length: int, count: int) -> Iterator[Member]:
     directory = file.read(start, length)
     position = 0
     for number in range(count):
@@ -321,7 +326,7 @@ def _entries(file: DataFile, start: int, length: int, count: int) -> Iterator[Me
         position = extra_end + fields[12]
 
 
-def _check_member(file: DataFile, member: Member, directory: int) -> None:
+def _check_member(file: Bytes, member: Member, directory: int) -> None:
     if member.flags & 0x01:
         raise UnsupportedContent(file.path, f"{member.name!r} is encrypted")
     if member.method not in (_STORED, _DEFLATED):

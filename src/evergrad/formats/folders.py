@@ -68,7 +68,7 @@ class CompositeCheckpoint(Checkpoint):
 
     def close(self) -> None:
         """Close every part, and only then raise the first error."""
-        _close_all(self._parts)
+        close_all(self._parts)
 
 
 class Sharded(Format):
@@ -114,7 +114,7 @@ class Sharded(Format):
             kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
             return CompositeCheckpoint(kind, index, list(parts.values()), names, skeleton=skeleton, others=others)
         except BaseException:
-            _close_all(list(parts.values()))
+            close_all(list(parts.values()))
             raise
 
 
@@ -151,13 +151,13 @@ class TrainerFolder(Format):
                     opened[file.name] = self._open_file(file)
                 except UnknownFormat:
                     others[file.name] = "a file of no known format"
-            return _by_file(self.name, path, opened, others)
+            return by_file(self.name, path, opened, others)
         except BaseException:
-            _close_all(list(opened.values()))
+            close_all(list(opened.values()))
             raise
 
 
-def _by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], others: dict[str, str]) -> Checkpoint:
+def by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], others: dict[str, str]) -> Checkpoint:
     """Every part's tensors, behind the name of its file."""
     names: dict[str, tuple[Checkpoint, str]] = {}
     roots: list[Json] = []
@@ -244,7 +244,8 @@ def _tail(path: Path) -> bytes:
         return file.read(4096) if size <= MAX_INDEX_BYTES else b""
 
 
-def _close_all(parts: list[Checkpoint]) -> None:
+def close_all(parts: list[Checkpoint]) -> None:
+    """Close every part, and only then raise the first error."""
     first: BaseException | None = None
     for part in parts:
         try:

@@ -15,9 +15,15 @@ from pathlib import Path
 
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnknownFormat, nearest
 from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.dcp import Dcp
+from evergrad.formats.deepspeed import DeepSpeed
 from evergrad.formats.folders import Sharded, TrainerFolder
+from evergrad.formats.hdf5 import Hdf5
+from evergrad.formats.keras_zip import KerasZip
 from evergrad.formats.numpy_files import Npy, Npz
+from evergrad.formats.orbax import Orbax
 from evergrad.formats.safetensors import Safetensors
+from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
 from evergrad.formats.torch_legacy import TorchLegacy
 from evergrad.formats.torch_zip import TorchZip
 
@@ -36,7 +42,10 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     """
     where = Path(path)
     if not where.exists():
-        raise _missing(where)
+        index = index_of_prefix(where)
+        if index is None:
+            raise _missing(where)
+        where = index
     if not where.is_file() and not where.is_dir():  # opening a pipe would wait for ever
         raise FileAccessError(where, "is neither a file nor a folder")
     probe = Probe(where)
@@ -80,8 +89,14 @@ def _ours() -> tuple[Format, ...]:
         TorchLegacy(),
         Npz(),
         Npy(),
+        KerasZip(),
+        Hdf5(),
+        TensorFlow(),
+        Dcp(),
         TrainerFolder(open_checkpoint),
+        DeepSpeed(open_checkpoint),
         Sharded(open_checkpoint),
+        Orbax(),  # last: it looks into every folder below
     )
 
 

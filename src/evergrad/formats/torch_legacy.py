@@ -9,7 +9,7 @@ from evergrad.errors import DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.opcodes import PickleError, read_pickle
-from evergrad.formats.region import DataFile, Region
+from evergrad.formats.region import Bytes, DataFile, Region
 from evergrad.formats.torch_objects import PickledTensors, StorageRef, TorchBuilder
 
 __all__ = ["TorchLegacy"]
@@ -33,7 +33,7 @@ class TorchLegacy(Format):
         """Read the pickles, then step from storage to storage by their lengths."""
         file = DataFile(path)
         try:
-            return _open(path, file)
+            return open_legacy(path, file)
         except BaseException:
             file.close()
             raise
@@ -52,7 +52,8 @@ class _Recording(TorchBuilder):
         return value
 
 
-def _open(path: Path, file: DataFile) -> Checkpoint:
+def open_legacy(path: Path, file: Bytes) -> AddressedCheckpoint:
+    """The tensors in bytes of this format, which may be a part of a larger file."""
     try:
         builder, values, end = _read_pickles(path, file)
         system, (value, opcodes), (keys, _) = values[2][0], values[3], values[4]
@@ -80,7 +81,7 @@ def _open(path: Path, file: DataFile) -> Checkpoint:
     )
 
 
-def _read_pickles(path: Path, file: DataFile) -> tuple[_Recording, list[tuple[Any, int]], int]:
+def _read_pickles(path: Path, file: Bytes) -> tuple[_Recording, list[tuple[Any, int]], int]:
     """The five pickles at the start; the file does not say how long they are, so read more until they end."""
     length = min(file.size, _FIRST_READ)
     while True:
@@ -102,7 +103,7 @@ def _read_pickles(path: Path, file: DataFile) -> tuple[_Recording, list[tuple[An
 
 
 def _places(
-    path: Path, file: DataFile, keys: list[str], storages: dict[str, StorageRef], start: int, big_endian: bool
+    path: Path, file: Bytes, keys: list[str], storages: dict[str, StorageRef], start: int, big_endian: bool
 ) -> dict[str, int]:
     """Where each storage's bytes begin."""
     places: dict[str, int] = {}

@@ -36,7 +36,7 @@ class TorchZip(Format):
         """Read the directory and the pickle, run nothing, read no record."""
         archive = Archive.open(path)
         try:
-            return _open(path, archive)
+            return open_archive(path, archive)
         except BaseException:
             archive.close()
             raise
@@ -59,7 +59,8 @@ class TorchZip(Format):
         torch.save(state, path)
 
 
-def _open(path: Path, archive: Archive) -> Checkpoint:
+def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
+    """The tensors of an archive, which may be a part of a larger file."""
     names = [name for name in archive.members if name == "data.pkl" or name.endswith("/data.pkl")]
     if not names:
         raise DamagedFile(path, "no data.pkl in the archive")

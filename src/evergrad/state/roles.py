@@ -23,6 +23,7 @@ _OPTIMIZER_SLOT = re.compile(
     r"prev(_grad)?|step_size|sum|ax|mu|eta|step|row_var|col_var|variance|prev_grad|prev_loss|d|t|al|ro)$"
 )
 _OPTIMIZER_PARENT = re.compile(r"(^|/)state/[^/]+$")
+_DOTTED_OPTIMIZER = re.compile(r"(^|[/.])optim(izer)?s?\.(state|param_groups)\.")  # as DCP flattens it
 _CHAINER_SLOT = re.compile(r"(^|/)(W|b|gamma|beta)/[mvthsg]$")  # Adam's and others', below each parameter
 _MODEL_KEY = re.compile(
     r"(^|_)(model|module|net|network|generator|discriminator|encoder|decoder|backbone|params|weights)"
@@ -53,6 +54,8 @@ def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
         return container
     # A bare optimizer.state_dict(): state/<parameter>/<slot>.
     if (_OPTIMIZER_SLOT.match(last) and _OPTIMIZER_PARENT.search(parent)) or _CHAINER_SLOT.search(path):
+        return Role.OPTIMIZER
+    if "optim" in last and _DOTTED_OPTIMIZER.search(last):
         return Role.OPTIMIZER
     if _BUFFER.search(last) or parent.endswith("_buffers"):
         return Role.BUFFER

@@ -1,0 +1,211 @@
+"""Folders of torch.distributed.checkpoint: tensors in parts, each a small torch file inside a `.distcp` file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.dtypes import DType
+from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
+from evergrad.formats.addressed import AddressedCheckpoint
+from evergrad.formats.archive import Archive, Inflated
+from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.dcp_metadata import Place, read_metadata
+from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint
+from evergrad.formats.region import Bytes, DataFile, Region, file_errors
+from evergrad.formats.torch_legacy import open_legacy
+from evergrad.formats.torch_zip import open_archive
+from evergrad.records import Check, TensorInfo
+from evergrad.state import ROOT, role_of
+
+__all__ = ["Dcp", "Window"]
+
+METADATA = ".metadata"
+MAX_OPEN_PARTS = 1024
+
+
+class Dcp(Format):
+    """What `torch.distributed.checkpoint.save` writes; opened by the folder or by its `.metadata`.
+
+    Names are those of the metadata: DCP joins the keys of nested dicts by dots.
+    """
+
+    name = "dcp"
+
+    def recognises(self, probe: Probe) -> bool:
+        """A folder with `.metadata`, or that file."""
+        if probe.is_folder:
+            return METADATA in probe.names or {"__0.metadata", "__0_0.distcp"} <= probe.names
+        return b"torch.distributed.checkpoint.metadata" in probe.head[:256]
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the metadata, and the size of every file that it names; no part is opened before it is used."""
+        folder = path if path.is_dir() else path.parent
+        metadata = folder / METADATA if path.is_dir() else path
+        if not metadata.exists():
+            what = "was saved without collectives: each rank has metadata of its own"
+            raise UnsupportedContent(folder, what, hint="Load it with torch and save it again.")
+        return _open(folder, metadata)
+
+
+class Window:
+    """A part of a file, as if it were one; the file is closed by its owner."""
+
+    def __init__(self, file: DataFile, start: int, size: int) -> None:
+        self.path = file.path
+        self.size = size
+        self._file, self._start = file, start
+        if start < 0 or size < 0 or start + size > file.size:
+            expected = f"at least {start + size} bytes"
+            raise DamagedFile(file.path, "a part lies beyond the end", expected=expected, found=file.size)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes, or `DamagedFile`."""
+        self._check(offset, length)
+        return self._file.read(self._start + offset, length)
+
+    def read_into(self, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill the buffer from here on, or raise `DamagedFile`."""
+        self._check(offset, len(buffer))
+        self._file.read_into(self._start + offset, buffer)
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """All bytes of the part, to look at."""
+        return self._file.view()[self._start : self._start + self.size]
+
+    def writable(self) -> npt.NDArray[np.uint8]:
+        """All bytes of the part, to alter."""
+        return self._file.writable()[self._start : self._start + self.size]
+
+    def close(self) -> None:
+        """Nothing to let go: the file is the owner's."""
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            what = f"the part at byte {self._start} is cut short"
+            raise DamagedFile(self.path, what, expected=f"at least {offset + length} bytes", found=self.size)
+
+
+class _Files:
+    """The `.distcp` files and the parts in them, opened when first needed; durable and closed together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, DataFile] = {}
+        self._parts: dict[Place, AddressedCheckpoint] = {}
+        self._closed = False
+
+    def window(self, place: Place) -> Window:
+        if self._closed:
+            raise FileAccessError(self._folder, "is closed")
+        if place.file not in self._files:
+            self._files[place.file] = DataFile(self._folder / place.file)
+        return Window(self._files[place.file], place.offset, place.length)
+
+    def part(self, place: Place) -> AddressedCheckpoint:
+        """The torch file at a place; one object while it is in use, so that its checksums add up."""
+        window = self.window(place)
+        if place not in self._parts:
+            if len(self._parts) >= MAX_OPEN_PARTS:
+                self._parts.clear()
+            self._parts[place] = _part(window, place)
+        return self._parts[place]
+
+    def close(self) -> None:
+        self._closed = True
+        self._parts.clear()
+        first: FormatError | None = None
+        for file in self._files.values():
+            try:
+                file.close()
+            except FormatError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+def _part(window: Bytes, place: Place) -> AddressedCheckpoint:
+    head = window.read(0, min(2, place.length))
+    if head == b"PK":
+        return open_archive(window.path, Archive.over(window))
+    if head[:1] == b"\x80":
+        return open_legacy(window.path, window)
+    what = f"the part at byte {place.offset} is no torch file"
+    raise UnsupportedContent(window.path, what, expected="504b or 80", found=head.hex() or "nothing")
+
+
+def _region(files: _Files, box: Box, place: Place, dtype: DType) -> Region:
+    part = files.part(place)
+    info = part.tensors.get(ROOT)
+    if info is None or info.shape != box.sizes or info.dtype != dtype:
+        path, found = part.path, f"{info.dtype} {info.shape}" if info else f"{len(part.tensors)} tensors"
+        raise DamagedFile(
+            path, f"the part at byte {place.offset} is another", expected=f"{dtype} {box.sizes}", found=found
+        )
+    region = part.region(ROOT)
+    if isinstance(region.source, Inflated):  # it would be rewritten, and all that lies behind it would move
+        raise UnsupportedContent(part.path, f"the part at byte {place.offset} is compressed")
+    return region
+
+
+def _open(folder: Path, metadata: Path) -> Checkpoint:
+    found = read_metadata(metadata)
+    _check_places(folder, metadata, [place for t in found.tensors.values() for _, place in t.parts] + found.objects)
+    files = _Files(folder)
+    tensors = {}
+    for name, (shape, dtype, parts) in found.tensors.items():
+        role = role_of(name, is_float=dtype.is_float, rank=len(shape))
+        nbytes = math.prod(shape) * dtype.itemsize
+        stored = sum(place.length for _, place in parts)
+        if nbytes > max(64 * stored, 1 << 26):  # expanded tensors are larger than their bytes, within reason
+            raise LimitExceeded(metadata, f"{name}: absurd shape {shape} over {stored} bytes")
+        tensors[name] = TensorInfo(name, shape, dtype, role, nbytes)
+
+    def locate(name: str) -> Pieces:
+        shape, dtype, parts = found.tensors[name]
+        return Pieces(name, shape, dtype, [box for box, _ in parts], lambda n: _region(files, *parts[n], dtype))
+
+    def check_container() -> Mapping[str, Check]:
+        checks: dict[str, list[Check]] = {}
+        for tensor in found.tensors.values():
+            for _, place in tensor.parts:
+                checks.setdefault(place.file, []).extend(files.part(place).container_checks().values())
+        for place in found.objects:
+            window = files.window(place)
+            if window.read(0, min(2, place.length)) == b"PK":
+                archive = Archive.over(window)
+                checks.setdefault(place.file, []).extend(archive.check(archive.members.values()).values())
+        return {file: _together(results) for file, results in checks.items()}
+
+    return PiecewiseCheckpoint(
+        Dcp.name, folder, tensors, locate, files, others=found.others, check_container=check_container
+    )
+
+
+def _together(checks: list[Check]) -> Check:
+    return next((check for check in (Check.FAILED, Check.OK) if check in checks), Check.UNKNOWN)
+
+
+def _check_places(folder: Path, metadata: Path, places: Iterable[Place]) -> None:
+    """Every part lies in its file, and no two in the same bytes."""
+    sizes: dict[str, int] = {}
+    last = Place("", 0, 0)
+    for place in sorted(places):
+        if place.file not in sizes:
+            path = folder / place.file
+            if not path.is_file():
+                hint = "Is the download complete?"
+                raise FileAccessError(metadata, f"names file {place.file!r}, which is not there", hint=hint)
+            with file_errors(path):
+                sizes[place.file] = path.stat().st_size
+        if place.offset + place.length > sizes[place.file]:
+            expected = f"at least {place.offset + place.length} bytes"
+            what = f"a part lies beyond the end of {place.file!r}"
+            raise DamagedFile(metadata, what, expected=expected, found=sizes[place.file])
+        if place.file == last.file and place.offset < last.offset + last.length:
+            raise DamagedFile(metadata, f"two parts overlap at byte {place.offset} of {place.file!r}")
+        last = place

@@ -1,0 +1,232 @@
+"""HDF5 files: Keras', Chainer's, our own, and any other (needs h5py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.dtypes import DType
+from evergrad.errors import DamagedFile
+from evergrad.formats.addressed import describe
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, refuse_losses
+from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors
+from evergrad.formats.hdf5_listing import Entry, Listing, list_file
+from evergrad.formats.hdf5_notes import NOTES, Notes, Source, read_notes, write_hdf5
+from evergrad.formats.hdf5_storage import DataSet
+from evergrad.formats.region import file_errors
+from evergrad.records import Check, Role, TensorInfo
+from evergrad.state import Placement, Skeleton, find_sharing, role_of
+from evergrad.state.sharing import contiguous_strides
+
+__all__ = ["Hdf5", "Hdf5Checkpoint", "aliases"]
+
+MAGIC = b"\x89HDF\r\n\x1a\n"
+MAX_ATTRIBUTE_BYTES = 1 << 20
+
+_CHAINER_LEAVES = {"W", "b", "gamma", "beta", "avg_mean", "avg_var", "N"}
+_CHAINER_SLOTS = {"m", "v", "t", "vhat", "msd", "msdx", "ms", "mg", "delta", "h", "g", "prev_g"}
+
+
+class Hdf5(Format):
+    """Any HDF5 file; `ck.format` tells whose it is where that can be seen."""
+
+    name = "hdf5"
+    suffixes = (".h5", ".hdf5")
+
+    def recognises(self, probe: Probe) -> bool:
+        """The magic bytes at the start, or after a user block of 512, 1024, 2048, … bytes."""
+        if probe.is_folder:
+            return False
+        if probe.head.startswith(MAGIC):
+            return True
+        with file_errors(probe.path), probe.path.open("rb") as file:
+            place, size = 512, probe.path.stat().st_size
+            while place + len(MAGIC) <= size:
+                file.seek(place)
+                if file.read(len(MAGIC)) == MAGIC:
+                    return True
+                place *= 2
+        return False
+
+    def open(self, path: Path) -> Checkpoint:
+        """Walk the links; no data set is read."""
+        file = Hdf5File(path)
+        try:
+            return Hdf5Checkpoint(path, file)
+        except BaseException:
+            file.close()
+            raise
+
+    def losses(self, source: Checkpoint) -> list[str]:
+        """Objects that cannot be rebuilt; anything else has a place in the file."""
+        return [f"{name} ({what})" for name, what in source.others.items()]
+
+    def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
+        """Write tensor by tensor, as `save_hdf5` does, with one block in memory at a time."""
+        if not tensors_only:
+            refuse_losses(source.path, self.name, self.losses(source))
+        tied = {} if tensors_only else aliases(source.skeleton, source.tensors)
+        tensors = {name: _source(source, info) for name, info in source.tensors.items() if name not in tied}
+        skeleton = Skeleton.of_names(source.tensors) if tensors_only else source.skeleton
+        write_hdf5(path, tensors, tied, skeleton, source.metadata)
+
+
+class Hdf5Checkpoint(Checkpoint):
+    """The data sets of an HDF5 file by path; in our own files, by the path they had in the state."""
+
+    def __init__(
+        self, path: Path, file: Hdf5File, *, format: str | None = None, close: Callable[[], None] | None = None
+    ):
+        self.path = path
+        self._file = file
+        self._close = close
+        self._sets: dict[int, DataSet] = {}
+        listing = list_file(file)
+        self.format, self.metadata = _flavour(file, listing)
+        notes = None
+        if self.format == "pytorch-h5":
+            notes = read_notes(file)
+            listing = _by_state_path(path, listing, notes)
+            self.metadata = notes.metadata
+        self._entries = listing.entries
+        self.others = listing.others
+        placements = [
+            Placement(name, e.address, 0, e.shape, contiguous_strides(e.shape), e.dtype.itemsize)
+            for name, e in listing.entries.items()
+        ]
+        types = [entry.dtype for entry in listing.entries.values()]
+        roles = notes.skeleton.roles if notes is not None else _roles(self.format, listing)
+        self.tensors: Mapping[str, TensorInfo] = describe(zip(placements, types, strict=True), roles)
+        if notes is not None:
+            self.skeleton = notes.skeleton
+        else:
+            self.skeleton = Skeleton(Skeleton.of_names(self.tensors).root, find_sharing(placements))
+        self.format = format or self.format
+
+    def _read_bits(self, name: str, start: int, stop: int) -> Bits:
+        return self._set(name).read(start, stop)
+
+    def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
+        return self._set(name).xor(indices, patterns)
+
+    def checksum(self, name: str) -> Check:
+        """Whether the data set passes its filters' checksums (fletcher32, gzip's own), or its archive's CRC."""
+        self._info(name)
+        return self._set(name).check()
+
+    def close(self) -> None:
+        """Make changes durable and let go of the file; twice is fine."""
+        self._sets.clear()
+        self._file.close()
+        if self._close is not None:
+            self._close()
+
+    def _set(self, name: str) -> DataSet:
+        entry = self._entries[name]
+        found = self._sets.get(entry.address)
+        if found is None:
+            found = self._sets[entry.address] = DataSet(self._file, name, entry)
+        _ = self._file.root  # refuses where the file is closed
+        return found
+
+
+def aliases(skeleton: Skeleton, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Tensors that are another one under a second name."""
+    first: dict[object, str] = {}
+    found: dict[str, str] = {}
+    for name, view in skeleton.sharing.views.items():
+        if name in tensors:
+            original = first.setdefault((view, tensors[name].shape, tensors[name].dtype), name)
+            if original != name:
+                found[name] = original
+    return found
+
+
+def _source(source: Checkpoint, info: TensorInfo) -> Source:
+    def pieces() -> Iterator[tuple[int, int, Bits]]:
+        for start, stop in blocks(info):
+            yield start, stop, source.read_bits(info.name, start, stop)
+
+    return Source(info.shape, info.dtype, pieces)
+
+
+def _flavour(file: Hdf5File, listing: Listing) -> tuple[str, dict[str, str]]:
+    """Whose file it is, and the texts of fixed length among its root attributes."""
+    notes: dict[str, str] = {}
+    with hdf5_errors(file.path, "root attributes are damaged"):
+        attributes = file.root.attrs
+        names = set(attributes)
+        for name in sorted(names):
+            kind = attributes.get_id(name)
+            # Texts of varying length (Keras' model_config) are left alone: they lie in a global heap, and a damaged one
+            # makes the HDF5 library (2.0.0) loop for ever.
+            fixed = kind.get_type().get_class() == 3 and not kind.get_type().is_variable_str()
+            if fixed and kind.shape == () and kind.get_storage_size() < MAX_ATTRIBUTE_BYTES:
+                value = attributes[name]
+                notes[name] = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+    if NOTES in listing.groups and f"{NOTES}/index" in listing.others:
+        return "pytorch-h5", notes
+    if names & {"keras_version", "model_config"} or "model_weights" in listing.groups:
+        return "keras-h5", notes
+    if any(name == "vars" or name.endswith("/vars") for name in listing.groups) and "layers" in listing.groups:
+        return "keras-weights-h5", notes
+    if not names and listing.entries and _is_chainer(listing.entries):
+        return "chainer-h5", notes
+    return "hdf5", notes
+
+
+def _is_chainer(entries: Mapping[str, Entry]) -> bool:
+    """Links by attribute name with parameters W, b, gamma, beta; of an optimizer, the slots below each of them."""
+    telling = False
+    for name in entries:
+        parents, leaf = name.split("/")[:-1], name.split("/")[-1]
+        if parents and leaf in _CHAINER_LEAVES:
+            telling = telling or leaf in ("W", "gamma")
+        elif len(parents) > 1 and parents[-1] in _CHAINER_LEAVES and leaf in _CHAINER_SLOTS:
+            telling = telling or parents[-1] in ("W", "gamma")
+        elif parents or leaf not in ("t", "epoch"):
+            return False
+    return telling
+
+
+def _roles(format: str, listing: Listing) -> dict[str, Role]:
+    """What the names of Keras and Chainer say, and PyTorch's conventions do not know."""
+    roles: dict[str, Role] = {}
+    for name in listing.entries:
+        first, leaf = name.split("/")[0], name.rsplit("/", 1)[-1]
+        if format in ("keras-h5", "keras-weights-h5"):
+            if first in ("optimizer", "optimizer_weights"):
+                roles[name] = Role.OPTIMIZER
+            elif role_of(name) is not Role.BUFFER:
+                roles[name] = Role.MODEL
+        elif format == "chainer-h5":
+            slot = leaf in _CHAINER_SLOTS and leaf not in _CHAINER_LEAVES
+            if slot or name == "epoch":
+                roles[name] = Role.OPTIMIZER
+            elif leaf in ("avg_mean", "avg_var", "N"):
+                roles[name] = Role.BUFFER
+            else:
+                roles[name] = Role.MODEL
+    return roles
+
+
+def _by_state_path(path: Path, listing: Listing, notes: Notes) -> Listing:
+    """The listing of one of our own files, under the paths and with the types of the state."""
+    entries: dict[str, Entry] = {}
+    for name, (place, dtype) in notes.tensors.items():
+        found = listing.entries.get(place)
+        if found is None:
+            raise DamagedFile(path, f"{NOTES}/index names a data set {place[:200]!r}, which is not there")
+        if found.dtype is not dtype:
+            if found.dtype.itemsize != dtype.itemsize or found.dtype.layout.kind != "uint" or dtype.numpy is not None:
+                raise DamagedFile(path, f"{place}: wrong type", expected=dtype, found=found.dtype)
+            found = Entry(found.address, found.where, found.shape, DType(dtype), found.big_endian, found.offset)
+        entries[name] = found
+    places = {place for place, _ in notes.tensors.values()}
+    ours = {f"{NOTES}/index", f"{NOTES}/skeleton"}
+    others = {name: what for name, what in listing.others.items() if name not in ours}
+    others.update((name, "a data set that the index does not name") for name in listing.entries if name not in places)
+    return Listing(entries, others, listing.groups)
