@@ -41,7 +41,10 @@ __all__ = [
 
 
 class EvergradError(Exception):
-    """The root: catch this to catch everything that Evergrad raises on purpose."""
+    """The root: catch this to catch everything that Evergrad raises on purpose. Its message is one printable line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
 
 
 class UsageError(EvergradError):
@@ -51,8 +54,8 @@ class UsageError(EvergradError):
 class UnknownTensor(UsageError):
     """A name or a pattern that matches no tensor."""
 
-    def __init__(self, asked: str, known: Iterable[str], *, where: str = "", what: str = "tensor") -> None:
-        known = list(known)
+    def __init__(self, asked: object, known: Iterable[str], *, where: str = "", what: str = "tensor") -> None:
+        asked, known = str(asked)[:200], list(known)
         close = nearest(asked, known)
         if close:
             hint = "Did you mean " + " or ".join(repr(name) for name in close) + "?"
@@ -103,7 +106,7 @@ class FormatError(EvergradError):
             parts.append(f"found {found}")
         detail = f" ({', '.join(parts)})" if parts else ""
         tail = f". {hint}" if hint else ""
-        super().__init__(_one_line(f"{path}: {what}{detail}{tail}"))
+        super().__init__(f"{path}: {what}{detail}{tail}")
 
 
 class FileAccessError(FormatError):

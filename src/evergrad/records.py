@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import TypeAlias
 
 from evergrad.dtypes import DType
 
-__all__ = ["Check", "Comparison", "Json", "Role", "TensorDiff", "TensorInfo"]
+__all__ = ["Check", "Comparison", "Json", "Neighbour", "Role", "TensorDiff", "TensorInfo"]
+
+_MAX_SHARES = 100
+_MAX_LOOKED_AT = 2_000
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -50,6 +55,8 @@ class TensorInfo:
     role: Role
     nbytes: int
     neighbours: tuple[Neighbour, ...] = field(default=(), repr=False, compare=False)
+    """The chain of tensors whose bytes overlap, this one included, by where they start."""
+    place: Neighbour | None = field(default=None, repr=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -58,11 +65,15 @@ class TensorInfo:
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Names of the other tensors that lie in the same bytes (tied weights, views)."""
-        mine = next((n for n in self.neighbours if n.name == self.name), None)
+        """Names of the other tensors that lie in the same bytes (tied weights, views); the first hundred of them."""
+        mine = self.place
         if mine is None:
             return ()
-        return tuple(n.name for n in self.neighbours if n is not mine and n.start < mine.stop and mine.start < n.stop)
+        before = bisect_left(self.neighbours, mine.stop, key=lambda n: n.start)
+        # Those that begin last are the likeliest to reach this one: a bounded look, however long the chain is.
+        candidates = self.neighbours[max(0, before - _MAX_LOOKED_AT) : before]
+        found = (n.name for n in candidates if n.name != self.name and mine.start < n.stop)
+        return tuple(islice(found, _MAX_SHARES))
 
     def to_json(self) -> dict[str, Json]:
         """The row that `evergrad inspect --json` prints; `shares` only where bytes are shared."""
@@ -127,12 +138,14 @@ class Comparison:
     format_b: str
     tensors: tuple[TensorDiff, ...]
     note: str = ""
-    """How tensors were matched, where their names did not tell."""
+    """How tensors were matched where names did not tell, and what was not compared."""
+    values: tuple[str, ...] = ()
+    """Values besides tensors that differ (`optimizer/param_groups/0/lr: 0.1 / 0.9`), where both files hold some."""
 
     @property
     def equal(self) -> bool:
-        """Whether every tensor is in both, the same bit for bit."""
-        return all(tensor.equal for tensor in self.tensors)
+        """Whether every tensor is in both, the same bit for bit, and every other value that both files hold."""
+        return not self.values and all(tensor.equal for tensor in self.tensors)
 
     @property
     def different(self) -> tuple[TensorDiff, ...]:
@@ -154,5 +167,6 @@ class Comparison:
             "format_b": self.format_b,
             "equal": self.equal,
             **({"note": self.note} if self.note else {}),
+            **({"values": list(self.values)} if self.values else {}),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }

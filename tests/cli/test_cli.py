@@ -98,6 +98,11 @@ def test_convert_refuses_a_loss_and_dry_run_lists_it(files: Path) -> None:
     assert "would lose containers and values besides tensors" in done.stderr
     dry = evergrad("convert", files / "a.pt", files / "a.npz", "--dry-run", "--json")
     assert json.loads(dry.stdout)["losses"]
+    assert dry.returncode == 1
+    assert evergrad("convert", files / "a.pt", files / "a.npz", "--dry-run").returncode == 1
+    exact = evergrad("convert", files / "a.pt", files / "a.safetensors", "--dry-run")
+    assert (exact.returncode, exact.stdout) == (0, "nothing would be lost\n")
+    assert not (files / "a.safetensors").exists()
     assert not (files / "a.npz").exists()
     assert evergrad("convert", files / "a.pt", files / "a.npz", "--tensors-only").returncode == 0
 
@@ -106,8 +111,62 @@ def test_the_demo_runs_and_says_what_it_saw() -> None:
     report = json.loads(evergrad("demo", "--json").stdout)
     assert report["accuracy"] > 0.9
     assert report["accuracy_after_flip"] < 0.7
+    assert report["verify"] == "failed"
     assert report["conversion_exact"] is True
     assert report["trap_ran"] is False
+
+
+def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path) -> None:
+    done = evergrad("demo", "--keep", tmp_path / "new" / "kept")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.split("$ evergrad verify flipped.pt\n")[1]
+    assert "model/4.weight[0,0] = " in shown
+    assert "failed: torch-zip, 1 of 24 tensors wrong" in shown
+    kept = {path.name for path in (tmp_path / "new" / "kept").iterdir()}
+    assert kept == {"model.pt", "flipped.pt", "model.safetensors"}
+
+
+def test_the_demo_keeps_only_in_a_new_or_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.pt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for place, words in [("full", "is not empty"), ("file", "is no folder"), ("file/below", "cannot be made")]:
+        done = evergrad("demo", "--keep", tmp_path / place)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1
+        assert words in done.stderr
+    assert (tmp_path / "full" / "model.pt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    assert evergrad("demo", "--json", "--keep", tmp_path / "empty").returncode == 0
+
+
+def test_diff_tells_values_besides_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    from evergrad.cli.diff import _print
+    from evergrad.records import Comparison, TensorDiff
+
+    values = tuple(f"optimizer/param_groups/{i}/lr: 0.1 / 0.9" for i in range(23))
+    rows = (TensorDiff("w", "equal", numel=2), TensorDiff("b", "changed", numel=2, changed=1, max_abs=0.5))
+    _print(Comparison("a", "b", "torch-zip", "torch-zip", rows, values=values), show_all=False)
+    said = capsys.readouterr().out
+    assert "\nvalues:\n  optimizer/param_groups/0/lr: 0.1 / 0.9\n" in said
+    assert "param_groups/19/" in said
+    assert "param_groups/20/" not in said
+    assert said.endswith("  and 3 more\n\ndifferent: 1 of 2 tensors, 23 values\n")
+    _print(Comparison("a", "b", "torch-zip", "torch-zip", rows[:1], values=values[:1]), show_all=False)
+    assert capsys.readouterr().out.endswith("different: 0 of 1 tensors, 1 value\n")
+
+
+def test_diff_of_real_files_shows_a_learning_rate_that_changed(files: Path) -> None:
+    torch.save({"w": torch.ones(2), "lr": 0.1}, files / "slow.pt")
+    torch.save({"w": torch.ones(2), "lr": 0.9}, files / "fast.pt")
+    done = evergrad("diff", files / "slow.pt", files / "fast.pt")
+    assert (done.returncode, done.stdout) == (1, "values:\n  lr: 0.1 / 0.9\n\ndifferent: 0 of 1 tensors, 1 value\n")
+
+
+def test_diff_of_files_without_tensors_has_nothing_to_compare(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "a.pt")
+    done = evergrad("diff", tmp_path / "a.pt", tmp_path / "a.pt")
+    assert (done.returncode, done.stdout) == (0, "nothing to compare: no tensors\n")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -116,6 +175,15 @@ def test_every_verb_has_json_an_example_and_its_exit_codes_in_its_help(verb: str
     assert "--json" in text
     assert f"evergrad {verb}" in text.split("Example", 1)[1]
     assert "Exit codes: 0" in text
+
+
+def test_help_tells_every_exit_code_and_every_format() -> None:
+    text = " ".join(evergrad("--help").stdout.split())
+    for words in ("1 found something (diff", "verify: something is wrong", "convert --dry-run", "3 internal error"):
+        assert words in text
+    text = evergrad("inspect", "--help").stdout
+    formats = "Lightning safetensors sharded Trainer DeepSpeed DCP HDF5 Keras Chainer .keras TensorFlow npz npy Orbax"
+    assert [name for name in formats.split() if name not in text] == []
 
 
 def test_help_names_the_verbs_in_the_order_of_the_workflow() -> None:
@@ -134,7 +202,7 @@ def test_help_names_the_verbs_in_the_order_of_the_workflow() -> None:
         (["inspect", "a.pt", "--where", "model/fc.wieght"], "Did you mean 'model/fc.weight'"),
         (["inspect", "text.pt"], "no checkpoint recognised"),
         (["inspect", "short.pt"], "no zip directory"),
-        (["inspect", "."], "no checkpoint recognised"),
+        (["inspect", "."], "short.pt: no zip directory"),
         (["diff", "a.pt"], "Missing argument"),
         (["diff", "a.pt", "text.pt"], "no checkpoint recognised"),
         (["convert", "a.pt", "b.pt"], "exists already"),
@@ -156,6 +224,13 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments: list[str], words:
     assert done.stderr.startswith("evergrad: ")
     assert words in done.stderr
     assert {path.name: path.read_bytes() for path in files.iterdir()} == before
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    done = evergrad("inspect", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "no checkpoint recognised" in done.stderr
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

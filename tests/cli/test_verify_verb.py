@@ -58,6 +58,12 @@ def test_no_checksum_is_unknown_which_only_strict_minds(files: Path) -> None:
     assert evergrad("verify", files / "a.pt", "--strict").returncode == 0
 
 
+def test_where_there_is_nothing_to_check_it_is_not_called_ok(data: Path) -> None:
+    done = evergrad("verify", data / "orbax")
+    assert (done.returncode, done.stdout) == (0, "nothing to verify: orbax, no tensors\n"), done.stderr
+    assert evergrad("verify", data / "orbax", "--strict").returncode == 1
+
+
 def test_json_has_the_documented_form(files: Path) -> None:
     done = evergrad("verify", files / "flipped.pt", "--json", "--where", "model/4.weight")
     report = json.loads(done.stdout)

@@ -121,3 +121,24 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     eg.compare(a, a, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_values_besides_tensors_count_where_both_files_hold_some(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a.pt", {"x": torch.ones(2), "lr": 0.1, "array": np.ones(3)})
+    b = saved(tmp_path, "b.pt", {"x": torch.ones(2), "lr": 0.9, "array": np.zeros(3)})
+    comparison = eg.compare(a, b)
+    assert not comparison.equal
+    assert not comparison.different
+    assert comparison.values[0] == "lr: 0.1 / 0.9"
+    assert len(comparison.values) == 2
+    assert eg.compare(a, eg.convert(a, tmp_path / "a.npz", tensors_only=True)).equal, "an npz has no place for values"
+
+
+def test_integers_of_different_types_are_compared_exactly(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a.pt", {"x": torch.tensor([2**53 + 1])})
+    b = saved(tmp_path, "b.pt", {"x": torch.tensor([2**53], dtype=torch.uint64)})
+    assert eg.compare(a, b)["x"].changed == 1
+
+
+def test_what_is_left_alone_is_said_not_to_be_compared(tmp_path: Path, data: Path) -> None:
+    assert "not compared: 4 objects" in eg.compare(data / "user_class.pt", data / "user_class.pt").note

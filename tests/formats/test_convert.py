@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,12 @@ def test_folders_become_one_file(tmp_path: Path, data: Path) -> None:
     one = eg.convert(data / "sharded", tmp_path / "one.safetensors")
     assert eg.compare(data / "sharded", one).equal
     shutil.copytree(data / "trainer" / "checkpoint-4", folder := tmp_path / "checkpoint-4")
-    (folder / "training_args.bin").unlink()
+    with pytest.raises(ConversionLoss, match=r"config\.json \(a file without tensors\)|training_args"):
+        eg.convert(folder, tmp_path / "state.pt")
+    for path in [*folder.glob("*.json"), folder / "training_args.bin"]:
+        if path.name != "trainer_state.json":
+            path.unlink()
+    (folder / "trainer_state.json").unlink()
     state = eg.convert(folder, tmp_path / "state.pt")
     assert eg.compare(folder, state).equal
     loaded = torch.load(state, weights_only=False)
@@ -145,6 +151,73 @@ def test_nothing_is_overwritten_unless_asked_and_no_half_file_stays(tmp_path: Pa
     with pytest.raises(UsageError, match="Did you mean 'safetensors'"):
         eg.convert(source, tmp_path / "b.bin", to="safetensor")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.npz"]
+
+
+def test_names_that_look_escaped_lose_no_tensor(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x%": torch.ones(1), "x%25": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with eg.open_checkpoint(tmp_path / "a.safetensors") as ck:
+        assert set(ck.tensors) == {"x%", "x%25"}
+        assert len(ck.state()) == 2
+    assert len(torch.load(eg.convert(tmp_path / "a.safetensors", tmp_path / "a.pt"))) == 2
+
+
+def test_odd_keys_and_values_survive(tmp_path: Path) -> None:
+    state = {(0, "a"): torch.ones(1), "raw": bytearray(b"x"), "dtype": torch.bfloat16, np.int64(3): 1}
+    with eg.open_checkpoint(eg.convert(saved(tmp_path, state), tmp_path / "b.safetensors")) as ck:
+        back = ck.state()
+    assert list(back) == list(state)
+    assert type(back["raw"]) is bytearray
+    assert back["dtype"] is torch.bfloat16
+
+
+def test_attributes_of_an_ordered_dict_are_named_as_the_loss(tmp_path: Path) -> None:
+    state = OrderedDict(x=torch.ones(1))
+    state.note = "important"
+    with pytest.raises(ConversionLoss, match="OrderedDict with attributes"):
+        eg.convert(saved(tmp_path, state), tmp_path / "b.safetensors")
+
+
+def test_a_header_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    source = saved(tmp_path, {"x": torch.ones(1), "big": np.zeros(10_000_000)})
+    with pytest.raises(ConversionLoss, match="a header of"):
+        eg.convert(source, tmp_path / "b.safetensors")
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 70_000, "\ud800"])
+def test_names_that_a_zip_cannot_hold_are_refused(name: str, tmp_path: Path) -> None:
+    source = saved(tmp_path, {"ok": torch.ones(1)})
+    with eg.open_checkpoint(source) as ck:
+        info = ck.tensors["ok"]
+        ck.tensors = {name: info}
+        with pytest.raises(ConversionLoss, match="cannot hold"):
+            eg.convert(ck, tmp_path / "b.npz", tensors_only=True)
+
+
+def test_a_shard_of_the_source_is_not_written_over(tmp_path: Path, data: Path) -> None:
+    shutil.copytree(data / "sharded", folder := tmp_path / "gpt")
+    shard = next(folder.glob("*.safetensors"))
+    before = shard.read_bytes()
+    with pytest.raises(UsageError, match="it is the source"):
+        eg.convert(folder, shard, overwrite=True)
+    assert shard.read_bytes() == before
+
+
+def test_a_folder_of_several_files_lists_each_behind_its_name(tmp_path: Path) -> None:
+    for name in ("model.pt", "ema.pt"):
+        saved(tmp_path, {"w": torch.ones(2)}, name)
+    (tmp_path / "config.json").write_text("{}")
+    with eg.open_checkpoint(tmp_path) as ck:
+        assert ck.format == "folder"
+        assert set(ck.tensors) == {"ema.pt/w", "model.pt/w"}
+        assert ck.unkept == {"config.json": "a file without tensors"}
+
+
+def test_the_same_state_gives_the_same_file(tmp_path: Path) -> None:
+    saved(tmp_path, training_state())
+    eg.convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    eg.convert(tmp_path / "a.pt", tmp_path / "c.pt")
+    assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "c.pt").read_bytes()
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(tmp_path: Path, limited: Callable[..., str]) -> None:

@@ -17,9 +17,9 @@ from states import training_state
 DATA = Path(__file__).parent.parent / "data"
 MUTATIONS = 150
 
-# Runs in a process of its own, with limits and without torch: list, read, alter and close, a mutation at a time.
-FUZZ = """
-import random, shutil, traceback
+# Runs in a process of its own, with limits: damage a copy of the source, a mutation at a time.
+MUTANTS = """
+import json, random, shutil, traceback
 from pathlib import Path
 import numpy as np
 import evergrad as eg
@@ -56,8 +56,7 @@ def mutate(data):
             data[at:at] = data[start:start + random.choice([4, 46, 200])]
     return bytes(data)
 
-outcomes = {}
-for number in range(count):
+def mutant(number):
     target = work / f"{number}-{source.name}"
     if source.is_dir():
         shutil.copytree(source, target)
@@ -72,30 +71,96 @@ for number in range(count):
             victim.write_bytes(mutate(victim.read_bytes()))
     else:
         target.write_bytes(mutate(source.read_bytes()))
-    signal.alarm(20)
-    try:
-        with eg.open_checkpoint(target) as ck:
-            for name, info in ck.tensors.items():
-                ck.read_bits(name)
-                if info.numel:
-                    shape = (1, info.dtype.parts) if info.dtype.parts > 1 else 1
-                    ck.xor(name, [info.numel - 1], np.zeros(shape, info.dtype.bits))
-            ck.skeleton.dumps()
-        outcome = "served"
-    except eg.EvergradError as error:
-        assert str(error) and "\\n" not in str(error), repr(str(error))
-        outcome = type(error).__name__
-    except BaseException:
-        kept = work.parent / f"found-{seed}-{number}"
-        shutil.move(target, kept)
-        traceback.print_exc()
-        print("mutation", number, "kept at", kept)
-        sys.exit(1)
-    outcomes[outcome] = outcomes.get(outcome, 0) + 1
-    shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-import json
-print(json.dumps(outcomes))
+    return target
+
+def run(steps, seconds):
+    outcomes = {}
+    for number in range(count):
+        target = mutant(number)
+        for step in steps:
+            signal.alarm(seconds)
+            try:
+                step(target)
+                outcome = "served"
+            except eg.EvergradError as error:
+                outcome = type(error).__name__
+                said = str(error)
+                if not said or "\\n" in said or "fit into memory" in said:
+                    traceback.print_exc()
+                    fail(step, number, target)
+            except BaseException:
+                traceback.print_exc()
+                fail(step, number, target)
+            key = step.__name__ if len(steps) > 1 else outcome
+            outcomes[key] = outcomes.get(key, 0) + (len(steps) == 1 or outcome == "served")
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+    print(json.dumps(outcomes))
+
+def fail(step, number, target):
+    kept = work.parent / f"found-{seed}-{number}"
+    shutil.move(target, kept)
+    print(step.__name__, "of mutation", number, "kept at", kept)
+    sys.exit(1)
 """
+
+# Without torch: list, read bits, alter and close.
+FUZZ = (
+    MUTANTS
+    + """
+def serve(target):
+    with eg.open_checkpoint(target) as ck:
+        for name, info in ck.tensors.items():
+            ck.read_bits(name)
+            if info.numel:
+                shape = (1, info.dtype.parts) if info.dtype.parts > 1 else 1
+                ck.xor(name, [info.numel - 1], np.zeros(shape, info.dtype.bits))
+        ck.skeleton.dumps()
+
+run([serve], 20)
+"""
+)
+
+# With torch: everything that is done with a checkpoint besides altering it.
+FUZZ_EVERYTHING = (
+    MUTANTS
+    + """
+import torch
+
+out = work / "out.safetensors"
+
+def read(target):
+    with eg.open_checkpoint(target) as ck:
+        for name in ck.tensors:
+            ck.read(name)
+
+def state(target):
+    with eg.open_checkpoint(target) as ck:
+        ck.state()
+
+def compare(target):
+    eg.compare(source, target).to_json()
+
+def convert(target):
+    eg.convert(target, out, overwrite=True)
+    whole(target)
+
+def convert_tensors(target):
+    eg.convert(target, out, tensors_only=True, overwrite=True)
+    whole(target)
+
+def verify(target):
+    eg.verify(target)
+
+def whole(target):
+    # What was written without an error is there, and is what was read.
+    try:
+        assert not eg.compare(target, out).different
+    except eg.EvergradError as error:
+        raise AssertionError(f"a converted file is refused: {error}") from error
+
+run([read, state, compare, convert, convert_tensors, verify], 60)
+"""
+)
 
 
 def make(kind: str, folder: Path) -> Path:
@@ -115,6 +180,8 @@ def make(kind: str, folder: Path) -> Path:
     elif kind == "npy":
         with path.open("wb") as file:
             np.save(file, np.arange(12.0).reshape(3, 4))
+    elif kind == "hdf5-state":
+        eg.save_hdf5(training_state(), path)
     elif (DATA / kind).is_dir():
         shutil.copytree(DATA / kind, path, dirs_exist_ok=True)
     else:
@@ -141,6 +208,16 @@ KEPT = [
     "orbax",
     "orbax_zarr",
 ]
+EVERYTHING = [
+    "torch-zip",
+    "torch-legacy",
+    "safetensors",
+    "npz-deflated",
+    "hdf5-state",
+    "tf_types",
+    "dcp_sharded",
+    "deepspeed",
+]
 
 
 @pytest.mark.parametrize("kind", [*MADE, *KEPT])
@@ -153,6 +230,28 @@ def test_mutated_files_give_only_our_errors(kind: str, tmp_path: Path, limited: 
     assert sum(outcomes.values()) - outcomes.get("served", 0) > MUTATIONS // 20, (
         f"the mutations did no damage: {outcomes}"
     )
+
+
+@pytest.mark.parametrize("kind", EVERYTHING)
+def test_whatever_is_done_with_mutated_files_gives_only_our_errors(
+    kind: str, tmp_path: Path, limited: Callable[..., str]
+) -> None:
+    source = make(kind, tmp_path)
+    (tmp_path / "work").mkdir()
+    said = limited(FUZZ_EVERYTHING, source, tmp_path / "work", 60, 20262, memory=6 << 30, seconds=110)
+    served = json.loads(said)
+    assert set(served) == {"read", "state", "compare", "convert", "convert_tensors", "verify"}
+    for step in ("read", "compare", "convert_tensors", "verify"):
+        assert 0 < served[step] < 60, f"the mutations did no damage, or nothing but damage: {served}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", EVERYTHING)
+def test_whatever_is_done_with_many_more_mutations(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
+    source = make(kind, tmp_path)
+    (tmp_path / "work").mkdir()
+    limited(FUZZ_EVERYTHING, source, tmp_path / "work", 2000, 8, memory=6 << 30, seconds=3000)
 
 
 @pytest.mark.slow

@@ -20,8 +20,16 @@ from hypothesis import HealthCheck, given, settings
 
 import evergrad as eg
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent
-from evergrad.formats.hdf5_storage import boxes
+from evergrad.errors import (
+    ConversionLoss,
+    DamagedFile,
+    EvergradError,
+    FileAccessError,
+    LimitExceeded,
+    UnsupportedContent,
+)
+from evergrad.formats import losses
+from evergrad.formats.hdf5_chunks import boxes
 from evergrad.records import Check
 from evergrad.state import flatten
 from evergrad.testing import FormatContract, raw_bytes
@@ -462,12 +470,22 @@ def test_opening_another_format_does_not_import_h5py() -> None:
     subprocess.run([sys.executable, "-c", code, str(DATA / "lightning.ckpt")], check=True)
 
 
-def test_many_data_sets_are_listed(tmp_path: Path) -> None:
-    eg.save_hdf5({f"layer{i // 50}": {} for i in range(1)}, tmp_path / "none.h5")
-    eg.save_hdf5({f"layer{i // 50}.w{i % 50}": torch.tensor([float(i)]) for i in range(3_000)}, tmp_path / "many.h5")
-    with eg.open_checkpoint(tmp_path / "many.h5") as ck:
-        assert len(ck.tensors) == 3_000
-        assert ck.read("layer3.w7").item() == 157
+def test_a_state_of_twenty_thousand_tensors_is_saved_and_served(tmp_path: Path) -> None:
+    count = 20_000
+    state = {f"layer{i // 50}.w{i % 50}": torch.tensor([float(i)]) for i in range(count)}
+    with eg.open_checkpoint(eg.save_hdf5(state, tmp_path / "many.h5")) as ck:
+        assert list(ck.tensors) == list(state)
+        assert not ck.unkept
+        for i in range(0, count, 997):
+            assert ck.read(f"layer{i // 50}.w{i % 50}").item() == i
+        ck.xor("layer399.w49", [0], [1 << 31])
+    with h5py.File(tmp_path / "many.h5") as file:
+        assert file["layer399/w49"][0] == 1 - count
+
+
+def test_a_state_without_tensors_is_a_file_all_the_same(tmp_path: Path) -> None:
+    state: dict[str, object] = {"layer0": {}}
+    assert same(eg.load_hdf5(eg.save_hdf5(state, tmp_path / "none.h5")), state)
 
 
 # States ------------------------------------------------------------------------------------------------------------
@@ -554,6 +572,68 @@ def test_converting_there_and_back_keeps_everything(ending: str, tmp_path: Path)
     eg.convert(tmp_path / "d.h5", tmp_path / "e.pt")
     assert same(torch.load(tmp_path / "e.pt", weights_only=True), state)
     assert eg.compare(tmp_path / "a.pt", tmp_path / "d.h5").equal
+
+
+def with_attributes(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        file["a/w"] = np.arange(3.0)
+        file["tied"] = file["a/w"]
+        file["text"] = "left alone"
+        file.attrs["fixed"] = np.bytes_("kept as metadata")
+        file.attrs["text"] = "of varying length"
+        file["a"].attrs["names"] = ["w"]
+        file["a/w"].attrs["unit"] = 3
+        file["text"].attrs["of"] = "what is lost anyway"
+    return path
+
+
+@pytest.mark.parametrize("ending", ["h5", "pt", "safetensors", "npz"])
+def test_attributes_that_are_not_kept_are_named_as_losses(ending: str, tmp_path: Path) -> None:
+    path, target = with_attributes(tmp_path / "a.h5"), tmp_path / f"b.{ending}"
+    with eg.open_checkpoint(path) as ck:
+        assert ck.unkept == dict.fromkeys(["/@text", "a@names", "a/w@unit"], "an HDF5 attribute")
+        assert ck.metadata == {"fixed": "kept as metadata"}
+        assert set(ck.others) == {"text"}
+        told = losses(ck, target)
+    for name in ck.unkept:
+        assert any(name in loss for loss in told), (name, told)
+    with pytest.raises(ConversionLoss, match="would lose"):
+        eg.convert(path, target)
+    assert not target.exists()
+    eg.convert(path, target, tensors_only=True)
+    with eg.open_checkpoint(target) as ck:  # torch gets one flat dict, in whose keys "/" is escaped
+        assert {name.replace("%2F", "/") for name in ck.tensors} == {"a/w", "tied"}
+        assert not ck.unkept
+
+
+def test_attributes_stand_in_the_way_of_nothing_else(tmp_path: Path) -> None:
+    path = with_attributes(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        del file["text"]
+    state = eg.load_hdf5(path)
+    assert state["a"]["w"].tolist() == [0, 1, 2]
+    assert eg.compare(path, path).equal
+
+
+def test_a_thousand_attributes_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    with h5py.File(path := tmp_path / "a.h5", "w") as file:
+        for number in range(700):
+            file.create_group(f"g{number}").attrs["x"] = number
+            file[f"g{number}"].attrs["y"] = number
+    with eg.open_checkpoint(path) as ck:
+        assert len(ck.unkept) == 1001
+        assert ck.unkept["…"] == "400 further HDF5 attributes"
+
+
+def test_what_we_save_as_hdf5_has_nothing_that_is_not_kept(tmp_path: Path) -> None:
+    path = eg.save_hdf5({"tied": (half := torch.ones(2).bfloat16()), "again": half}, tmp_path / "a.h5")
+    with eg.open_checkpoint(path) as ck:
+        assert not ck.unkept
+    with h5py.File(path, "r+") as file:
+        file["tied"].attrs["mine"] = 3
+        file.attrs["note"] = np.bytes_("added by hand")
+    with eg.open_checkpoint(path) as ck:
+        assert set(ck.unkept) == {"/@note", "tied@mine"}
 
 
 def test_notes_that_lie_are_refused(tmp_path: Path) -> None:

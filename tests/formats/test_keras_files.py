@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.errors import EvergradError
+from evergrad.errors import ConversionLoss, EvergradError
 from evergrad.records import Check
 from evergrad.testing import FormatContract, raw_bytes
 
@@ -133,6 +133,26 @@ def test_texts_of_fixed_length_are_metadata_and_a_broken_heap_is_never_read(tmp_
     with eg.open_checkpoint(path) as ck:
         assert ck.format == "keras-h5"
         assert ck.metadata == {"keras_version": "2.1"}
+        assert dict(ck.unkept) == {"/@model_config": "an HDF5 attribute"}
+
+
+@pytest.mark.parametrize(
+    ("file", "lost"),
+    [
+        ("tf_keras_full.h5", {"/@model_config", "model_weights@layer_names", "optimizer_weights@weight_names"}),
+        ("keras_torch.weights.h5", {"layers/dense/vars@name"}),
+        ("tf_keras_full.keras", {"config.json", "metadata.json", "layers/dense/vars@name"}),
+    ],
+)
+@pytest.mark.parametrize("ending", ["h5", "pt"])
+def test_the_configuration_is_not_lost_silently(file: str, lost: set[str], ending: str, tmp_path: Path) -> None:
+    with pytest.raises(ConversionLoss) as caught:
+        eg.convert(DATA / file, tmp_path / f"out.{ending}")
+    for name in lost:
+        assert any(name in loss for loss in caught.value.losses), (name, caught.value.losses)
+    eg.convert(DATA / file, tmp_path / f"out.{ending}", tensors_only=True)
+    with eg.open_checkpoint(DATA / file) as ck, eg.open_checkpoint(tmp_path / f"out.{ending}") as out:
+        assert [name.replace("%2F", "/") for name in out.tensors] == list(ck.tensors)
 
 
 def test_the_crc_of_the_archive_is_checked_and_follows(tmp_path: Path) -> None:

@@ -143,3 +143,11 @@ def test_real_files_of_chainer_and_keras_are_matched_layer_by_layer(keras: str, 
 
 def test_the_same_keras_model_is_equal_in_both_of_its_formats(data: Path) -> None:
     assert eg.compare(data / "tf_keras_full.h5", data / "tf_keras_full.keras", where="model_weights").equal
+
+
+def test_one_layer_that_could_be_either_of_two_is_refused_without_a_crash(tmp_path: Path) -> None:
+    weight = torch.ones(4, 4)
+    torch.save({"enc": {"conv.weight": weight}, "dec": {"conv.weight": weight.clone()}}, tmp_path / "a.pt")
+    torch.save({"other": {"conv.weight": weight}}, tmp_path / "b.pt")
+    with pytest.raises(AmbiguousMatch):
+        eg.match(tmp_path / "a.pt", tmp_path / "b.pt")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import types
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,3 +227,38 @@ def test_where_there_is_no_checksum_nothing_is_claimed(tmp_path: Path) -> None:
     for path in (tmp_path / "a.pt", tmp_path / "a.safetensors"):
         with eg.open_checkpoint(path) as ck:
             assert ck.checksum("a") is Check.UNKNOWN
+
+
+def test_two_who_alter_the_same_file_keep_its_checksum_valid(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(10.0)}, path := tmp_path / "a.pt")
+    with eg.open_checkpoint(path) as one, eg.open_checkpoint(path) as two:
+        one.xor("a", [1], [1])
+        two.xor("a", [2], [1])
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+
+
+def test_a_compressed_archive_that_was_replaced_is_not_overwritten(tmp_path: Path) -> None:
+    np.savez_compressed(path := tmp_path / "a.npz", x=np.zeros(4, np.float32))
+    np.savez_compressed(tmp_path / "b.npz", x=np.full(9, 7.0))
+    ck = eg.open_checkpoint(path)
+    ck.xor("x", [0], [1])
+    (tmp_path / "b.npz").replace(path)
+    with pytest.raises(eg.EvergradError, match="was replaced"):
+        ck.close()
+    assert np.load(path)["x"].tolist() == [7.0] * 9
+
+
+def test_a_module_that_refers_back_to_itself_is_listed(tmp_path: Path) -> None:
+    module = types.ModuleType("acme_cycle")
+    node = type("Node", (), {"__module__": "acme_cycle"})
+    module.Node = node
+    sys.modules["acme_cycle"] = module
+    try:
+        parent, child = node(), node()
+        parent.child, child.parent, child.weight = child, parent, torch.ones(2)
+        torch.save({"net": parent}, path := tmp_path / "a.pt")
+    finally:
+        del sys.modules["acme_cycle"]
+    with eg.open_checkpoint(path) as ck:
+        assert list(ck.tensors) == ["net/child/weight"]

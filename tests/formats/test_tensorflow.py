@@ -44,15 +44,19 @@ class TestTensorFlowOfEveryType(TestTensorFlow):
     source = "tf_types"
 
 
-def test_every_tensor_is_as_tensorflow_itself_read_it(data: Path) -> None:
-    expected = json.loads((data / "tf_types.expected.json").read_text())
-    with eg.open_checkpoint(data / "tf_types") as ck:
-        assert sorted(ck.tensors) == sorted([*(row["name"] for row in expected), "sliced"])
+@pytest.mark.parametrize(
+    ("source", "unread", "texts"),
+    [("tf_types", ["sliced"], "text"), ("tf_ckpt", [], "_CHECKPOINTABLE_OBJECT_GRAPH")],
+)
+def test_every_tensor_is_as_tensorflow_itself_read_it(source: str, unread: list[str], texts: str, data: Path) -> None:
+    expected = json.loads((data / f"{source}.expected.json").read_text())
+    with eg.open_checkpoint(data / source) as ck:
+        assert sorted(ck.tensors) == sorted([*(row["name"] for row in expected), *unread])
         for row in expected:
             info = ck.tensors[row["name"]]
             assert [list(info.shape), info.dtype.value] == [row["shape"], row["dtype"]], row["name"]
             assert hashlib.sha256(raw_bytes(ck.read(row["name"]))).hexdigest() == row["sha256"], row["name"]
-        assert ck.others == {"text": "a tensor of strings"}
+        assert ck.others == {texts: "a tensor of strings"}
 
 
 def test_names_are_the_stored_keys_and_roles_go_by_them(data: Path) -> None:

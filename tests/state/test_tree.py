@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from enum import Enum, IntEnum
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,24 @@ from evergrad.errors import StateError
 from evergrad.records import Role
 from evergrad.state import Skeleton, flatten, unflatten
 from states import keys, same, states
+
+
+class Colour(str, Enum):  # noqa: UP042 - people still write it so
+    RED = "red"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Epoch(int):
+    pass
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def through_json(state: Any) -> Any:
@@ -118,6 +137,30 @@ def test_the_state_dicts_metadata_is_kept() -> None:
     assert through_json(state)._metadata == state._metadata
 
 
+def test_simple_tuples_are_keys_and_subclasses_of_numbers_are_numbers() -> None:
+    state = {(0, "a"): torch.ones(1), "b": bytearray(b"x"), "plain": Epoch(7)}
+    back = through_json(state)
+    assert back[0, "a"].tolist() == [1]
+    assert type(back["b"]) is bytearray
+    assert back["plain"] == 7
+
+
+def test_odd_numpy_arrays_are_kept() -> None:
+    base = np.arange(6.0)
+    fields = np.zeros(3, [("a", "i1"), ("b", "f4")])
+    state = {"reversed": base[::-1], "field": fields["b"], "frozen": np.broadcast_to(np.float32(1), (2, 2))}
+    back = through_json(state)
+    for name, array in state.items():
+        np.testing.assert_array_equal(back[name], array)
+
+
+def test_both_names_of_a_tied_buffer_are_buffers() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("a", torch.ones(2))
+    model.register_buffer("b", model.a)
+    assert set(flatten({"m": model}).skeleton.roles.values()) == {Role.BUFFER}
+
+
 def test_numpy_values_and_torch_values_are_kept() -> None:
     state = {
         "array": np.arange(6, dtype=np.int16).reshape(2, 3),
@@ -141,7 +184,13 @@ def test_numpy_values_and_torch_values_are_kept() -> None:
         (lambda: torch.zeros(2, dtype=torch.float4_e2m1fn_x2), "float4_e2m1fn_x2"),
         (lambda: torch.zeros(2, device="meta"), "meta"),
         (object, "builtins.object"),
-        (lambda: {(1, 2): 3}, "key of type tuple"),
+        (lambda: {(1, (2,)): 3}, "key of type tuple"),
+        (lambda: Colour.RED, "test_tree.Colour"),
+        (lambda: Level.LOW, "test_tree.Level"),
+        (lambda: torch.nn.LazyLinear(2), "no shape yet"),
+        (lambda: torch.nn.Linear, "builtins.type"),
+        (lambda: np.ma.masked_array([1.0], [True]), "masked array"),
+        (_freed, "freed"),
         (lambda: len, "builtin_function"),
     ],
 )

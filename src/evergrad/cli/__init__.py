@@ -1,13 +1,16 @@
 """The command line: one file a verb, in the order of the workflow, thin over the library.
 
-Exit codes: 0 fine, 1 found something (`diff`: the two differ), 2 usage or unreadable input. A user's mistake is
-one line on stderr. Nothing heavy is imported before a verb runs, so that `--help` answers at once.
+Exit codes: 0 fine, 1 found something (`diff`, `verify`, `convert --dry-run`), 2 usage or unreadable input, 3 a bug
+of ours. A user's mistake is one line on stderr. Nothing heavy is imported before a verb runs, so that `--help`
+answers at once.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -15,6 +18,7 @@ import typer
 
 from evergrad import __version__
 from evergrad.cli import convert, demo, diff, inspect, verify
+from evergrad.cli.output import printable, safe_streams
 from evergrad.errors import EvergradError
 
 __all__ = ["app", "main"]
@@ -23,7 +27,8 @@ app = typer.Typer(
     name="evergrad",
     help="Keep distributed PyTorch training alive through crashes and silent data corruption, "
     "and measure what both cost.",
-    epilog="Exit codes: 0 fine · 1 found something (diff: they differ) · 2 usage or unreadable input.",
+    epilog="Exit codes: 0 fine · 1 found something (diff: they differ; verify: something is wrong; "
+    "convert --dry-run: something would be lost) · 2 usage or unreadable input · 3 internal error, a bug of ours.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -51,6 +56,7 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    safe_streams()
     try:
         result = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
         sys.stdout.flush()
@@ -65,11 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read our output has enough. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except MemoryError:
+        return _fail("out of memory")
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # on stdout
+            _drop_output()
+            return _fail("the output cannot be written: no space left on device")
         if not hasattr(error, "format_message"):  # not a usage error of the parser's
-            raise
+            return _report()
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "evergrad"
         message = " ".join(str(error.format_message()).split())
@@ -79,5 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"evergrad: {message}", file=sys.stderr)
+    print(f"evergrad: {printable(message)}", file=sys.stderr)
     return code
+
+
+def _report() -> int:
+    """A bug of ours: everything that helps to find it, and a code that no finding has."""
+    for line in traceback.format_exc().splitlines():
+        print(printable(line), file=sys.stderr)
+    return _fail("internal error, please report", 3)
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, print_json, size
+from evergrad.cli.output import JsonOption, print_json, printable, size
 
 __all__ = ["EPILOG", "convert"]
 
 EPILOG = (
     "Examples:\n\n  evergrad convert model.pt model.safetensors\n\n"
     "  evergrad convert checkpoint-500/ all.pt --tensors-only\n\n"
-    "Exit codes: 0 written · 2 usage, unreadable input, or something would be lost (nothing is written then)."
+    "  evergrad convert model.pt model.npz --dry-run\n\n"
+    "Exit codes: 0 written · 1 with --dry-run: something would be lost · "
+    "2 usage, unreadable input, or something would be lost (nothing is written then)."
 )
 
 
@@ -22,15 +24,18 @@ def convert(
     a: Annotated[Path, typer.Argument(help="A checkpoint: any file or folder.")],
     b: Annotated[Path, typer.Argument(help="The file to write; its ending names the format.")],
     to: Annotated[
-        str | None, typer.Option(help="The format, if the ending does not tell: torch-zip, safetensors, npz, npy.")
+        str | None,
+        typer.Option(help="The format, if the ending does not tell: torch-zip, safetensors, hdf5, npz, npy."),
     ] = None,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Agree to keep tensors and names, and nothing else.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace B if it exists.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be lost; write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be lost (exit 1 if something); write nothing.")
+    ] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """Convert a checkpoint exactly, or refuse and say what would be lost.
 
     Tensors stay the same to the bit; nesting, key types, numbers and tied tensors are kept too.
@@ -43,11 +48,12 @@ def convert(
             if as_json:
                 print_json({"out": str(b), "losses": list(losses)})
             else:
-                print("\n".join(f"would lose: {loss}" for loss in losses) or "nothing would be lost")
-            return
+                print("\n".join(f"would lose: {printable(loss)}" for loss in losses) or "nothing would be lost")
+            return 1 if losses else 0
         written = formats.convert(source, b, to=to, tensors_only=tensors_only, overwrite=overwrite)
         count, total = len(source.tensors), sum(info.nbytes for info in source.tensors.values())
     if as_json:
         print_json({"out": str(written), "tensors": count, "total_bytes": total})
     else:
-        print(f"{written}: {count} tensors, {size(total)}")
+        print(f"{printable(written)}: {count} tensors, {size(total)}")
+    return 0

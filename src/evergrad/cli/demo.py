@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evergrad.cli.output import JsonOption, console, print_json
+from evergrad.errors import FileAccessError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -24,16 +25,29 @@ _EXPONENT_MSB = 1 << 30  # of a float32
 
 
 def demo(
-    keep: Annotated[Path | None, typer.Option(help="Keep the files in this folder.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep the files in this folder: a new or an empty one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a small network, look into its checkpoint, flip one bit of it, and see what that does."""
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        _make_folder(keep)
         _tell(keep, as_json)
     else:
         with tempfile.TemporaryDirectory(prefix="evergrad-demo-") as folder:
             _tell(Path(folder), as_json)
+
+
+def _make_folder(folder: Path) -> None:
+    """A new or empty folder: what someone keeps there already is not the demo's to replace."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder}: is no folder. Choose a new or an empty one.")
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder}: is not empty. Choose a new or an empty folder.")
+    except OSError as error:
+        what = f"cannot be made: {(error.strerror or str(error)).lower()}"
+        raise FileAccessError(folder, what) from error
 
 
 def _tell(folder: Path, as_json: bool) -> None:
@@ -49,8 +63,8 @@ def _tell(folder: Path, as_json: bool) -> None:
         say(
             f"\n[bold]$ evergrad {' '.join(Path(a).name if a.startswith(str(folder)) else a for a in arguments)}[/bold]"
         )
-        if not as_json:
-            main(arguments)
+        if not as_json and (code := main(arguments)) > 1:
+            raise typer.Exit(code)
 
     say("[bold]1. Train a small network and save it as everyone does[/bold]")
     model, optimizer, data = _train(torch)
@@ -73,21 +87,27 @@ def _tell(folder: Path, as_json: bool) -> None:
     say(f"flipped.pt: accuracy {facts['accuracy_after_flip']:.1%}")
     run("diff", str(clean), str(flipped))
 
-    say("\n[bold]4. The same state in another format: exact, optimizer, epoch and all[/bold]")
-    twin.unlink(missing_ok=True)
+    say("\n[bold]4. Without the clean file: the checksum was kept valid, but the value gives it away[/bold]")
+    run("verify", str(flipped))
+    facts["verify"] = eg.verify(flipped).verdict.value
+
+    say("\n[bold]5. The same state in another format: exact, optimizer, epoch and all[/bold]")
     run("convert", str(clean), str(twin))
     if as_json:
         eg.convert(clean, twin)
     run("diff", str(clean), str(twin))
     facts["conversion_exact"] = eg.compare(clean, twin).equal
 
-    say("\n[bold]5. A file that would run a command when it is loaded is read, and runs nothing[/bold]")
+    say("\n[bold]6. A file that would run a command when it is loaded is read, and runs nothing[/bold]")
     trap, mark = folder / "trap.pt", folder / "it-ran"
-    torch.save({"weight": torch.ones(3), "payload": _Trap(mark)}, trap)
-    run("inspect", str(trap))
-    with eg.open_checkpoint(trap) as ck:
-        facts["trap_tensors"] = len(ck.tensors)
-    facts["trap_ran"] = mark.exists()
+    try:
+        torch.save({"weight": torch.ones(3), "payload": _Trap(mark)}, trap)
+        run("inspect", str(trap))
+        with eg.open_checkpoint(trap) as ck:
+            facts["trap_tensors"] = len(ck.tensors)
+        facts["trap_ran"] = mark.exists()
+    finally:
+        trap.unlink(missing_ok=True)  # it is live: nobody should find it in a folder that was kept
     say(f"command executed: {'yes' if facts['trap_ran'] else 'no'}")
     if as_json:
         print_json(facts)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, print_json, progress
+from evergrad.cli.output import JsonOption, console, print_json, printable, progress
 
 if TYPE_CHECKING:
     from evergrad.records import Comparison, TensorDiff
 
 __all__ = ["EPILOG", "diff"]
+
+_SHOWN_VALUES = 20
 
 EPILOG = (
     "Examples:\n\n  evergrad diff before.pt after.pt\n\n"
@@ -30,7 +32,9 @@ def diff(
 ) -> int:
     """Compare two checkpoints tensor by tensor, across formats.
 
-    Equal means bit for bit. The `module.` and `_orig_mod.` prefixes of DDP and torch.compile are ignored.
+    Equal means bit for bit; values besides tensors count where both files hold
+    some. The `module.` and `_orig_mod.` prefixes of DDP and torch.compile are
+    ignored. Where no name is shared, layers are matched by shape and order.
     """
     from evergrad.formats import compare
 
@@ -48,7 +52,7 @@ def _print(comparison: Comparison, show_all: bool) -> None:
     from rich.text import Text
 
     if comparison.note:
-        print(comparison.note)
+        print(printable(comparison.note))
     rows = comparison.tensors if show_all else comparison.different
     if rows:
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -58,13 +62,28 @@ def _print(comparison: Comparison, show_all: bool) -> None:
         table.add_column("max |Δ|", justify="right")
         table.add_column("non-finite", justify="right")
         for row in rows:
-            table.add_row(Text(row.name), Text(_verdict(row)), _changed(row), _delta(row), _nonfinite(row))
+            cells = (row.name, _verdict(row), _changed(row), _delta(row), _nonfinite(row))
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         console().print(table)
         print()
+    if comparison.values:
+        print("values:")
+        for line in comparison.values[:_SHOWN_VALUES]:
+            print(f"  {printable(line)}")
+        if len(comparison.values) > _SHOWN_VALUES:
+            print(f"  and {len(comparison.values) - _SHOWN_VALUES} more")
+        print()
+    print(_summary(comparison))
+
+
+def _summary(comparison: Comparison) -> str:
+    tensors, values = len(comparison.tensors), len(comparison.values)
+    if not tensors and not values:
+        return "nothing to compare: no tensors"
     if comparison.equal:
-        print(f"equal: all {len(comparison.tensors)} tensors, bit for bit")
-    else:
-        print(f"different: {len(comparison.different)} of {len(comparison.tensors)} tensors")
+        return f"equal: all {tensors} tensors, bit for bit"
+    told = f", {values} value{'s' if values != 1 else ''}" if values else ""
+    return f"different: {len(comparison.different)} of {tensors} tensors{told}"
 
 
 def _verdict(row: TensorDiff) -> str:

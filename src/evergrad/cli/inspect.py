@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, print_json, shape, size
+from evergrad.cli.output import JsonOption, console, print_json, printable, shape, size
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -36,8 +36,11 @@ def inspect(
 ) -> None:
     """List the tensors of a checkpoint, without reading them.
 
-    Formats are recognised by content: torch (zip and old), Lightning, safetensors (single and sharded),
-    Transformers Trainer folders, npz, npy. Nothing in the file is executed.
+    Formats are recognised by content: torch (zip and old), Lightning,
+    safetensors (single and sharded); folders of Transformers' Trainer,
+    DeepSpeed ZeRO, torch.distributed.checkpoint (DCP), and plain ones; HDF5
+    (Keras, Chainer, PyTorch), .keras, TensorFlow, npz, npy. Orbax folders are
+    listed, and not read. Nothing in the file is executed.
     """
     from evergrad.formats import open_checkpoint
     from evergrad.state import select
@@ -76,16 +79,17 @@ def _print_table(infos: list[TensorInfo]) -> None:
         table.add_column("shares bytes with", overflow="fold")
     for info in infos:
         row = [info.name, shape(info.shape), info.dtype.value, info.role.value, size(info.nbytes)]
-        table.add_row(*(Text(cell) for cell in [*row, *([_few(info.shares)] if shared else [])]))
+        table.add_row(*(Text(printable(cell)) for cell in [*row, *([_few(info.shares)] if shared else [])]))
     console().print(table)
 
 
 def _print_summary(ck: Checkpoint, infos: list[TensorInfo]) -> None:
     total = sum(info.nbytes for info in infos)
     left_out = f" of {len(ck.tensors)}" if len(infos) != len(ck.tensors) else ""
-    print(f"\n{ck.format}: {len(infos)}{left_out} tensor{'s' if len(infos) != 1 or left_out else ''}, {size(total)}")
+    plural = "s" if len(infos) != 1 or left_out else ""
+    print(f"\n{printable(ck.format)}: {len(infos)}{left_out} tensor{plural}, {size(total)}")
     for name, what in list(ck.others.items())[:_SHOWN_OTHERS]:
-        print(f"left alone: {name} ({what})")
+        print(f"left alone: {printable(name)} ({printable(what)})")
     if len(ck.others) > _SHOWN_OTHERS:
         print(f"left alone: {len(ck.others) - _SHOWN_OTHERS} more objects")
 
@@ -94,7 +98,7 @@ def _tree(ck: Checkpoint, infos: list[TensorInfo]) -> Tree:
     from rich.text import Text
     from rich.tree import Tree
 
-    root = Tree(Text(str(ck.path), style="bold"))
+    root = Tree(Text(printable(ck.path), style="bold"))
     branches: dict[str, Tree] = {}
     for info in infos:
         *parents, last = info.name.split("/")
@@ -102,9 +106,10 @@ def _tree(ck: Checkpoint, infos: list[TensorInfo]) -> Tree:
         for parent in parents:
             path = f"{path}/{parent}"
             if path not in branches:
-                branches[path] = branch.add(Text(parent, style="bold"))
+                branches[path] = branch.add(Text(printable(parent), style="bold"))
             branch = branches[path]
-        branch.add(Text.assemble(last, (f"  {shape(info.shape)} {info.dtype} {size(info.nbytes)}", "dim")))
+        told = f"  {shape(info.shape)} {info.dtype} {size(info.nbytes)}"
+        branch.add(Text.assemble(printable(last), (told, "dim")))
     return root
 
 

@@ -1,7 +1,12 @@
-"""What the verbs print: JSON, tables that fit a terminal, progress for what takes long."""
+"""What the verbs print: JSON, tables that fit a terminal, progress for what takes long.
+
+Names in a file are whatever its writer chose. A terminal obeys some characters, so everything that is shown
+to a person goes through `printable`.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
 
     from evergrad.records import Json
 
-__all__ = ["JsonOption", "console", "print_json", "progress", "shape", "size"]
+__all__ = ["JsonOption", "console", "print_json", "printable", "progress", "safe_streams", "shape", "size"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -24,8 +29,24 @@ _SLOW_BYTES = 1 << 28  # under a quarter of a gigabyte there is nothing to wait 
 
 
 def print_json(data: Json) -> None:
-    """One JSON document on stdout; NaN and infinities, which JSON does not have, as strings."""
-    print(json.dumps(_plain(data), ensure_ascii=False, allow_nan=False))
+    """One JSON document on stdout, in ASCII; NaN and infinities, which JSON does not have, as strings."""
+    print(json.dumps(_plain(data), ensure_ascii=True, allow_nan=False))
+
+
+def printable(text: object) -> str:
+    r"""A text on one line that no terminal obeys: escapes, line ends and lone surrogates are spelt out.
+
+    >>> print(printable("fc\x1b[2J\nbias µ"))
+    fc\x1b[2J\nbias µ
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def safe_streams() -> None:
+    """Let stdout and stderr spell out what their encoding lacks, rather than fail over it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def console() -> Console:
@@ -51,7 +72,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         disable=not sys.stderr.isatty(),
     )
     with bar:
-        task = bar.add_task(what, total=None, visible=False)
+        task = bar.add_task(printable(what), total=None, visible=False)
 
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total, visible=total > _SLOW_BYTES)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, print_json, progress
+from evergrad.cli.output import JsonOption, console, print_json, printable, progress
 
 if TYPE_CHECKING:
     from evergrad.formats.verify import TensorVerdict, Verification
@@ -31,8 +31,8 @@ def verify(
 ) -> int:
     """Look for damage: checksums that do not hold, NaN and infinities, values that no training makes.
 
-    Where a format has no checksums (safetensors, npy), a flipped low bit leaves no trace: such tensors are
-    "unknown", not "ok".
+    Where a format has no checksums (safetensors, npy, plain HDF5), a flipped
+    low bit leaves no trace: such tensors are "unknown", not "ok".
     """
     from evergrad.formats import verify as verify_checkpoint
 
@@ -42,6 +42,8 @@ def verify(
         print_json(verification.to_json())
     else:
         _print(verification, show_all)
+    if _nothing_checked(verification):
+        return 1 if strict else 0
     return 1 if verification.verdict in _wrong(strict) else 0
 
 
@@ -59,13 +61,14 @@ def _print(verification: Verification, show_all: bool) -> None:
         table.add_column("values")
         table.add_column("what", overflow="fold")
         for row in rows:
-            table.add_row(*map(Text, (row.name, row.verdict, row.checksum, row.values, _what(row))))
+            cells = (row.name, row.verdict, row.checksum, row.values, _what(row))
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         for part, check in parts.items():
             what = "the checksum does not hold" if check in _wrong(False) else "no tensor"
-            table.add_row(*map(Text, (part, check, check, "", what)))
+            table.add_row(*(Text(printable(cell)) for cell in (part, check, check, "", what)))
         console().print(table)
         print()
-    print(_summary(verification))
+    print(printable(_summary(verification)))
 
 
 def _what(row: TensorVerdict) -> str:
@@ -75,7 +78,13 @@ def _what(row: TensorVerdict) -> str:
     return f"{row.name} {row.reason}" if row.reason.startswith("= ") else row.reason
 
 
+def _nothing_checked(verification: Verification) -> bool:
+    return not verification.tensors and not verification.container
+
+
 def _summary(verification: Verification) -> str:
+    if _nothing_checked(verification):
+        return f"nothing to verify: {verification.format}, no tensors"
     tensors = verification.tensors
     bad_parts = sum(check in _wrong(False) for check in verification.container.values())
     unsealed = sum(tensor.checksum == "unknown" for tensor in tensors)

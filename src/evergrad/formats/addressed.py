@@ -18,8 +18,6 @@ from evergrad.state.sharing import byte_extent
 
 __all__ = ["AddressedCheckpoint", "describe"]
 
-MAX_OVERLAPPING = 2_000  # real files tie a handful; naming all pairs of more would be quadratic
-
 
 class Closes(Protocol):
     """Whatever has to be let go of in the end."""
@@ -98,21 +96,25 @@ def describe(
     for placement, dtype in placements:
         name = placement.path
         role = (roles or {}).get(name) or role_of(name, is_float=dtype.is_float, rank=len(placement.shape))
-        size = dtype.itemsize
+        size, span = dtype.itemsize, dtype.itemsize
         for length in placement.shape:
             size *= length
-        infos[name] = TensorInfo(name, placement.shape, dtype, role, size, neighbours.get(name, ()))
+            span *= length or 1
+        if span >= 1 << 63:  # torch has no such tensor, not even an empty one
+            raise ValueError(f"{name}: impossible shape {placement.shape!s:.80}")
+        chain, place = neighbours.get(name, ((), None))
+        infos[name] = TensorInfo(name, placement.shape, dtype, role, size, chain, place)
     return infos
 
 
-def _neighbours(placements: list[Placement]) -> dict[str, tuple[Neighbour, ...]]:
+def _neighbours(placements: list[Placement]) -> dict[str, tuple[tuple[Neighbour, ...], Neighbour]]:
     """For each tensor whose bytes overlap another's: the whole chain of overlapping ones, one tuple for all."""
     stores: dict[Hashable, list[Neighbour]] = {}
     for place in placements:
         extent = byte_extent(place.shape, place.stride, place.itemsize)
         if extent:
             stores.setdefault(place.storage, []).append(Neighbour(place.path, place.offset, place.offset + extent))
-    found: dict[str, tuple[Neighbour, ...]] = {}
+    found: dict[str, tuple[tuple[Neighbour, ...], Neighbour]] = {}
     for members in stores.values():
         if len(members) == 1:
             continue
@@ -121,11 +123,10 @@ def _neighbours(placements: list[Placement]) -> dict[str, tuple[Neighbour, ...]]
         for member in [*members[1:], Neighbour("", 1 << 62, 1 << 62)]:
             if member.start < reach:
                 chain.append(member)
-                if len(chain) > MAX_OVERLAPPING:
-                    raise ValueError(f"more than {MAX_OVERLAPPING} tensors overlap in one chain of bytes")
                 reach = max(reach, member.stop)
                 continue
             if len(chain) > 1:
-                found.update(dict.fromkeys((link.name for link in chain), tuple(chain)))
+                links = tuple(chain)
+                found.update((link.name, (links, link)) for link in links)
             chain, reach = [member], member.stop
     return found

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
-from evergrad.formats.crc import CRC32
+from evergrad.formats.crc import CRC32, crc32
 from evergrad.formats.durable import replacing
 from evergrad.formats.region import Bytes, DataFile, Seal, file_errors
 from evergrad.records import Check
 
-__all__ = ["Archive", "Inflated", "Member"]
+__all__ = ["Archive", "Inflated", "Member", "first_name"]
 
 MAX_MEMBERS = 2_000_000
 MAX_DIRECTORY_BYTES = 1 << 29
@@ -54,7 +54,7 @@ class Member:
     entry: int  # where its directory entry is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Archive:
     """A zip file's directory; nothing is decompressed or read before it is asked for."""
 
@@ -63,6 +63,7 @@ class Archive:
     directory: int
     inflated: dict[str, Inflated] = field(default_factory=dict)
     verified: dict[str, bool] = field(default_factory=dict)
+    closed: bool = False
 
     @classmethod
     def open(cls, path: Path) -> Archive:
@@ -78,7 +79,13 @@ class Archive:
     def over(cls, file: Bytes) -> Archive:
         """The archive that these bytes are; they may be a part of a larger file."""
         start, length, count = _find_directory(file)
-        return cls(file, {m.name: m for m in _entries(file, start, length, count)}, start)
+        members: dict[str, Member] = {}
+        for member in _entries(file, start, length, count):
+            if member.name in members:  # which of the two is meant depends on who reads
+                raise DamagedFile(file.path, f"two zip members are called {member.name!r}")
+            members[member.name] = member
+        _check_no_overlap(file, members.values())
+        return cls(file, members, start)
 
     def data_offset(self, member: Member) -> int:
         """Where a stored member's bytes begin in the file."""
@@ -137,9 +144,15 @@ class Archive:
 
     def close(self) -> None:
         """Make changes durable: rewrite the archive if compressed members were altered, and close."""
+        if self.closed:
+            return
+        self.closed = True
         changed = {name: data for name, data in self.inflated.items() if data.changed}
         self.inflated.clear()
+        replaced = bool(changed) and isinstance(self.file, DataFile) and self.file.replaced()
         self.file.close()
+        if replaced:
+            raise FileAccessError(self.file.path, "was replaced since it was opened: nothing was changed")
         if changed:
             _rewrite(self.file.path, changed)
 
@@ -154,8 +167,10 @@ class ZipSeal:
         """Put every copy of the checksum right."""
         member = self._member
         self._archive.verified.pop(member.name, None)
-        member.crc ^= CRC32.change(addresses - self._data, deltas, member.size)
         view = self._archive.file.writable()
+        # Onto what the file says now: somebody else may have altered it too.
+        member.crc = int.from_bytes(bytes(view[member.entry + 16 : member.entry + 20]), "little")
+        member.crc ^= CRC32.change(addresses - self._data, deltas, member.size)
         value = np.frombuffer(struct.pack("<L", member.crc), np.uint8)
         view[member.entry + 16 : member.entry + 20] = value
         if member.flags & 0x08:
@@ -173,7 +188,7 @@ class ZipSeal:
             for start in range(0, self._member.size, _BLOCK):
                 block = buffer[: min(_BLOCK, self._member.size - start)]
                 self._archive.file.read_into(self._data + start, block)
-                crc = zlib.crc32(block.data, crc)
+                crc = crc32(block.data, crc)
             self._archive.verified[self._member.name] = crc == self._member.crc
         return self._archive.verified[self._member.name]
 
@@ -189,7 +204,7 @@ class InflatedSeal:
 
     def holds(self) -> bool:
         """Whether it decompresses to what was compressed."""
-        return zlib.crc32(self._archive.inflate(self._member).view().data) == self._member.crc
+        return crc32(self._archive.inflate(self._member).view().data) == self._member.crc
 
 
 class Inflated:
@@ -226,6 +241,8 @@ class Inflated:
 
     def view(self) -> npt.NDArray[np.uint8]:
         """All bytes, to look at."""
+        if self._archive.closed:
+            raise FileAccessError(self.path, "is closed")
         if self._data is None:
             self._archive.forget_unchanged()
             data = self._decompress(self._member.stored_size, self.size)
@@ -239,10 +256,20 @@ class Inflated:
 
     def writable(self) -> npt.NDArray[np.uint8]:
         """All bytes, to alter; the archive is rewritten when it is closed."""
+        file = self._archive.file
+        if not isinstance(file, DataFile):
+            raise UnsupportedContent(self.path, f"{self._member.name!r} is compressed within a part of a file")
         if not os.access(self.path, os.W_OK, effective_ids=True):
             raise FileAccessError(self.path, "cannot be altered: permission denied")
+        if file.replaced():
+            raise FileAccessError(self.path, "was replaced since it was opened", hint="Open it again.")
         self.changed = True
         return self.view()
+
+    def contents(self) -> npt.NDArray[np.uint8]:
+        """What was altered, for writing it back: also after the archive was closed."""
+        assert self._data is not None, "only an altered member is written back"
+        return self._data
 
     def forget(self) -> None:
         """Free the memory; what was read can be read again."""
@@ -269,13 +296,30 @@ def _rewrite(path: Path, changed: Mapping[str, Inflated]) -> None:
                     target.extra = b""
                     with new.open(target, "w", force_zip64=info.file_size >= 1 << 31) as out:
                         if info.filename in changed:
-                            out.write(changed[info.filename].view().data)
+                            out.write(changed[info.filename].contents().data)
                             continue
                         with old.open(info) as source:
                             while block := source.read(1 << 20):
                                 out.write(block)
-        except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, EOFError) as error:
             raise DamagedFile(path, f"cannot be rewritten: {error}") from None
+
+
+def first_name(head: bytes) -> str:
+    """The name of the member that a zip file begins with."""
+    if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
+        return ""
+    length = _LOCAL.unpack_from(head)[9]
+    return head[_LOCAL.size : _LOCAL.size + length].decode("utf-8", "replace")
+
+
+def _check_no_overlap(file: Bytes, members: Iterable[Member]) -> None:
+    """Members that lie in each other let a small file stand for a huge one."""
+    reach, before = 0, ""
+    for start, end, name in sorted((m.header, m.header + _LOCAL.size + m.stored_size, m.name) for m in members):
+        if start < reach:
+            raise DamagedFile(file.path, f"zip members {before!r} and {name!r} overlap")
+        reach, before = end, name
 
 
 def _find_directory(file: Bytes) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from os import PathLike
@@ -15,7 +16,7 @@ from evergrad.formats.contract import Bits, Checkpoint, blocks
 from evergrad.formats.match import match
 from evergrad.formats.registry import open_checkpoint
 from evergrad.formats.values import finite, values
-from evergrad.records import Comparison, TensorDiff, TensorInfo
+from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
 from evergrad.state import Where, select
 
 __all__ = ["compare"]
@@ -73,7 +74,32 @@ def compare(
                 for name, info in second.tensors.items()
                 if name not in met
             ]
-        return Comparison(str(first.path), str(second.path), first.format, second.format, tuple(rows), note)
+        differing = _values(first, second) if where is None else ()
+        left_alone = len(first.others) + len(second.others)
+        if left_alone:
+            note = f"{note}; " * bool(note) + f"not compared: {left_alone} objects that are listed and left alone"
+        return Comparison(
+            str(first.path), str(second.path), first.format, second.format, tuple(rows), note, tuple(differing)
+        )
+
+
+def _values(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Values besides tensors that differ; nothing where one of the files has no place for any."""
+    a, b = first.skeleton.values(), second.skeleton.values()
+    if not a or not b:
+        return []
+    return [
+        f"{name}: {_shown(a, name)} / {_shown(b, name)}"
+        for name in dict.fromkeys((*a, *b))
+        if name not in a or name not in b or a[name] != b[name] or type(a[name]) is not type(b[name])
+    ]
+
+
+def _shown(values_: dict[str, Json], name: str) -> str:
+    if name not in values_:
+        return "–"
+    text = json.dumps(values_[name])
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def _partners(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
@@ -126,10 +152,16 @@ def _compare(
             numbers_y = values(y, b.dtype)
         else:
             numbers_y = values(y, b.dtype)
-            numbers_x, numbers_y = _wide(numbers_x), _wide(numbers_y)
             if numbers_x.ndim != numbers_y.ndim:
                 return TensorDiff(name, "dtype", other_name, f"{a.dtype} / {b.dtype}", a.numel, a.numel)
-            unequal = ~((numbers_x == numbers_y) | (np.isnan(numbers_x) & np.isnan(numbers_y)))
+            if "f" in (numbers_x.dtype.kind, numbers_y.dtype.kind):
+                numbers_x, numbers_y = _wide(numbers_x), _wide(numbers_y)
+            # Integers stay integers: NumPy compares them exactly, whatever their signs and widths.
+            unequal = (
+                (numbers_x != numbers_y)
+                if numbers_x.dtype.kind != "f"
+                else ~((numbers_x == numbers_y) | (np.isnan(numbers_x) & np.isnan(numbers_y)))
+            )
             unequal = unequal if unequal.ndim == 1 else unequal.any(axis=1)
         ok_y = finite(numbers_y)
         nonfinite_b += int(len(ok_y) - np.count_nonzero(ok_y))
@@ -158,7 +190,7 @@ def _wide(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 def _largest(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
     """The largest |x − y|, without overflow; of complex numbers, the modulus."""
-    if x.dtype.kind in "iu":
+    if x.dtype.kind in "iu" and x.dtype == y.dtype:
         # The difference of two 64-bit integers fits into 64 unsigned bits.
         high, low = np.maximum(x, y), np.minimum(x, y)
         return float((high.astype(np.uint64) - low.astype(np.uint64)).max())

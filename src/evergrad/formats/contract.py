@@ -8,7 +8,7 @@ serves everything whose tensors lie at known places), name the format in the ent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,6 +101,8 @@ class Checkpoint(ABC):
     tensors: Mapping[str, TensorInfo]
     others: Mapping[str, str]
     """What the file holds besides tensors and plain values: name → what it is. Listed, and left alone."""
+    unkept: Mapping[str, str] = {}
+    """What stands in the way of nothing but is lost when the file is converted (HDF5's attributes): name → what."""
     metadata: Mapping[str, str]
     """The container's own notes, where it has some."""
     skeleton: Skeleton
@@ -158,7 +160,7 @@ class Checkpoint(ABC):
         >>> old = ck.xor("model/fc.weight", [3], [0x80000000])          # doctest: +SKIP
         """
         info = self._info(name)
-        where = np.asarray(indices)
+        where = _array(info, "indices", indices)
         if where.size == 0:
             where = where.astype(np.int64)
         if where.ndim != 1 or where.dtype.kind not in "iu":
@@ -168,6 +170,10 @@ class Checkpoint(ABC):
             raise UsageError(f"{name}: no element {wrong} (expected 0 to {info.numel - 1})")
         checked = _patterns(info, len(where), patterns)
         return self._xor_bits(name, where.astype(np.int64), checked) if len(where) else checked
+
+    def files(self) -> list[Path]:
+        """Every file that the checkpoint consists of."""
+        return [self.path]
 
     def state(self) -> Any:
         """The nested state: dicts, lists and values as they were saved, tensors sharing as they did.
@@ -193,8 +199,14 @@ class Checkpoint(ABC):
     def _info(self, name: str) -> TensorInfo:
         try:
             return self.tensors[name]
-        except KeyError:
+        except (KeyError, TypeError):
             raise UnknownTensor(name, self.tensors, where=str(self.path)) from None
+
+
+def losses_of(source: Checkpoint, *, notes_kept: bool = False) -> list[str]:
+    """What no target keeps: objects, attributes, and the container's notes unless the target has a place for them."""
+    losses = [f"{name} ({what})" for name, what in (*source.others.items(), *source.unkept.items())]
+    return losses if notes_kept else losses + [f"metadata {key!r}" for key in source.metadata if key != "format"]
 
 
 def refuse_losses(path: Path, target: str, losses: list[str]) -> None:
@@ -206,16 +218,24 @@ def refuse_losses(path: Path, target: str, losses: list[str]) -> None:
         )
 
 
-def blocks(info: TensorInfo, block_bytes: int = _BLOCK_BYTES) -> list[tuple[int, int]]:
+def blocks(info: TensorInfo, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """The ranges of elements that cover a tensor in pieces of bounded size."""
     step = max(1, block_bytes // info.dtype.itemsize)
-    return [(start, min(start + step, info.numel)) for start in range(0, info.numel, step)]
+    for start in range(0, info.numel, step):
+        yield start, min(start + step, info.numel)
+
+
+def _array(info: TensorInfo, what: str, given: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(given)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{info.name}: {what} are no array of integers: {error}") from None
 
 
 def _patterns(info: TensorInfo, count: int, patterns: npt.ArrayLike) -> Bits:
-    given = np.asarray(patterns)
+    given = _array(info, "patterns", patterns)
     shape = (count,) if info.dtype.parts == 1 else (count, info.dtype.parts)
-    if given.size == 0:
+    if given.size == 0 and count == 0:
         given = given.reshape(shape).astype(info.dtype.bits)
     if given.shape != shape or given.dtype.kind not in "iu":
         raise UsageError(

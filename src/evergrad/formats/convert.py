@@ -33,7 +33,7 @@ def convert(
     with ExitStack() as stack:
         source = a if isinstance(a, Checkpoint) else stack.enter_context(open_checkpoint(a))
         if target.exists():
-            if target.is_dir() or target.samefile(source.path):
+            if target.is_dir() or any(target.samefile(file) for file in source.files() if file.exists()):
                 raise UsageError(
                     f"{target}: cannot be written over (it is {'a folder' if target.is_dir() else 'the source'})"
                 )

@@ -14,7 +14,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CRC32", "CRC32C", "Crc"]
+try:  # three times as fast, where it is installed
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["CRC32", "CRC32C", "Crc", "crc32"]
 
 _POWERS = 44  # distances up to 16 TiB
 

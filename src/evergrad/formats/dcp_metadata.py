@@ -79,6 +79,9 @@ class _MetadataBuilder(TorchBuilder):
                 return _Record(function.name)
         return super().call(function, arguments)
 
+    def name(self, name: Global) -> Any:
+        return name
+
     def set_state(self, target: Any, state: Any) -> Any:
         if type(target) is not _Record:
             return super().set_state(target, state)

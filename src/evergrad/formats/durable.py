@@ -21,13 +21,17 @@ def replacing(path: Path) -> Iterator[Path]:
     Permissions of a replaced file are kept; a symbolic link keeps pointing to the file it names. A crash
     leaves the old file, and at most a temporary one named `.<name>.….partial` beside it.
     """
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     with file_errors(path, "cannot be written"):
+        try:
+            target = path.resolve()
+        except RuntimeError as error:  # links that lead to each other
+            raise OSError(str(error)) from None
+        stem = target.name.encode()[:100].decode("utf-8", "ignore")
+        temporary = target.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial")
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
-        yield temporary
         with file_errors(path, "cannot be written"):
+            yield temporary
             if target.exists():
                 os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
             _fsync(temporary)

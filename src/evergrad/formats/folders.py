@@ -13,11 +13,11 @@ import numpy.typing as npt
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnknownFormat
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
 from evergrad.formats.region import file_errors
-from evergrad.records import Check, Json, TensorInfo
+from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View
 
-__all__ = ["CompositeCheckpoint", "Sharded", "TrainerFolder"]
+__all__ = ["CompositeCheckpoint", "PlainFolder", "Sharded", "TrainerFolder"]
 
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 1 << 28
@@ -38,12 +38,15 @@ class CompositeCheckpoint(Checkpoint):
         *,
         skeleton: Skeleton | None = None,
         others: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.format = format
         self.path = path
-        self.tensors = {name: _renamed(name, part, inner) for name, (part, inner) in names.items()}
+        chains: dict[int, dict[str, Neighbour]] = {}
+        self.tensors = {name: _renamed(name, part.tensors[inner], chains) for name, (part, inner) in names.items()}
         self.others = others or {}
-        self.metadata = {}
+        self.metadata = metadata or {}
+        self.unkept = {k: what for part in parts for k, what in part.unkept.items()}
         self.skeleton = Skeleton.of_names(names) if skeleton is None else skeleton
         self._parts = parts
         self._names = names
@@ -55,6 +58,10 @@ class CompositeCheckpoint(Checkpoint):
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         part, inner = self._names[name]
         return part.xor(inner, indices, patterns)
+
+    def files(self) -> list[Path]:
+        """Those of every part, and the index or folder itself."""
+        return [self.path, *(file for part in self._parts for file in part.files())]
 
     def checksum(self, name: str) -> Check:
         """As the part that holds the tensor says."""
@@ -112,30 +119,32 @@ class Sharded(Format):
             others = {name: what for part in parts.values() for name, what in part.others.items()}
             skeleton = _merged([part.skeleton for part in parts.values()], names)
             kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
-            return CompositeCheckpoint(kind, index, list(parts.values()), names, skeleton=skeleton, others=others)
+            notes = {key: text for part in parts.values() for key, text in part.metadata.items()}
+            return CompositeCheckpoint(
+                kind, index, list(parts.values()), names, skeleton=skeleton, others=others, metadata=notes
+            )
         except BaseException:
             close_all(list(parts.values()))
             raise
 
 
-class TrainerFolder(Format):
-    """A `checkpoint-N` folder of Transformers' Trainer: model, optimizer, scheduler and RNG files.
+class PlainFolder(Format):
+    """A folder with several tensor files and no index that covers them: each behind its file's name.
 
-    Tensors are listed by file: `model.safetensors/…`, `optimizer.pt/state/0/exp_avg`. A sharded model is listed
-    under the name its index is for, as if it were one file.
+    A sharded model is listed under the name its index is for, as if it were one file.
     """
 
-    name = "transformers-trainer"
+    name = "folder"
 
     def __init__(self, opener: Opener) -> None:
         self._open_file = opener
 
     def recognises(self, probe: Probe) -> bool:
-        """A folder with `trainer_state.json`."""
-        return "trainer_state.json" in probe.names
+        """Two tensor files or more."""
+        return probe.is_folder and len(_tensor_files(probe.path)) > 1
 
     def open(self, path: Path) -> Checkpoint:
-        """Open every tensor file of the folder."""
+        """Open every tensor file of the folder; other files are named and left alone."""
         opened: dict[str, Checkpoint] = {}
         others: dict[str, str] = {}
         try:
@@ -151,10 +160,24 @@ class TrainerFolder(Format):
                     opened[file.name] = self._open_file(file)
                 except UnknownFormat:
                     others[file.name] = "a file of no known format"
-            return by_file(self.name, path, opened, others)
+            folder = by_file(self.name, path, opened, others)
+            taken = {path / name for name in opened} | shards
+            rest = [child for child in sorted(path.iterdir()) if child not in taken and child.name not in others]
+            folder.unkept = {**folder.unkept, **{child.name: "a file without tensors" for child in rest}}
+            return folder
         except BaseException:
             close_all(list(opened.values()))
             raise
+
+
+class TrainerFolder(PlainFolder):
+    """A `checkpoint-N` folder of Transformers' Trainer: model, optimizer, scheduler and RNG files."""
+
+    name = "transformers-trainer"
+
+    def recognises(self, probe: Probe) -> bool:
+        """A folder with `trainer_state.json`."""
+        return "trainer_state.json" in probe.names
 
 
 def by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], others: dict[str, str]) -> Checkpoint:
@@ -188,14 +211,19 @@ def _merged(skeletons: list[Skeleton], names: Mapping[str, Any]) -> Skeleton:
     return Skeleton(Skeleton.of_names(names).root, Sharing(tuple(sizes) if views else (), views))
 
 
-def _renamed(name: str, part: Checkpoint, inner: str) -> TensorInfo:
-    info = part.tensors[inner]
-    if name == inner:
+def _renamed(name: str, info: TensorInfo, chains: dict[int, dict[str, Neighbour]]) -> TensorInfo:
+    """The tensor under the name that it has in the folder; a chain of neighbours is renamed once for all of it."""
+    if name == info.name:
         return info
-    prefix = name.removesuffix(inner)
-    neighbours = tuple(type(n)(prefix + n.name, n.start, n.stop) for n in info.neighbours)
+    prefix = name.removesuffix(info.name)
     role = role_of(name, is_float=info.dtype.is_float, rank=len(info.shape))
-    return TensorInfo(name, info.shape, info.dtype, role, info.nbytes, neighbours)
+    if info.place is None:
+        return TensorInfo(name, info.shape, info.dtype, role, info.nbytes)
+    chain = chains.get(id(info.neighbours))
+    if chain is None:
+        chain = {n.name: Neighbour(prefix + n.name, n.start, n.stop) for n in info.neighbours}
+        chains[id(info.neighbours)] = chain
+    return TensorInfo(name, info.shape, info.dtype, role, info.nbytes, tuple(chain.values()), chain[info.place.name])
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -218,7 +246,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _beside(index: Path, file: str) -> Path:
     """A shard's path; an index may only name files in its own folder."""
     path = index.parent / file
-    if "/" in file or "\\" in file or "\0" in file or file in ("", ".", "..") or file == index.name:
+    if "/" in file or "\\" in file or "\0" in file or file in ("", ".", "..") or file.endswith(INDEX_SUFFIX):
         raise DamagedFile(
             index, "names a file outside its folder", expected="a plain file name", found=repr(file[:200])
         )

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
 from evergrad.formats.addressed import describe
-from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, refuse_losses
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
+from evergrad.formats.hdf5_attributes import Unkept
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors
 from evergrad.formats.hdf5_listing import Entry, Listing, list_file
 from evergrad.formats.hdf5_notes import NOTES, Notes, Source, read_notes, write_hdf5
@@ -61,8 +62,8 @@ class Hdf5(Format):
             raise
 
     def losses(self, source: Checkpoint) -> list[str]:
-        """Objects that cannot be rebuilt; anything else has a place in the file."""
-        return [f"{name} ({what})" for name, what in source.others.items()]
+        """Objects that cannot be rebuilt, and what the source leaves aside; anything else has a place in the file."""
+        return losses_of(source, notes_kept=True)
 
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write tensor by tensor, as `save_hdf5` does, with one block in memory at a time."""
@@ -78,8 +79,14 @@ class Hdf5Checkpoint(Checkpoint):
     """The data sets of an HDF5 file by path; in our own files, by the path they had in the state."""
 
     def __init__(
-        self, path: Path, file: Hdf5File, *, format: str | None = None, close: Callable[[], None] | None = None
-    ):
+        self,
+        path: Path,
+        file: Hdf5File,
+        *,
+        format: str | None = None,
+        close: Callable[[], None] | None = None,
+        unkept: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
         self._file = file
         self._close = close
@@ -93,6 +100,7 @@ class Hdf5Checkpoint(Checkpoint):
             self.metadata = notes.metadata
         self._entries = listing.entries
         self.others = listing.others
+        self.unkept = Unkept(file, _objects(listing), _kept(self.metadata, listing, notes), unkept)
         placements = [
             Placement(name, e.address, 0, e.shape, contiguous_strides(e.shape), e.dtype.itemsize)
             for name, e in listing.entries.items()
@@ -131,6 +139,19 @@ class Hdf5Checkpoint(Checkpoint):
             found = self._sets[entry.address] = DataSet(self._file, name, entry)
         _ = self._file.root  # refuses where the file is closed
         return found
+
+
+def _objects(listing: Listing) -> dict[str, bytes]:
+    """Everything that may have attributes, under one name each."""
+    sets = {entry.address: (name, entry.where) for name, entry in reversed(listing.entries.items())}
+    return {"/": b"/", **listing.groups, **dict(reversed(sets.values()))}
+
+
+def _kept(metadata: Mapping[str, str], listing: Listing, notes: Notes | None) -> set[str]:
+    """The attributes that are served: texts of the root are metadata, and our own `dtype` is the element's type."""
+    if notes is None:
+        return {f"/@{key}" for key in metadata}
+    return {f"{name}@dtype" for name, entry in listing.entries.items() if entry.dtype.numpy is None}
 
 
 def aliases(skeleton: Skeleton, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:

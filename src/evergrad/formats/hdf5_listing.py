@@ -36,7 +36,8 @@ class Listing:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
-    groups: set[str] = field(default_factory=set)
+    groups: dict[str, bytes] = field(default_factory=dict)
+    """Each with a path of hard links that leads to it."""
 
 
 def list_file(file: Hdf5File) -> Listing:
@@ -101,7 +102,7 @@ class _Walk:
         elif isinstance(known, str):
             self._listing.others[name] = known
         else:
-            self._listing.groups.add(name)
+            self._listing.groups[name] = where
             self._group(opened, where + b"/", name + "/", address, above)
 
     def _describe(self, opened: Any, where: bytes, address: int) -> Entry | str | list[_Link]:

@@ -20,8 +20,8 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, StateError
 from evergrad.formats.contract import Bits
+from evergrad.formats.hdf5_chunks import boxes
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors, library
-from evergrad.formats.hdf5_storage import boxes
 from evergrad.state import Skeleton
 
 __all__ = ["NOTES", "Notes", "Source", "hdf5_paths", "read_notes", "write_hdf5"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,53 +16,17 @@ import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, LimitExceeded
 from evergrad.formats.contract import Bits
+from evergrad.formats.hdf5_chunks import Box, ChunkedRegion, boxes, chunk_box
 from evergrad.formats.hdf5_file import CHUNK_CACHE_BYTES, Hdf5File, hdf5_errors, library
 from evergrad.formats.hdf5_listing import Entry
 from evergrad.formats.region import Region
 from evergrad.records import Check
 
-__all__ = ["ChunkedRegion", "DataSet", "boxes"]
+__all__ = ["DataSet"]
 
 _BLOCK_BYTES = 1 << 24
 _FLETCHER32, _DEFLATE = 3, 1
 _TRUSTED_BYTES = 1 << 20  # a deflated chunk of this size takes a gigabyte at the very worst
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # first element and length along each axis
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedRegion(Region):
-    """Unfiltered chunks, each at its own offset; `offset` only says whether all of them are aligned."""
-
-    chunk: tuple[int, ...] = ()
-    numbers: npt.NDArray[np.int64] | None = None  # of the chunks that are in the file, ascending
-    offsets: npt.NDArray[np.int64] | None = None
-
-    def chunks_of(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each element, the number of its chunk and its index within the chunk."""
-        number = np.zeros(len(indices), np.int64)
-        inner = np.zeros(len(indices), np.int64)
-        across = within = 1
-        for size, step in zip(reversed(self.shape), reversed(self.chunk), strict=True):
-            indices, place = np.divmod(indices, size)
-            chunk, rest = np.divmod(place, step)
-            number += chunk * across
-            inner += rest * within
-            across, within = across * -(-size // step), within * step
-        return number, inner
-
-    def missing(self, indices: npt.NDArray[np.int64]) -> list[int]:
-        """The chunks of these elements that are not in the file yet."""
-        assert self.numbers is not None
-        wanted = np.unique(self.chunks_of(indices)[0])
-        return [int(n) for n in wanted[~np.isin(wanted, self.numbers)]]
-
-    def addresses(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Byte offsets in the source of elements given by their index in C order."""
-        assert self.numbers is not None
-        assert self.offsets is not None
-        number, inner = self.chunks_of(indices)
-        return self.offsets[np.searchsorted(self.numbers, number)] + inner * self.dtype.itemsize
 
 
 class DataSet:
@@ -249,13 +212,7 @@ class DataSet:
         return old
 
     def _chunk_box(self, number: int) -> Box:
-        grid = [-(-size // step) for size, step in zip(self._entry.shape, self._chunk, strict=True)]
-        first: list[int] = []
-        for count, step in zip(reversed(grid), reversed(self._chunk), strict=True):
-            number, place = divmod(number, count)
-            first.insert(0, place * step)
-        sizes = zip(self._chunk, self._entry.shape, first, strict=True)
-        return tuple(first), tuple(min(step, size - start) for step, size, start in sizes)
+        return chunk_box(self._entry.shape, self._chunk, number)
 
     def _through(self, verb: str, box: Box, raw: npt.NDArray[np.uint8]) -> None:
         """Read or write one box through the library, in the file's own type, so that nothing is converted."""
@@ -317,24 +274,3 @@ class DataSet:
 
     def _errors(self) -> Any:
         return hdf5_errors(self._file.path, self._name)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up a range of elements, in C order; at most two an axis and one."""
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        for corner, lengths in boxes(shape[1:], start - last * row, stop - last * row):
-            yield (last, *corner), (1, *lengths)
-        return
-    if start < first * row:
-        for corner, lengths in boxes(shape[1:], start - (first - 1) * row, row):
-            yield (first - 1, *corner), (1, *lengths)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if last * row < stop:
-        for corner, lengths in boxes(shape[1:], 0, stop - last * row):
-            yield (last, *corner), (1, *lengths)

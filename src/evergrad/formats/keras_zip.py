@@ -86,7 +86,8 @@ class _KerasCheckpoint(Hdf5Checkpoint):
 
         file = Hdf5File(path, place)
         try:
-            super().__init__(path, file, format=KerasZip.name, close=close)
+            beside = {name: "a file in the archive" for name in archive.members if name != WEIGHTS}
+            super().__init__(path, file, format=KerasZip.name, close=close, unkept=beside)
         except BaseException:
             file.close()
             raise
@@ -108,6 +109,10 @@ class _Replacement(Inflated):
     def view(self) -> npt.NDArray[np.uint8]:
         """All bytes, through a map of the copy."""
         return np.memmap(self._copy, np.uint8, "r")
+
+    def contents(self) -> npt.NDArray[np.uint8]:
+        """The same, for writing it back: the copy outlives the archive."""
+        return self.view()
 
     def forget(self) -> None:
         """Nothing is held in memory."""

@@ -11,9 +11,11 @@ differently (channels first or last); that is not undone.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike
+from typing import Any
 
 from evergrad.errors import AmbiguousMatch
 from evergrad.formats.contract import Checkpoint
@@ -135,17 +137,13 @@ def match(a: str | PathLike[str] | Checkpoint, b: str | PathLike[str] | Checkpoi
 def _pair(left: list[_Layer], right: list[_Layer], where: str) -> list[tuple[_Layer, _Layer]]:
     """Layers that are the same one: by name first, then by signature and order."""
     found: list[tuple[_Layer, _Layer]] = []
-    named = {_bare(layer.name): layer for layer in right}
-    for layer in list(left):
-        twin = named.get(_bare(layer.name))
-        if twin is not None and twin.signature == layer.signature:
-            found.append((layer, twin))
-            left.remove(layer)
-            right.remove(twin)
-    for signature in dict.fromkeys(layer.signature for layer in left):
-        xs = [layer for layer in left if layer.signature == signature]
-        ys = [layer for layer in right if layer.signature == signature]
-        if not ys:
+    groups: dict[Any, tuple[list[_Layer], list[_Layer]]] = {}
+    for side, layers in enumerate((left, right)):
+        for layer in layers:
+            groups.setdefault(layer.signature, ([], []))[side].append(layer)
+    for xs, ys in groups.values():
+        found += _by_name(xs, ys)
+        if not xs or not ys:
             continue
         if len(xs) != len(ys) or (len(xs) > 1 and not (_ordered(xs) and _ordered(ys))):
             names = f"{_few(xs)} could each be {_few(ys)}"
@@ -154,6 +152,17 @@ def _pair(left: list[_Layer], right: list[_Layer], where: str) -> list[tuple[_La
             )
         found += zip(sorted(xs, key=_order), sorted(ys, key=_order), strict=True)
     return found
+
+
+def _by_name(xs: list[_Layer], ys: list[_Layer]) -> list[tuple[_Layer, _Layer]]:
+    """Take out the layers that one name, and no other layer of that name, has on both sides."""
+    names = [Counter(_bare(layer.name) for layer in layers) for layers in (xs, ys)]
+    both = {name for name in names[0] if names[0][name] == names[1][name] == 1}
+    twins = {_bare(layer.name): layer for layer in ys}
+    pairs = [(layer, twins[_bare(layer.name)]) for layer in xs if _bare(layer.name) in both]
+    for layers in (xs, ys):
+        layers[:] = [layer for layer in layers if _bare(layer.name) not in both]
+    return pairs
 
 
 def _layers(ck: Checkpoint) -> list[_Layer]:

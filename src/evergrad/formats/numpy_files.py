@@ -15,9 +15,9 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
 from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.archive import Archive, Member
-from evergrad.formats.contract import Checkpoint, Format, Probe, blocks, refuse_losses
-from evergrad.formats.region import Bytes, DataFile, Region, file_errors
+from evergrad.formats.archive import Archive, Member, first_name
+from evergrad.formats.contract import Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
+from evergrad.formats.region import Bytes, DataFile, Region
 from evergrad.records import Check, TensorInfo
 from evergrad.state import ROOT, Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides
@@ -25,7 +25,7 @@ from evergrad.state.sharing import contiguous_strides
 __all__ = ["Npy", "Npz"]
 
 _MAGIC = b"\x93NUMPY"
-MAX_HEADER_BYTES = 1 << 16
+MAX_HEADER_BYTES = 1 << 14
 
 
 class Npy(Format):
@@ -65,7 +65,7 @@ class Npy(Format):
         if len(infos) != 1 or not tensors_only:
             refuse_losses(source.path, self.name, self.losses(source))
         refuse_losses(source.path, self.name, _foreign(source))
-        with file_errors(path, "cannot be written"), path.open("wb") as out:
+        with path.open("wb") as out:
             _write_array(out, source, infos[0])
 
 
@@ -79,7 +79,7 @@ class Npz(Format):
         """A zip with nothing but `.npy` members."""
         if not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
             return False
-        if b".npy" in probe.head[30:4096] and b"data.pkl" not in probe.head:
+        if first_name(probe.head).endswith(".npy"):
             return True
         archive = Archive.open(probe.path)
         archive.close()
@@ -96,8 +96,7 @@ class Npz(Format):
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Values that are no arrays, nesting other than by name, types that NumPy does not have."""
-        losses = [f"{name} ({what})" for name, what in source.others.items()]
-        losses += [f"metadata {key!r}" for key in source.metadata if key != "format"]
+        losses = losses_of(source)
         names = Skeleton.of_names(source.tensors)
         if source.skeleton.root != names.root:
             losses.append("containers and values besides tensors (numbers, lists, key types)")
@@ -108,7 +107,7 @@ class Npz(Format):
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write array by array, as `numpy.savez` does."""
         refuse_losses(source.path, self.name, _foreign(source) if tensors_only else self.losses(source))
-        with file_errors(path, "cannot be written"), zipfile.ZipFile(path, "w") as archive:
+        with zipfile.ZipFile(path, "w") as archive:
             for info in source.tensors.values():
                 with archive.open(f"{info.name}.npy", "w", force_zip64=True) as out:
                     _write_array(out, source, info)
@@ -119,6 +118,9 @@ def _open_npz(path: Path, archive: Archive) -> Checkpoint:
     members: dict[str, Member] = {}
     others: dict[str, str] = {}
     for member in archive.members.values():
+        if not member.name.endswith(".npy"):
+            others[member.name] = "a member that is no array"
+            continue
         name = member.name.removesuffix(".npy")
         source, offset, head = _member_bytes(archive, member)
         region = _region(path, name, head, source, offset, member.size)
@@ -164,7 +166,7 @@ def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size:
                 path, f"{name}: npy header", expected=f"at most {min(size, MAX_HEADER_BYTES)} bytes", found=data
             )
         if data > len(head):  # more than was read at first
-            stream = io.BytesIO(head[:0] + source.read(start, data))
+            stream = io.BytesIO(source.read(start, data))
             np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream, max_header_size=MAX_HEADER_BYTES)
@@ -194,7 +196,20 @@ def _describe(regions: dict[str, Region]) -> dict[str, TensorInfo]:
 
 
 def _foreign(source: Checkpoint) -> list[str]:
-    return [f"{info.name}: NumPy has no {info.dtype}" for info in source.tensors.values() if info.dtype.numpy is None]
+    """Tensors whose type NumPy does not have, or whose name a zip file cannot hold."""
+    losses = [f"{info.name}: NumPy has no {info.dtype}" for info in source.tensors.values() if info.dtype.numpy is None]
+    for name in source.tensors:
+        encoded = name.encode("utf-8", "surrogatepass")
+        if b"\0" in encoded or len(encoded) > 60_000 or (b"\xed" in encoded and not _is_text(name)):
+            losses.append(f"the name {name!r:.80}, which a zip file cannot hold")
+    return losses
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _write_array(out: IO[bytes], source: Checkpoint, info: TensorInfo) -> None:

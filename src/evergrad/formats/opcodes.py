@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from evergrad.state import Opaque
 
-__all__ = ["MAX_OPCODES", "Builder", "Global", "PickleError", "read_pickle"]
+__all__ = ["MAX_OPCODES", "Builder", "Global", "PickleError", "check_key", "read_pickle"]
 
 MAX_OPCODES = 16_000_000  # about 400,000 tensors; under 1.5 GB at worst
-MAX_LARGE_KEYS = 1_000
+MAX_ODD_KEYS = 1_000
 
 
 class PickleError(Exception):
@@ -46,6 +46,11 @@ class Global:
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
+    @property
+    def inert_name(self) -> str:
+        """What it is where it stands as a value."""
+        return str(self)
+
 
 class Builder(Protocol):
     """What the stream's names mean; every method only combines inert values."""
@@ -59,8 +64,12 @@ class Builder(Protocol):
     def set_state(self, target: Any, state: Any) -> Any:
         """The target after `BUILD`."""
 
+    def name(self, name: Global) -> Any:
+        """What a name stands for by itself; the name, if nothing is known of it."""
+
 
 _MARK = object()
+_COSTLY_KEYS = (tuple, frozenset, complex)
 _INT4 = struct.Struct("<i").unpack_from
 _UINT2 = struct.Struct("<H").unpack_from
 _UINT4 = struct.Struct("<I").unpack_from
@@ -90,8 +99,8 @@ class _Machine:
         self.count = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self.globals: dict[tuple[str, str], Global] = {}
-        self.large_keys = 0
+        self.globals: dict[tuple[str, str], Any] = {}
+        self.odd_keys = 0
 
     def run(self) -> Any:
         """Opcode by opcode; the ones that fill a torch checkpoint come first, the rest go through a table."""
@@ -200,13 +209,12 @@ class _Machine:
         self.position = end + 1
         return piece
 
-    def name(self, module: str, name: str) -> Global:
-        """The one `Global` of this name."""
+    def name(self, module: str, name: str) -> Any:
+        """What this name stands for, the same object each time."""
         key = (module, name)
-        found = self.globals.get(key)
-        if found is None:
-            found = self.globals[key] = Global(module, name)
-        return found
+        if key not in self.globals:
+            self.globals[key] = self.builder.name(Global(module, name))
+        return self.globals[key]
 
 
 def _set_items(machine: _Machine, target: Any, items: list[Any]) -> None:
@@ -220,19 +228,27 @@ def _set_items(machine: _Machine, target: Any, items: list[Any]) -> None:
         target[_hashable(machine, key)] = value
 
 
-def _hashable(machine: _Machine, key: Any) -> Any:
-    """The key, if hashing it is cheap.
+def check_key(key: Any) -> bool:
+    """Whether a key is one of the simple kinds, whose hashing a file cannot make expensive.
 
-    Hashing a tuple of tuples of tuples … can take exponential time, and large integers can be made to
-    collide by the thousand.
+    Raises `PickleError` for those that it can: hashing a tuple of tuples of tuples … takes exponential time, and
+    complex numbers can be made to collide by the thousand. Returns False for kinds that only many could abuse:
+    tuples, and integers beyond 64 bits.
     """
+    simple = True
     for part in key if type(key) is tuple else (key,):
-        if isinstance(part, int) and not -(1 << 63) <= part < 1 << 64:
-            machine.large_keys += 1
-            if machine.large_keys > MAX_LARGE_KEYS:
-                raise PickleError(f"more than {MAX_LARGE_KEYS} integer keys beyond 64 bits at byte {machine.position}")
-        if type(part) in (tuple, frozenset):
-            raise PickleError(f"a key of nested tuples at byte {machine.position}")
+        if type(part) is int:
+            simple = simple and -(1 << 63) <= part < 1 << 64
+        elif type(part) in _COSTLY_KEYS:
+            raise PickleError(f"a {type(part).__name__} in a key, which can be made costly to hash")
+    return simple and type(key) is not tuple
+
+
+def _hashable(machine: _Machine, key: Any) -> Any:
+    if not check_key(key):
+        machine.odd_keys += 1
+        if machine.odd_keys > MAX_ODD_KEYS:
+            raise PickleError(f"more than {MAX_ODD_KEYS} keys that are tuples or beyond 64 bits")
     return key
 
 
@@ -328,7 +344,7 @@ def _long(machine: _Machine, length: int) -> int:
     return int.from_bytes(machine.take(length), "little", signed=True)
 
 
-def _stack_global(machine: _Machine, module: Any, name: Any) -> Global:
+def _stack_global(machine: _Machine, module: Any, name: Any) -> Any:
     if type(module) is not str or type(name) is not str:
         raise PickleError(f"a global without a name at byte {machine.position}")
     return machine.name(module, name)
@@ -391,7 +407,7 @@ _HANDLERS: dict[int, Callable[[_Machine], None]] = {
     0x42: _push(lambda m: m.take(_u4(m))),  # BINBYTES
     0x43: _push(lambda m: m.take(_u1(m))),  # SHORT_BINBYTES
     0x8E: _push(lambda m: m.take(_u8(m))),  # BINBYTES8
-    0x96: _push(lambda m: m.take(_u8(m))),  # BYTEARRAY8
+    0x96: _push(lambda m: bytearray(m.take(_u8(m)))),  # BYTEARRAY8
     0x63: _push(lambda m: m.name(m.line().decode(), m.line().decode())),  # GLOBAL
     0x93: _reduce_top(2, _stack_global),  # STACK_GLOBAL
     0x64: _dict_from_mark,  # DICT

@@ -113,6 +113,13 @@ class DataFile:
                     os.close(fd)
         return self._writable
 
+    def replaced(self) -> bool:
+        """Whether the path leads to another file by now."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Make changes durable and let go; twice is fine."""
         if self._closed:
@@ -133,7 +140,8 @@ class DataFile:
             self._short(0, self.size)
         if self.size == 0:
             return np.empty(0, np.uint8)
-        return np.frombuffer(mmap.mmap(fd, self.size, access=access), np.uint8)
+        with file_errors(self.path, "cannot be mapped"):
+            return np.frombuffer(mmap.mmap(fd, self.size, access=access), np.uint8)
 
     def _open(self) -> None:
         if self._closed:
@@ -166,7 +174,7 @@ class Region:
             found = f"{self.source.size}"
             raise DamagedFile(path, f"{name}: lies beyond the end", expected=f"at least {end} bytes", found=found)
         # Expanded tensors are larger than their bytes; a few bytes must not claim a petabyte.
-        if self.nbytes > max(64 * self.source.size, 1 << 26):
+        if self.nbytes > max(64 * self.source.size, 1 << 28):
             raise LimitExceeded(path, f"{name}: absurd shape {self.shape} over {self.source.size} bytes")
 
     @property

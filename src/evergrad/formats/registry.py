@@ -17,11 +17,12 @@ from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitEx
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.dcp import Dcp
 from evergrad.formats.deepspeed import DeepSpeed
-from evergrad.formats.folders import Sharded, TrainerFolder
+from evergrad.formats.folders import PlainFolder, Sharded, TrainerFolder
 from evergrad.formats.hdf5 import Hdf5
 from evergrad.formats.keras_zip import KerasZip
 from evergrad.formats.numpy_files import Npy, Npz
 from evergrad.formats.orbax import Orbax
+from evergrad.formats.region import file_errors
 from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
 from evergrad.formats.torch_legacy import TorchLegacy
@@ -40,14 +41,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     >>> with open_checkpoint("model.pt") as ck:                         # doctest: +SKIP
     ...     ck.tensors["fc.weight"].shape, ck.read("fc.weight")
     """
-    where = Path(path)
-    if not where.exists():
-        index = index_of_prefix(where)
-        if index is None:
-            raise _missing(where)
-        where = index
-    if not where.is_file() and not where.is_dir():  # opening a pipe would wait for ever
-        raise FileAccessError(where, "is neither a file nor a folder")
+    where = _found(Path(path))
     probe = Probe(where)
     try:
         with _collector_paused():
@@ -76,6 +70,19 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     raise _unknown(probe)
 
 
+def _found(where: Path) -> Path:
+    """The file or folder itself, or the index of the TensorFlow checkpoint that is named by its prefix."""
+    with file_errors(where):
+        if not where.exists():
+            index = index_of_prefix(where)
+            if index is None:
+                raise _missing(where)
+            where = index
+        if not where.is_file() and not where.is_dir():  # opening a pipe would wait for ever
+            raise FileAccessError(where, "is neither a file nor a folder")
+        return where
+
+
 def formats() -> tuple[Format, ...]:
     """Every format, ours first, then those that installed packages add."""
     return (*_ours(), *_plugins())
@@ -96,6 +103,7 @@ def _ours() -> tuple[Format, ...]:
         TrainerFolder(open_checkpoint),
         DeepSpeed(open_checkpoint),
         Sharded(open_checkpoint),
+        PlainFolder(open_checkpoint),
         Orbax(),  # last: it looks into every folder below
     )
 
@@ -129,7 +137,7 @@ def _plugins() -> tuple[Format, ...]:
 
 def _missing(path: Path) -> FileAccessError:
     beside = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = nearest(path.name, beside, count=1)
+    close = nearest(path.name, (name for name in beside if name != path.name), count=1)
     hint = f"Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
     return FileAccessError(path, "no such file or folder", hint=hint)
 

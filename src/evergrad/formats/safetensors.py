@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, LimitExceeded, StateError
+from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, refuse_losses
-from evergrad.formats.region import DataFile, Region, file_errors
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
+from evergrad.formats.region import DataFile, Region
 from evergrad.records import TensorInfo
 from evergrad.state import Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides
@@ -75,14 +75,14 @@ class Safetensors(Format):
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Objects that cannot be rebuilt; anything else has a place in the header."""
-        return [f"{name} ({what})" for name, what in source.others.items()]
+        return losses_of(source, notes_kept=True)
 
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write tensor by tensor, with one block in memory at a time; tied tensors are stored once."""
         if not tensors_only:
             refuse_losses(source.path, self.name, self.losses(source))
         header, order = _header(source, tensors_only)
-        with file_errors(path, "cannot be written"), path.open("wb") as out:
+        with path.open("wb") as out:
             out.write(len(header).to_bytes(8, "little") + header)
             for info in order:
                 for start, stop in blocks(info):
@@ -103,7 +103,10 @@ def _open(path: Path, file: DataFile) -> Checkpoint:
             regions[name] = region
         else:
             others[name] = region
-    regions.update((alias, regions[name]) for alias, name in aliases.items() if name in regions)
+    for alias, name in aliases.items():
+        if name not in regions or alias in regions:
+            raise DamagedFile(path, f"{alias!r} is said to be {name!r}, and one of them contradicts that")
+        regions[alias] = regions[name]
     _check_no_overlap(path, {name: region for name, region in regions.items() if name not in aliases})
     tensors = describe(
         (  # tensors without overlap: each place is a storage of its own, and only aliases share one
@@ -125,12 +128,19 @@ def _read_header(path: Path, file: DataFile) -> tuple[dict[str, Any], int]:
     if 8 + length > file.size:
         raise DamagedFile(path, "header is cut short", expected=f"{length} bytes", found=max(0, file.size - 8))
     try:
-        header = json.loads(file.read(8, length))
+        header = json.loads(file.read(8, length), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise DamagedFile(path, f"header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise DamagedFile(path, "header is not a JSON object", found=type(header).__name__)
     return header, 8 + length
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):  # the library refuses such a file, too
+        raise ValueError("a name comes twice")
+    return table
 
 
 def _region(path: Path, file: DataFile, name: str, entry: Any, start: int, true_type: Any) -> Region | str:
@@ -215,6 +225,11 @@ def _header(source: Checkpoint, tensors_only: bool) -> tuple[bytes, list[TensorI
             "data_offsets": [begin, begin + info.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER_BYTES - 8:
+        what = (
+            f"a header of {len(text)} bytes: names and values besides tensors do not fit ({MAX_HEADER_BYTES} at most)"
+        )
+        raise ConversionLoss(f"{source.path}: as safetensors this needs {what}", [what])
     return text + b" " * (-len(text) % 8), order
 
 

@@ -57,7 +57,7 @@ def open_legacy(path: Path, file: Bytes) -> AddressedCheckpoint:
     try:
         builder, values, end = _read_pickles(path, file)
         system, (value, opcodes), (keys, _) = values[2][0], values[3], values[4]
-        pickled = PickledTensors(value, opcodes)
+        pickled = PickledTensors(value, opcodes, end)
     except (PickleError, StateError) as error:
         raise DamagedFile(path, str(error)) from None
     if type(keys) is not list or not all(type(key) in (str, int) for key in keys):

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evergrad.dtypes import DType
-from evergrad.formats.opcodes import Global, PickleError
+from evergrad.formats.opcodes import Global, PickleError, check_key
 from evergrad.state import Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
 from evergrad.state.sharing import contiguous_strides
 from evergrad.state.skeleton import array_node, numpy_scalar_node
+from evergrad.state.tree import EXTRA
 
 __all__ = ["PickledTensors", "StorageRef", "TensorRef", "TorchBuilder"]
 
@@ -59,9 +60,15 @@ class _NumpyDtype:
 class PickledTensors:
     """The tensors of an unpickled value, by path, with the skeleton around them."""
 
-    def __init__(self, value: object, opcodes: int) -> None:
+    def __init__(self, value: object, opcodes: int, pickle_bytes: int) -> None:
         # Every container of an honest file is visited about once; ones that refer to each other are not worth more.
-        walked: Outline = outline(value, lambda leaf: type(leaf) is TensorRef, max_nodes=8 * opcodes + 1000, live=False)
+        walked: Outline = outline(
+            value,
+            lambda leaf: type(leaf) is TensorRef,
+            max_nodes=8 * opcodes + 1000,
+            max_chars=64 * pickle_bytes + (1 << 20),
+            live=False,
+        )
         self.refs: Mapping[str, TensorRef] = walked.leaves
         self.placements = [
             (Placement(path, ref.storage.key, ref.offset, ref.shape, ref.stride, ref.dtype.itemsize), ref.dtype)
@@ -104,11 +111,18 @@ class TorchBuilder:
             return Opaque(str(function), {"()": arguments} if arguments else {})
         return Opaque("a call of something that is no name")
 
+    def name(self, name: Global) -> Any:
+        """A torch dtype is a value; every other name stays a name."""
+        dtype = DType.named(name.name) if name.module == "torch" else None
+        return Ready({"torch.dtype": dtype.value}) if dtype else name
+
     def set_state(self, target: Any, state: Any) -> Any:
         """The target after `BUILD`: attributes become parts, array data becomes a value."""
         if type(target) is OrderedDict:
             if type(state) is dict and "_metadata" in state:
                 setattr(target, "_metadata", state["_metadata"])
+            if type(state) is not dict or state.keys() - {"_metadata"}:
+                setattr(target, EXTRA, True)
         elif type(target) is _NumpyDtype:
             if type(state) is tuple and len(state) > 1 and type(state[1]) is str and state[1] in "<>|=":
                 target.order = state[1]
@@ -186,8 +200,8 @@ def _ordered_dict(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     if arguments:
         for pair in arguments[0]:
             key, value = pair
-            if type(key) is tuple:
-                raise PickleError("an ordered dict with tuples for keys")
+            if not check_key(key) and len(out) > 1000:
+                raise PickleError("an ordered dict with many keys that are tuples or beyond 64 bits")
             out[key] = value
     return out
 
@@ -233,11 +247,14 @@ def _plain(kind: Callable[..., Any]) -> Callable[[TorchBuilder, tuple[Any, ...]]
         if not arguments:
             return kind()
         if len(arguments) == 1 and type(arguments[0]) is list and all(type(item) in scalars for item in arguments[0]):
+            odd = sum(not check_key(item) for item in arguments[0])
+            if odd > 1000:
+                raise PickleError("a set with many integers beyond 64 bits")
             return kind(arguments[0])
         if kind is complex and all(type(item) is float for item in arguments) and len(arguments) == 2:
             return complex(*arguments)
         if kind in (bytes, bytearray) and type(arguments[0]) is bytes:
-            return arguments[0]
+            return kind(arguments[0])
         return Opaque(f"builtins.{kind.__name__}", {"()": arguments})
 
     return build

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from evergrad.errors import DamagedFile, StateError, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.archive import Archive
-from evergrad.formats.contract import Checkpoint, Format, Probe, refuse_losses
+from evergrad.formats.archive import Archive, first_name
+from evergrad.formats.contract import Checkpoint, Format, Probe, losses_of, refuse_losses
 from evergrad.formats.opcodes import PickleError, read_pickle
 from evergrad.formats.region import Bytes, Region
 from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
@@ -18,6 +18,7 @@ from evergrad.state.sharing import byte_extent
 __all__ = ["TorchZip"]
 
 MAX_PICKLE_BYTES = 1 << 29
+MAX_COMPRESSED_PICKLE_BYTES = 1 << 22
 
 
 class TorchZip(Format):
@@ -30,7 +31,9 @@ class TorchZip(Format):
         """A zip whose first member is `<archive>/data.pkl` (or which has one at all)."""
         if not probe.head.startswith(b"PK\x03\x04"):
             return False
-        return b"data.pkl" in probe.head[:1024] or _pickle_name(probe.path) is not None
+        # torch writes the pickle first; only a zip that begins otherwise has to be searched.
+        first = first_name(probe.head)
+        return first.endswith("/data.pkl") or (not first.endswith(".npy") and _pickle_name(probe.path) is not None)
 
     def open(self, path: Path) -> Checkpoint:
         """Read the directory and the pickle, run nothing, read no record."""
@@ -43,9 +46,7 @@ class TorchZip(Format):
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Objects that cannot be rebuilt, and notes of other containers."""
-        return [f"{name} ({what})" for name, what in source.others.items()] + [
-            f"metadata {key!r}" for key in source.metadata if key != "format"
-        ]
+        return losses_of(source)
 
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write through `torch.save` itself."""
@@ -56,7 +57,11 @@ class TorchZip(Format):
         else:
             refuse_losses(source.path, self.name, self.losses(source))
             state = source.state()
-        torch.save(state, path)
+        try:
+            with path.open("wb") as out:  # by its path, torch would write the temporary name into the archive
+                torch.save(state, out)
+        except RuntimeError as error:  # how torch reports a write that failed
+            raise OSError(f"torch.save: {error}") from error
 
 
 def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
@@ -72,9 +77,11 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
     order = archive.members.get(f"{prefix}byteorder")
     big_endian = order is not None and archive.read(order, 64) == b"big"
     try:
-        data = archive.read(archive.members[names[0]], MAX_PICKLE_BYTES)
+        program = archive.members[names[0]]
+        # torch never compresses; a few kilobytes must not become a program of gigabytes.
+        data = archive.read(program, MAX_COMPRESSED_PICKLE_BYTES if program.method else MAX_PICKLE_BYTES)
         value, _, opcodes = read_pickle(data, TorchBuilder())
-        pickled = PickledTensors(value, opcodes)
+        pickled = PickledTensors(value, opcodes, len(data))
     except (PickleError, StateError) as error:
         raise DamagedFile(path, f"{names[0]}: {error}") from None
 
@@ -123,4 +130,4 @@ def _pickle_name(path: Path) -> str | None:
     except (DamagedFile, UnsupportedContent):
         return None
     archive.close()
-    return next((name for name in archive.members if name.endswith("data.pkl")), None)
+    return next((name for name in archive.members if name == "data.pkl" or name.endswith("/data.pkl")), None)

@@ -42,6 +42,13 @@ def split(path: str) -> list[str]:
     return [unescape(segment) for segment in path.split("/")]
 
 
+def _written(key: object) -> str:
+    """A key as text; a tuple of long strings is not worth writing out, its path would be refused anyway."""
+    if isinstance(key, tuple) and sum(len(part) for part in key if isinstance(part, (str, bytes))) > MAX_PATH_CHARS:
+        return "(" + "…" * MAX_PATH_CHARS
+    return str(key)
+
+
 def segments(keys: Iterable[object]) -> dict[object, str]:
     """A distinct segment for each key of one dict.
 
@@ -56,7 +63,7 @@ def segments(keys: Iterable[object]) -> dict[object, str]:
     for key in keys:
         if isinstance(key, str):
             continue
-        segment = escape(key.decode("latin-1") if isinstance(key, bytes) else str(key))
+        segment = escape(key.decode("latin-1") if isinstance(key, bytes) else _written(key))
         if segment in taken:
             # Unambiguous: a literal % in a key would have been written %25.
             segment = f"{segment}%{type(key).__name__}"

@@ -97,15 +97,19 @@ class Sharing:
 
         if not 0 <= number < len(self.sizes):
             raise StateError(f"{next(iter(members))}: storage {number} is not one of {len(self.sizes)} kept ones")
+        end = 0
         for path, tensor in members.items():
             view = self.views[path]
+            if view.offset % tensor.element_size():
+                raise StateError(f"{path}: byte {view.offset} of its storage is no place for {tensor.dtype}")
             stop = view.offset + byte_extent(tuple(tensor.shape), view.stride, tensor.element_size())
             if len(view.stride) != tensor.dim() or min((view.offset, *view.stride)) < 0 or stop > self.sizes[number]:
                 raise StateError(
                     f"{path}: view of shape {tuple(tensor.shape)}, strides {view.stride} at byte {view.offset} "
                     f"does not fit into its storage of {self.sizes[number]} bytes"
                 )
-        memory = np.zeros(self.sizes[number], np.uint8)
+            end = max(end, stop)
+        memory = np.zeros(end, np.uint8)  # as much as the tensors reach, whatever size is claimed
         for path, tensor in members.items():
             _write_strided(memory, self.views[path], tensor)
         device = next(iter(members.values())).device

@@ -8,7 +8,7 @@ A node is a JSON scalar for None, bool, int, float and str, or an object with on
 | `{"dict": [[key, node], …]}`, `{"odict": …}` | a dict, with each key's type; `"metadata"` as torch keeps it |
 | `{"list": […]}`, `{"tuple": […]}`, `{"set": […]}`, `{"frozenset": […]}` | the container               |
 | `{"float": hex}`, `{"int": hex}`           | NaN and infinities to the bit, integers beyond 64 bits  |
-| `{"complex": […]}`, `{"bytes": base64}`    | the value                                              |
+| `{"complex": […]}`, `{"bytes": base64}`, `{"bytearray": base64}` | the value                        |
 | `{"array": [dtype, shape, base64]}`, `{"numpy": [dtype, base64]}` | a small NumPy array or scalar, inline |
 | `{"torch.Size": […]}`, `{"torch.dtype": name}`, `{"torch.device": name}` | the torch value             |
 | `{"object": class, "parts": [[key, node], …]}` | an object of a class known by name only: can be listed, not rebuilt |
@@ -24,6 +24,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,6 @@ from evergrad.state.sharing import Sharing
 __all__ = ["Skeleton", "array_node", "decode", "encode_scalar", "numpy_scalar_node"]
 
 SCHEMA_VERSION = 1
-_INT64 = range(-(1 << 63), 1 << 63)
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[fiubc]\d{1,2}|[<>|=]?[SU]\d{1,9}")
 
 
@@ -89,8 +89,10 @@ class Skeleton:
                     break
             if not isinstance(level, dict) or last in level:
                 # `a` is a tensor and `a/b` too: no nesting can hold both, so keep one flat dict.
-                return cls({"dict": [[unescape(n), {"tensor": n}] for n in names]})
+                return cls({"dict": [[n, {"tensor": n}] for n in names]})
             level[last] = name
+        if not _distinct_keys(tree):  # `x%` and `x%25` would both be the key `x%`
+            return cls({"dict": [[n, {"tensor": n}] for n in names]})
         return cls({"tensor": ROOT} if names == [ROOT] else _nest(tree))
 
     def below(self, segment: str) -> Skeleton:
@@ -98,6 +100,12 @@ class Skeleton:
         sharing = Sharing(self.sharing.sizes, {f"{segment}/{path}": view for path, view in self.sharing.views.items()})
         roles = {f"{segment}/{path}": role for path, role in self.roles.items()}
         return Skeleton(_rename(self.root, f"{segment}/"), sharing, roles)
+
+    def values(self) -> dict[str, Json]:
+        """Everything that is neither a tensor nor a container: position → node."""
+        found: dict[str, Json] = {}
+        _find_values(self.root, "", found)
+        return found
 
     def objects(self) -> list[tuple[str, str]]:
         """The places that cannot be rebuilt: (path-like position, class name)."""
@@ -108,16 +116,22 @@ class Skeleton:
 
 def encode_scalar(value: object) -> Json:
     """A value without parts as a node; TypeError if it is none of the known kinds."""
-    if value is None or isinstance(value, (bool, str)):
-        return str(value) if isinstance(value, str) else value
+    if isinstance(value, Enum):  # its value alone would not be it
+        raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and not isinstance(value, np.generic):
+        return str.__str__(value)
     if isinstance(value, np.generic):
         return numpy_scalar_node(value)
     if isinstance(value, int):
-        return int(value) if value in _INT64 else {"int": hex(value)}
+        number = int.__index__(value)
+        return number if -(1 << 63) <= number < 1 << 63 else {"int": hex(number)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     if isinstance(value, (bytes, bytearray)):
-        return {"bytes": base64.b64encode(value).decode()}
+        kind = "bytearray" if isinstance(value, bytearray) else "bytes"
+        return {kind: base64.b64encode(value).decode()}
     if isinstance(value, complex):
         return {"complex": [encode_scalar(value.real), encode_scalar(value.imag)]}
     module, name = type(value).__module__, type(value).__name__
@@ -195,11 +209,13 @@ def _decode_torch(node: Any, _: Callable[[str], Any]) -> Any:
     if "torch.Size" in node:
         return torch.Size([int(n) for n in _items(node, "torch.Size")])
     if "torch.device" in node:
+        if not re.fullmatch(r"[a-z]{1,16}(:\d{1,4})?", _text(node, "torch.device")):
+            raise ValueError("not a torch device")
         return torch.device(_text(node, "torch.device"))
-    found = getattr(torch, _text(node, "torch.dtype"))
-    if not isinstance(found, torch.dtype):
-        raise ValueError("not a torch dtype")
-    return found
+    dtype = DType.named(_text(node, "torch.dtype"))  # never an attribute that a file names
+    if dtype is None:
+        raise ValueError("not a dense torch dtype")
+    return dtype.torch
 
 
 def _decode_object(node: Any, _: Callable[[str], Any]) -> Any:
@@ -219,6 +235,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
     "int": lambda node, _: int(_text(node, "int"), 16),
     "complex": lambda node, tensor: complex(*(decode(part, tensor) for part in _items(node, "complex"))),
     "bytes": lambda node, _: _unbase64(_text(node, "bytes")),
+    "bytearray": lambda node, _: bytearray(_unbase64(_text(node, "bytearray"))),
     "array": _decode_array,
     "numpy": _decode_numpy,
     "torch.Size": _decode_torch,
@@ -226,6 +243,11 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
     "torch.dtype": _decode_torch,
     "object": _decode_object,
 }
+
+
+def _distinct_keys(tree: dict[str, Any]) -> bool:
+    keys = {unescape(segment) for segment in tree}
+    return len(keys) == len(tree) and all(_distinct_keys(child) for child in tree.values() if isinstance(child, dict))
 
 
 def _nest(tree: dict[str, Any]) -> Json:
@@ -248,7 +270,7 @@ def _rename(node: Json, prefix: str) -> Json:
     return {key: _rename(child, prefix) for key, child in node.items()}
 
 
-_LEAVES = {"float", "int", "bytes", "array", "numpy", "torch.Size", "torch.dtype", "torch.device"}
+_LEAVES = {"float", "int", "bytes", "bytearray", "array", "numpy", "torch.Size", "torch.dtype", "torch.device"}
 
 
 def _unbase64(text: object) -> bytes:
@@ -271,9 +293,24 @@ def _find_objects(node: Any, position: str, found: list[tuple[str, str]]) -> Non
     for kind in ("dict", "odict", "parts"):
         for key, child in _items(node, kind) if kind in node else ():
             _find_objects(child, f"{position}/{key}" if position else str(key), found)
-    for kind in ("list", "tuple"):
+    if "metadata" in node:
+        _find_objects(node["metadata"], f"{position}/_metadata" if position else "_metadata", found)
+    for kind in ("list", "tuple", "set", "frozenset"):
         for index, child in enumerate(_items(node, kind) if kind in node else ()):
             _find_objects(child, f"{position}/{index}" if position else str(index), found)
+
+
+def _find_values(node: Json, position: str, found: dict[str, Json]) -> None:
+    if not isinstance(node, dict) or node.keys() & (_LEAVES | {"complex", "object"}):
+        found[position or ROOT] = node
+        return
+    for kind in ("dict", "odict"):
+        for key, child in _items(node, kind) if kind in node else ():
+            name = key if isinstance(key, str) else json.dumps(key)
+            _find_values(child, f"{position}/{name}" if position else name, found)
+    for kind in ("list", "tuple", "set", "frozenset"):
+        for index, child in enumerate(_items(node, kind) if kind in node else ()):
+            _find_values(child, f"{position}/{index}" if position else str(index), found)
 
 
 def supports(dtype: np.dtype[Any]) -> bool:

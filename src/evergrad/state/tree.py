@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -24,6 +25,16 @@ __all__ = ["FlatState", "Opaque", "Outline", "Ready", "flatten", "outline", "unf
 
 MAX_DEPTH = 128
 
+# What decoding a damaged skeleton can run into.
+_DAMAGE = (
+    ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError,
+    RecursionError, RuntimeError, MemoryError, struct.error,
+)  # fmt: skip
+
+
+EXTRA = "_evergrad_extra"
+"""Marks an OrderedDict from a file that had attributes besides torch's metadata."""
+
 
 @dataclass(slots=True)
 class Opaque:
@@ -33,11 +44,14 @@ class Opaque:
     parts: dict[Any, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ready:
     """A value that already is a skeleton node."""
 
     node: Json
+
+    def __str__(self) -> str:
+        return repr(self.node)[:80]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +75,9 @@ def flatten(state: object) -> FlatState:
     """A nested state as named tensors.
 
     Takes dicts, lists, tuples, sets, numbers, strings, bytes, None, tensors, NumPy arrays, and anything
-    with a `state_dict()`. Tensors are not copied. Raises `StateError`, naming the path, for anything else.
+    with a `state_dict()`. Tensors are not copied. Subclasses of the containers (named tuples, default dicts) come
+    back as the plain container, and a container that is referred to twice as two. Raises `StateError`, naming the
+    path, for anything else.
     """
     walked = outline(state, _is_tensor)
     tensors = {path: _checked(path, leaf) for path, leaf in walked.leaves.items()}
@@ -90,34 +106,49 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Skeleton) -> Any:
 
     try:
         return decode(skeleton.root, tensor)
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
+    except _DAMAGE as error:
         raise StateError(f"the skeleton is damaged: {type(error).__name__}: {error}") from None
 
 
 def outline(
-    tree: object, is_tensor: Callable[[object], bool], *, max_nodes: int | None = None, live: bool = True
+    tree: object,
+    is_tensor: Callable[[object], bool],
+    *,
+    max_nodes: int | None = None,
+    max_chars: int | None = None,
+    live: bool = True,
 ) -> Outline:
     """Walk any tree of containers; `live` also asks `state_dict()` and takes NumPy arrays as tensors.
 
-    `max_nodes` bounds the walk for trees from files: containers that refer to each other can describe
-    exponentially many places in a few bytes.
+    `max_nodes` and `max_chars` (of all paths together) bound the walk for trees from files: containers that refer
+    to each other can describe exponentially many places in a few bytes.
     """
-    walker = _Walker(is_tensor, max_nodes, live)
+    walker = _Walker(is_tensor, max_nodes, max_chars, live)
     root = walker.node(tree, None, 0)
     return Outline(root, walker.leaves, walker.roles)
 
 
 class _Walker:
-    def __init__(self, is_tensor: Callable[[object], bool], max_nodes: int | None, live: bool) -> None:
+    def __init__(
+        self, is_tensor: Callable[[object], bool], max_nodes: int | None, max_chars: int | None, live: bool
+    ) -> None:
         self.is_tensor = is_tensor
         self.live = live
+        self.chars_left = max_chars if max_chars is not None else sys.maxsize
+        self.above: set[int] = set()
         self.leaves: dict[str, Any] = {}
         self.roles: dict[str, Role] = {}
         self.left = max_nodes if max_nodes is not None else sys.maxsize
 
     def node(self, value: Any, path: str | None, depth: int) -> Json:
         self.left -= 1
-        if self.left < 0 or depth > MAX_DEPTH or (path is not None and len(path) > MAX_PATH_CHARS):
+        self.chars_left -= len(path or "")
+        if (
+            self.left < 0
+            or self.chars_left < 0
+            or depth > MAX_DEPTH
+            or (path is not None and len(path) > MAX_PATH_CHARS)
+        ):
             where = (path or ROOT)[:80]
             raise StateError(f"{where}…: nested more than {MAX_DEPTH} deep, or containing itself")
         if self.is_tensor(value):
@@ -127,6 +158,8 @@ class _Walker:
             return {"dict": self._dict(value, path, depth)}
         if kind is OrderedDict:
             node: dict[str, Json] = {"odict": self._dict(value, path, depth)}
+            if getattr(value, EXTRA, None):  # attributes of its own, which no skeleton keeps
+                return {"object": "collections.OrderedDict with attributes", "parts": node["odict"]}
             metadata = getattr(value, "_metadata", None)
             if metadata is not None:
                 node["metadata"] = self.node(metadata, join(path, "_metadata"), depth + 1)
@@ -136,18 +169,27 @@ class _Walker:
         if isinstance(value, Ready):
             return value.node
         if isinstance(value, Opaque):
-            return {"object": value.type_name, "parts": self._dict(value.parts, path, depth)}
+            return self._opaque(value, path, depth)
         if self.live and isinstance(value, np.ndarray):
             return self._array(value, path)
         if isinstance(value, (set, frozenset)):
             name = "frozenset" if isinstance(value, frozenset) else "set"
             return {name: self._sequence(sorted(value, key=repr), path, depth)}
-        if self.live and callable(getattr(value, "state_dict", None)):
+        if self.live and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
             return self._stateful(value, path, depth)
         try:
             return encode_scalar(value)
         except TypeError:
             return self._stranger(value, path, depth)
+
+    def _opaque(self, value: Opaque, path: str | None, depth: int) -> Json:
+        if id(value) in self.above:  # an object that a part of it refers back to
+            return {"object": value.type_name, "parts": []}
+        self.above.add(id(value))
+        try:
+            return {"object": value.type_name, "parts": self._dict(value.parts, path, depth)}
+        finally:
+            self.above.discard(id(value))
 
     def _leaf(self, kind: str, value: object, path: str | None) -> Json:
         name = ROOT if path is None else path
@@ -161,14 +203,14 @@ class _Walker:
         out: list[Json] = []
         for key, child in value.items():
             try:
-                encoded = encode_scalar(key)
+                encoded = _encode_key(key)
             except TypeError:
                 if self.live:
                     raise StateError(
                         f"{join(path, names[key])}: a key of type {type(key).__name__} "
-                        "(expected str, int, float, bool, bytes or None)"
+                        "(expected str, int, float, bool, bytes, None or a tuple of these)"
                     ) from None
-                encoded = names[key]
+                encoded = {"object": f"a key of type {type(key).__name__}", "parts": []}
             out.append([encoded, self.node(child, join(path, names[key]), depth + 1)])
         return out
 
@@ -176,6 +218,8 @@ class _Walker:
         return [self.node(child, join(path, str(index)), depth + 1) for index, child in enumerate(value)]
 
     def _array(self, value: np.ndarray, path: str | None) -> Json:
+        if isinstance(value, np.ma.MaskedArray):
+            raise StateError(f"{path or ROOT}: a masked array has no form that can be stored: split data and mask")
         if not supports(value.dtype) or not value.dtype.isnative:
             try:
                 return array_node(value)
@@ -183,7 +227,9 @@ class _Walker:
                 raise StateError(f"{path or ROOT}: {error} has no form that can be stored") from None
         import torch
 
-        return self._leaf("ndarray", torch.from_numpy(value if value.flags.writeable else value.copy()), path)
+        plain = value.flags.writeable and value.flags.aligned
+        plain = plain and all(step >= 0 and step % value.itemsize == 0 for step in value.strides)
+        return self._leaf("ndarray", torch.from_numpy(value if plain else value.copy()), path)
 
     def _stateful(self, value: Any, path: str | None, depth: int) -> Json:
         before = len(self.leaves)
@@ -191,7 +237,7 @@ class _Walker:
         mine = list(self.leaves)[before:]
         if callable(getattr(value, "named_buffers", None)):
             prefix = "" if path is None else f"{path}/"
-            buffers = {prefix + name for name, _ in value.named_buffers()}
+            buffers = {prefix + name for name, _ in value.named_buffers(remove_duplicate=False)}
             self.roles.update((name, Role.BUFFER if name in buffers else Role.MODEL) for name in mine)
         elif hasattr(value, "param_groups"):
             self.roles.update((name, Role.OPTIMIZER) for name in mine)
@@ -200,7 +246,7 @@ class _Walker:
     def _stranger(self, value: Any, path: str | None, depth: int) -> Json:
         kind = type(value)
         if not self.live:
-            return {"object": f"{kind.__module__}.{kind.__qualname__}", "parts": []}
+            return {"object": getattr(value, "inert_name", f"{kind.__module__}.{kind.__qualname__}"), "parts": []}
         if kind.__module__ == "torch" and kind.__name__ == "Size":
             return {"torch.Size": [int(n) for n in value]}
         # Subclasses of the plain containers come back as the plain container.
@@ -214,6 +260,14 @@ class _Walker:
         )
 
 
+def _encode_key(key: object) -> Json:
+    if isinstance(key, Ready):
+        return key.node
+    if type(key) is tuple:
+        return {"tuple": [encode_scalar(part) for part in key]}
+    return encode_scalar(key)
+
+
 def _is_tensor(value: object) -> bool:
     torch = sys.modules.get("torch")  # without torch loaded there can be no tensor
     return torch is not None and isinstance(value, torch.Tensor)
@@ -222,10 +276,13 @@ def _is_tensor(value: object) -> bool:
 def _checked(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as plain dense memory, or a refusal by name."""
     import torch
+    from torch.nn.parameter import is_lazy
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     refusal = ""
     wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_lazy(tensor):
+        raise StateError(f"{path}: a parameter that has no shape yet cannot be stored (run the module once)")
     if tensor.is_nested:
         refusal = "nested tensor"
     elif tensor.layout != torch.strided:
@@ -236,6 +293,8 @@ def _checked(path: str, tensor: torch.Tensor) -> torch.Tensor:
         refusal = f"tensor of {tensor.dtype}"
     elif tensor.device.type == "meta":
         refusal = "tensor on the meta device, which has no data"
+    elif tensor.numel() and not tensor.untyped_storage().nbytes():
+        refusal = "tensor whose storage was freed"
     elif wrapper:
         refusal = f"{type(tensor).__module__}.{type(tensor).__qualname__} tensor"
     if refusal:
