@@ -214,6 +214,7 @@ EVERYTHING = [
     "safetensors",
     "npz-deflated",
     "hdf5-state",
+    "tf_keras_full.h5",
     "tf_types",
     "dcp_sharded",
     "deepspeed",

@@ -65,7 +65,7 @@ class Matching:
         raise KeyError(name)
 
     def __str__(self) -> str:
-        width = max((len(pair.a) for pair in self.pairs), default=0)
+        width = max((len(name) for name in (*(pair.a for pair in self.pairs), *self.only_a)), default=0)
         lines = [f"{p.a:{width}}  {p.b}{f'  axes {p.axes}' if p.axes else ''}" for p in self.pairs]
         lines += [f"{name:{width}}  –" for name in self.only_a]
         lines += [f"{'–':{width}}  {name}" for name in self.only_b]

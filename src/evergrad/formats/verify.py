@@ -73,6 +73,8 @@ class Verification:
     @property
     def verdict(self) -> Check:
         """The worst of all: `failed`, `degraded`, `unknown` (nothing wrong, not all had a checksum), `ok`."""
+        if not self.tensors and not self.container:
+            return Check.UNKNOWN  # nothing was checked
         return _worst_of(*(tensor.verdict for tensor in self.tensors), *self.container.values())
 
     @property
