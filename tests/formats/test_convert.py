@@ -161,6 +161,20 @@ def test_names_that_look_escaped_lose_no_tensor(tmp_path: Path) -> None:
     assert len(torch.load(eg.convert(tmp_path / "a.safetensors", tmp_path / "a.pt"))) == 2
 
 
+def test_tensors_only_keeps_the_names(tmp_path: Path, data: Path) -> None:
+    one = eg.convert(data / "lightning.ckpt", tmp_path / "a.pt", tensors_only=True)
+    with eg.open_checkpoint(data / "lightning.ckpt") as a, eg.open_checkpoint(one) as b:
+        assert set(a.tensors) == set(b.tensors)
+
+
+def test_a_skeleton_that_contradicts_the_header_is_refused(tmp_path: Path) -> None:
+    path = eg.convert(saved(tmp_path, {"alpha": torch.ones(2), "epoch": 3}), tmp_path / "b.safetensors")
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b'"alpha":{"dtype"', b'"alpho":{"dtype"'))
+    with pytest.raises(eg.EvergradError, match="disagree on 'alpha'"):
+        eg.open_checkpoint(path)
+
+
 def test_odd_keys_and_values_survive(tmp_path: Path) -> None:
     state = {(0, "a"): torch.ones(1), "raw": bytearray(b"x"), "dtype": torch.bfloat16, np.int64(3): 1}
     with eg.open_checkpoint(eg.convert(saved(tmp_path, state), tmp_path / "b.safetensors")) as ck:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -304,3 +305,38 @@ def test_a_large_tensor_is_verified_in_little_memory(tmp_path: Path, limited: Ca
     print(eg.verify(sys.argv[1])["."].reason)
     """
     assert limited(code, path, memory=600 << 20) == f"[{1 << 27}] = 1e+30: all others are 0\n"
+
+
+def test_one_bit_flipped_at_rest_under_fletcher32_is_found(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    values = weights().numpy()
+    with h5py.File(path := tmp_path / "a.h5", "w") as file:
+        file.create_dataset("guarded", data=values, chunks=values.shape, fletcher32=True)
+        file.create_dataset("other", data=values * 2, chunks=values.shape, fletcher32=True)
+    assert eg.verify(path).verdict is Check.OK
+    flip_at_rest(path, values[7].tobytes())
+    found = eg.verify(path)
+    assert found["guarded"].checksum is Check.FAILED
+    assert found["other"].verdict is Check.OK
+
+
+@pytest.mark.parametrize("chunks", [None, (10, 10)])
+def test_an_exponent_flip_in_plain_hdf5_is_found(chunks: tuple[int, int] | None, tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path := tmp_path / "a.h5", "w") as file:
+        file.create_dataset("w", data=weights().numpy(), chunks=chunks)
+    assert not eg.verify(path).wrong
+    assert flip(path, "w", 123, 30)["w"].verdict is Check.FAILED
+    assert not eg.verify(path).wrong
+
+
+def test_one_bit_flipped_at_rest_in_a_tensorflow_checkpoint_is_found(tmp_path: Path, data: Path) -> None:
+    shutil.copytree(data / "tf_ckpt", folder := tmp_path / "ckpt")
+    assert not eg.verify(folder).wrong
+    with eg.open_checkpoint(folder) as ck:
+        name = max(ck.tensors, key=lambda name: ck.tensors[name].nbytes)
+        needle = ck.read(name).numpy().tobytes()
+    flip_at_rest(next(folder.glob("*.data-*")), needle, bit=3)
+    found = eg.verify(folder)
+    assert [tensor.name for tensor in found.wrong] == [name]
+    assert found[name].checksum is Check.FAILED

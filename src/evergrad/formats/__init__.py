@@ -6,7 +6,9 @@ addressed.py     checkpoints whose tensors lie at known places
 archive.py       zip files, with crc.py keeping their checksums right
 opcodes.py       pickles, read and never run; torch_objects.py says what their names mean
 torch_zip.py · torch_legacy.py · safetensors.py · numpy_files.py · folders.py    the formats
-hdf5.py · keras_zip.py    more of them: hdf5_{file,listing,types,storage}.py read, hdf5_{notes,state}.py write
+hdf5.py · keras_zip.py    hdf5_{file,listing,types,storage,chunks,attributes}.py read, hdf5_{notes,state}.py write
+tensorflow.py    with sstable.py and tensorflow_index.py for its index, castagnoli.py for its checksums
+dcp.py · deepspeed.py · orbax.py    with pieces.py for tensors that lie in several places
 registry.py      which format a file is of
 compare.py · convert.py · match.py    what is done with two of them
 verify.py · outliers.py    whether one is sound: checksums, and values that no training makes

@@ -124,7 +124,10 @@ def read_notes(file: Hdf5File) -> Notes:
             raise ValueError(f"schema {index['schema_version']}: this version of Evergrad reads {SCHEMA_VERSION}")
         tensors = {str(name): (str(place), DType(dtype)) for name, (place, dtype) in index["tensors"].items()}
         metadata = {str(key): str(value) for key, value in index["metadata"].items()}
-        return Notes(tensors, metadata, Skeleton.loads(texts["skeleton"]))
+        skeleton = Skeleton.loads(texts["skeleton"])
+        if wrong := skeleton.tensor_names() ^ tensors.keys():
+            raise ValueError(f"index and skeleton disagree on {min(wrong)!r}")
+        return Notes(tensors, metadata, skeleton)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StateError) as error:
         raise DamagedFile(file.path, f"notes in {NOTES} are damaged: {error}") from None
 

@@ -107,6 +107,8 @@ def _open(path: Path, file: DataFile) -> Checkpoint:
         if name not in regions or alias in regions:
             raise DamagedFile(path, f"{alias!r} is said to be {name!r}, and one of them contradicts that")
         regions[alias] = regions[name]
+    if skeleton is not None and (wrong := skeleton.tensor_names() ^ (regions.keys() | others.keys())):
+        raise DamagedFile(path, f"the skeleton in the metadata and the header disagree on {min(wrong)!r}")
     _check_no_overlap(path, {name: region for name, region in regions.items() if name not in aliases})
     tensors = describe(
         (  # tensors without overlap: each place is a storage of its own, and only aliases share one

@@ -13,6 +13,7 @@ from evergrad.formats.opcodes import PickleError, read_pickle
 from evergrad.formats.region import Bytes, Region
 from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
 from evergrad.records import Check
+from evergrad.state import Skeleton, unflatten
 from evergrad.state.sharing import byte_extent
 
 __all__ = ["TorchZip"]
@@ -53,7 +54,8 @@ class TorchZip(Format):
         import torch
 
         if tensors_only:
-            state: object = {name: source.read(name) for name in source.tensors}
+            tensors = {name: source.read(name) for name in source.tensors}
+            state: object = unflatten(tensors, Skeleton.of_names(tensors))  # nested, so that the names stay the same
         else:
             refuse_losses(source.path, self.name, self.losses(source))
             state = source.state()

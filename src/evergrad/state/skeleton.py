@@ -101,6 +101,12 @@ class Skeleton:
         roles = {f"{segment}/{path}": role for path, role in self.roles.items()}
         return Skeleton(_rename(self.root, f"{segment}/"), sharing, roles)
 
+    def tensor_names(self) -> set[str]:
+        """The paths of all tensors that it names."""
+        found: set[str] = set()
+        _find_tensors(self.root, found)
+        return found
+
     def values(self) -> dict[str, Json]:
         """Everything that is neither a tensor nor a container: position → node."""
         found: dict[str, Json] = {}
@@ -298,6 +304,18 @@ def _find_objects(node: Any, position: str, found: list[tuple[str, str]]) -> Non
     for kind in ("list", "tuple", "set", "frozenset"):
         for index, child in enumerate(_items(node, kind) if kind in node else ()):
             _find_objects(child, f"{position}/{index}" if position else str(index), found)
+
+
+def _find_tensors(node: Json, found: set[str]) -> None:
+    if isinstance(node, list):
+        for item in node:
+            _find_tensors(item, found)
+    elif isinstance(node, dict):
+        for kind, child in node.items():
+            if kind in ("tensor", "ndarray"):
+                found.add(_text(node, kind))
+            elif kind not in _LEAVES:
+                _find_tensors(child, found)
 
 
 def _find_values(node: Json, position: str, found: dict[str, Json]) -> None:

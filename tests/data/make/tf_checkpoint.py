@@ -3,9 +3,8 @@
     pip install tensorflow-cpu==2.21.0
     python tests/data/make/tf_checkpoint.py
 
-`tests/data/tf_ckpt` (a Keras model with its optimizer, by tf.train.Checkpoint) came with the project's own notes.
-Writes the expectations beside it, as TensorFlow itself reads the checkpoint back. No torch here: the two do not have
-to be installed together.
+Writes the expectations beside it, and those of `tests/data/tf_ckpt` (a Keras model with its optimizer, saved once by
+tf.train.Checkpoint), as TensorFlow itself reads them back. No torch here: the two do not have to be installed together.
 """
 
 import hashlib
@@ -59,22 +58,21 @@ def main() -> None:
     tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=[*parts, f"{folder}/part-3"], destination_prefix=f"{folder}/model", delete_old_dirs=False
     )
-    reader = tf.train.load_checkpoint(f"{folder}/model")
+    expect("tf_types", "model")
+    expect("tf_ckpt", "ckpt")
+
+
+def expect(folder: str, prefix: str) -> None:
+    """What TensorFlow reads from a checkpoint, beside it; strings are left out."""
+    reader = tf.train.load_checkpoint(f"{DATA / folder}/{prefix}")
     rows = []
-    for name in names:
-        array = reader.get_tensor(name)
-        if name == "text":
-            continue
-        dtype = tensors[name].dtype.name
-        rows.append(
-            {
-                "name": name,
-                "shape": list(array.shape),
-                "dtype": NAMES.get(dtype, dtype),
-                "sha256": hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest(),
-            }
-        )
-    (DATA / "tf_types.expected.json").write_text(json.dumps(rows, indent=1) + "\n")
+    for name, dtype in sorted(reader.get_variable_to_dtype_map().items()):
+        if dtype != tf.string:
+            array = reader.get_tensor(name)
+            digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+            kind = NAMES.get(dtype.name, dtype.name)
+            rows.append({"name": name, "shape": list(np.shape(array)), "dtype": kind, "sha256": digest})
+    (DATA / f"{folder}.expected.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
