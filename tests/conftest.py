@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,29 @@ signal.alarm({seconds})
 def data() -> Path:
     """The folder of real checkpoint files."""
     return DATA
+
+
+class Unprivileged:
+    """A folder that others may read; as a context, be somebody who may not write there. Root may write anything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        if os.getuid() == 0:
+            os.seteuid(65534)
+
+    def __exit__(self, *_: object) -> None:
+        if os.getuid() == 0:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Unprivileged]:
+    """For files that may be read and not written."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others
+        os.chmod(folder, 0o755)
+        yield Unprivileged(Path(folder))
 
 
 @pytest.fixture

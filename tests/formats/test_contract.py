@@ -114,6 +114,10 @@ class TestShardedTorch(FormatContract):
             "b%2Fc": shards["pytorch_model-2.bin"]["b/c"],
         }
 
+    def load(self, path: Path) -> Mapping[str, torch.Tensor]:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return by_path({name: torch.load(path.parent / file)[name] for name, file in weight_map.items()})
+
 
 class TestTrainerFolder(FormatContract):
     format = "transformers-trainer"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import types
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ import pytest
 import torch
 
 import evergrad as eg
+from conftest import Unprivileged
 from evergrad.errors import DamagedFile, UnsupportedContent
 from evergrad.records import Check
 from evergrad.testing import raw_bytes
@@ -123,40 +121,22 @@ def test_tied_tensors_say_what_they_share_and_change_together(tmp_path: Path) ->
     assert state["in"].data_ptr() == state["out"].data_ptr() == state["half"].data_ptr()
 
 
-@pytest.fixture
-def without_privileges() -> Iterator[None]:
-    """Root may write anything; be nobody for a while."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "stored.npz", "deflated.npz"])
-def test_a_read_only_file_can_be_read_and_is_not_altered(name: str, request: pytest.FixtureRequest) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        path = Path(folder) / name
-        if path.suffix == ".npz":
-            (np.savez_compressed if "deflated" in name else np.savez)(path, a=np.zeros(3, np.float32))
-        else:
-            torch.save({"a": torch.zeros(3)}, Path(folder) / "a.pt")
-            if path.suffix != ".pt":
-                eg.convert(Path(folder) / "a.pt", path)
-        path.chmod(0o444)
-        before = path.read_bytes()
-        request.getfixturevalue("without_privileges")
-        with eg.open_checkpoint(path) as ck:
-            assert ck.read("a").sum() == 0
-            with pytest.raises(eg.EvergradError, match="cannot be altered: permission denied"):
-                ck.xor("a", [0], [1])
-        assert path.read_bytes() == before
-        if os.getuid() == 0:
-            os.seteuid(0)  # the folder must be removed as who made it
+def test_a_read_only_file_can_be_read_and_is_not_altered(name: str, unprivileged: Unprivileged) -> None:
+    path = unprivileged.folder / name
+    if path.suffix == ".npz":
+        (np.savez_compressed if "deflated" in name else np.savez)(path, a=np.zeros(3, np.float32))
+    else:
+        torch.save({"a": torch.zeros(3)}, unprivileged.folder / "a.pt")
+        if path.suffix != ".pt":
+            eg.convert(unprivileged.folder / "a.pt", path)
+    path.chmod(0o444)
+    before = path.read_bytes()
+    with unprivileged, eg.open_checkpoint(path) as ck:
+        assert ck.read("a").sum() == 0
+        with pytest.raises(eg.EvergradError, match="cannot be altered: permission denied"):
+            ck.xor("a", [0], [1])
+    assert path.read_bytes() == before
 
 
 def test_an_expanded_tensor_is_altered_wherever_its_bytes_show(tmp_path: Path) -> None:
