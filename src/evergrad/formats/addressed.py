@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.formats.contract import Bits, Checkpoint
-from evergrad.formats.region import Region
+from evergrad.formats.region import Closes, Region
 from evergrad.records import Check, Neighbour, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of
 from evergrad.state.sharing import byte_extent
 
 __all__ = ["AddressedCheckpoint", "describe"]
-
-
-class Closes(Protocol):
-    """Whatever has to be let go of in the end."""
-
-    def close(self) -> None:
-        """Make changes durable and let go; twice is fine."""
 
 
 class AddressedCheckpoint(Checkpoint):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.crc import CRC32, crc32
 from evergrad.formats.durable import replacing
-from evergrad.formats.region import Bytes, DataFile, Seal, file_errors
+from evergrad.formats.region import Bytes, DataFile, Seal, closed_on_error, file_errors
 from evergrad.records import Check
 
 __all__ = ["Archive", "Inflated", "Member", "first_name"]
@@ -68,12 +68,8 @@ class Archive:
     @classmethod
     def open(cls, path: Path) -> Archive:
         """Read the directory; `DamagedFile` if there is none, or if it points outside."""
-        file = DataFile(path)
-        try:
+        with closed_on_error(DataFile(path)) as file:
             return cls.over(file)
-        except BaseException:
-            file.close()
-            raise
 
     @classmethod
     def over(cls, file: Bytes) -> Archive:

@@ -17,7 +17,7 @@ from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors
 from evergrad.formats.hdf5_listing import Entry, Listing, list_file
 from evergrad.formats.hdf5_notes import NOTES, Notes, Source, read_notes, write_hdf5
 from evergrad.formats.hdf5_storage import DataSet
-from evergrad.formats.region import file_errors
+from evergrad.formats.region import closed_on_error, file_errors
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, find_sharing, role_of
 from evergrad.state.sharing import contiguous_strides
@@ -54,12 +54,8 @@ class Hdf5(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Walk the links; no data set is read."""
-        file = Hdf5File(path)
-        try:
+        with closed_on_error(Hdf5File(path)) as file:
             return Hdf5Checkpoint(path, file)
-        except BaseException:
-            file.close()
-            raise
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Objects that cannot be rebuilt, and what the source leaves aside; anything else has a place in the file."""

@@ -16,7 +16,7 @@ from evergrad.formats.archive import Archive, Inflated, Member
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.hdf5 import Hdf5Checkpoint
 from evergrad.formats.hdf5_file import Hdf5File, Place
-from evergrad.formats.region import file_errors
+from evergrad.formats.region import closed_on_error, file_errors
 from evergrad.records import Check
 
 __all__ = ["KerasZip"]
@@ -44,12 +44,8 @@ class KerasZip(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Read the zip directory, then list the HDF5 file where it lies."""
-        archive = Archive.open(path)
-        try:
+        with closed_on_error(Archive.open(path)) as archive:
             return _KerasCheckpoint(path, archive)
-        except BaseException:
-            archive.close()
-            raise
 
 
 class _KerasCheckpoint(Hdf5Checkpoint):
@@ -84,13 +80,9 @@ class _KerasCheckpoint(Hdf5Checkpoint):
                 for folder in copies:
                     shutil.rmtree(folder, ignore_errors=True)
 
-        file = Hdf5File(path, place)
-        try:
+        with closed_on_error(Hdf5File(path, place)) as file:
             beside = {name: "a file in the archive" for name in archive.members if name != WEIGHTS}
             super().__init__(path, file, format=KerasZip.name, close=close, unkept=beside)
-        except BaseException:
-            file.close()
-            raise
 
     def container_checks(self) -> Mapping[str, Check]:
         """The CRCs of the configuration files beside the weights."""

@@ -17,7 +17,7 @@ from evergrad.errors import DamagedFile, LimitExceeded
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.archive import Archive, Member, first_name
 from evergrad.formats.contract import Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
-from evergrad.formats.region import Bytes, DataFile, Region
+from evergrad.formats.region import Bytes, DataFile, Region, closed_on_error
 from evergrad.records import Check, TensorInfo
 from evergrad.state import ROOT, Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides
@@ -40,17 +40,13 @@ class Npy(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Read the header."""
-        file = DataFile(path)
-        try:
+        with closed_on_error(DataFile(path)) as file:
             head = file.read(0, min(file.size, MAX_HEADER_BYTES))
             region = _region(path, ROOT, head, file, 0, file.size)
             found = {ROOT: region} if isinstance(region, Region) else {}
             others = {} if isinstance(region, Region) else {ROOT: region}
             tensors = _describe(found)
             return AddressedCheckpoint(self.name, path, tensors, found.__getitem__, file, others=others)
-        except BaseException:
-            file.close()
-            raise
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Everything but a single array of a type that NumPy has."""
@@ -87,12 +83,8 @@ class Npz(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Read the directory and every array's header."""
-        archive = Archive.open(path)
-        try:
+        with closed_on_error(Archive.open(path)) as archive:
             return _open_npz(path, archive)
-        except BaseException:
-            archive.close()
-            raise
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Values that are no arrays, nesting other than by name, types that NumPy does not have."""

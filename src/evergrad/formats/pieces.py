@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
-from evergrad.formats.addressed import Closes
 from evergrad.formats.contract import Bits, Checkpoint
-from evergrad.formats.region import Region
+from evergrad.formats.region import Closes, Region
 from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides

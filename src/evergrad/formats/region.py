@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,9 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
 
-__all__ = ["Bytes", "DataFile", "Region", "Seal", "file_errors"]
+__all__ = ["Bytes", "Closes", "DataFile", "Region", "Seal", "closed_on_error", "file_errors"]
+
+Held = TypeVar("Held", bound="Closes")
 
 _GATHER = 1 << 18  # elements of a strided tensor gathered at a time
 
@@ -255,6 +257,23 @@ class Region:
     @property
     def _stored_bits(self) -> np.dtype[np.unsignedinteger]:
         return self.dtype.bits.newbyteorder(">" if self.big_endian else "<")
+
+
+class Closes(Protocol):
+    """Whatever has to be let go of in the end."""
+
+    def close(self) -> None:
+        """Make changes durable and let go; twice is fine."""
+
+
+@contextmanager
+def closed_on_error(holder: Held) -> Iterator[Held]:
+    """Hand over something open: whoever gets it will close it, unless an error comes before that."""
+    try:
+        yield holder
+    except BaseException:
+        holder.close()
+        raise
 
 
 @contextmanager

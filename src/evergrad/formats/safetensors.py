@@ -17,7 +17,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
-from evergrad.formats.region import DataFile, Region
+from evergrad.formats.region import DataFile, Region, closed_on_error
 from evergrad.records import TensorInfo
 from evergrad.state import Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides
@@ -66,12 +66,8 @@ class Safetensors(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Read the header; every offset in it is checked before anything is served."""
-        file = DataFile(path)
-        try:
+        with closed_on_error(DataFile(path)) as file:
             return _open(path, file)
-        except BaseException:
-            file.close()
-            raise
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Objects that cannot be rebuilt; anything else has a place in the header."""

@@ -9,7 +9,7 @@ from evergrad.errors import DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.opcodes import PickleError, read_pickle
-from evergrad.formats.region import Bytes, DataFile, Region
+from evergrad.formats.region import Bytes, DataFile, Region, closed_on_error
 from evergrad.formats.torch_objects import PickledTensors, StorageRef, TorchBuilder
 
 __all__ = ["TorchLegacy"]
@@ -31,12 +31,8 @@ class TorchLegacy(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Read the pickles, then step from storage to storage by their lengths."""
-        file = DataFile(path)
-        try:
+        with closed_on_error(DataFile(path)) as file:
             return open_legacy(path, file)
-        except BaseException:
-            file.close()
-            raise
 
 
 class _Recording(TorchBuilder):

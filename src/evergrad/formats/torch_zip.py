@@ -10,7 +10,7 @@ from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.archive import Archive, first_name
 from evergrad.formats.contract import Checkpoint, Format, Probe, losses_of, refuse_losses
 from evergrad.formats.opcodes import PickleError, read_pickle
-from evergrad.formats.region import Bytes, Region
+from evergrad.formats.region import Bytes, Region, closed_on_error
 from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
 from evergrad.records import Check
 from evergrad.state import Skeleton, unflatten
@@ -38,12 +38,8 @@ class TorchZip(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Read the directory and the pickle, run nothing, read no record."""
-        archive = Archive.open(path)
-        try:
+        with closed_on_error(Archive.open(path)) as archive:
             return open_archive(path, archive)
-        except BaseException:
-            archive.close()
-            raise
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Objects that cannot be rebuilt, and notes of other containers."""
