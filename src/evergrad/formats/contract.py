@@ -214,7 +214,8 @@ def refuse_losses(path: Path, target: str, losses: list[str]) -> None:
     if losses:
         shown = "; ".join(losses[:3]) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
         raise ConversionLoss(
-            f"{path}: as {target} this would lose {shown}. Keep only the tensors with tensors_only.", losses
+            f"{path}: as {target} this would lose {shown}. Keep only the tensors: tensors_only=True, or --tensors-only.",
+            losses,
         )
 
 

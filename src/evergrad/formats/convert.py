@@ -38,7 +38,9 @@ def convert(
                     f"{target}: cannot be written over (it is {'a folder' if target.is_dir() else 'the source'})"
                 )
             if not overwrite:
-                raise UsageError(f"{target}: exists already. Choose another name, or say overwrite.")
+                raise UsageError(
+                    f"{target}: exists already. Choose another name, or replace it: overwrite=True, or --overwrite."
+                )
         if not target.parent.is_dir():
             raise UsageError(f"{target}: there is no folder {str(target.parent)!r}")
         with replacing(target) as temporary:
