@@ -213,10 +213,8 @@ def refuse_losses(path: Path, target: str, losses: list[str]) -> None:
     """Raise `ConversionLoss` if there are any."""
     if losses:
         shown = "; ".join(losses[:3]) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
-        raise ConversionLoss(
-            f"{path}: as {target} this would lose {shown}. Keep only the tensors: tensors_only=True, or --tensors-only.",
-            losses,
-        )
+        hint = "Keep only the tensors: tensors_only=True, or --tensors-only."
+        raise ConversionLoss(f"{path}: as {target} this would lose {shown}. {hint}", losses)
 
 
 def blocks(info: TensorInfo, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, int]]:
