@@ -252,7 +252,8 @@ def test_whatever_is_done_with_mutated_files_gives_only_our_errors(
 def test_whatever_is_done_with_many_more_mutations(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
     source = make(kind, tmp_path)
     (tmp_path / "work").mkdir()
-    limited(FUZZ_EVERYTHING, source, tmp_path / "work", 2000, 8, memory=6 << 30, seconds=3000)
+    served = json.loads(limited(FUZZ_EVERYTHING, source, tmp_path / "work", 2000, 8, memory=6 << 30, seconds=3000))
+    assert 0 < served["read"] < 2000, f"the mutations did no damage, or nothing but damage: {served}"
 
 
 @pytest.mark.slow

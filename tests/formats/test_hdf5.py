@@ -81,7 +81,7 @@ class Hdf5Contract(FormatContract):
     format = "hdf5"
 
     def write(self, file: h5py.File) -> None:
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must say what to write")
 
     def options(self) -> dict[str, Any]:
         return {}

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-try:  # three times as fast, where it is installed
+try:  # faster, where it is installed
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32

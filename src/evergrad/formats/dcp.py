@@ -16,7 +16,7 @@ from evergrad.formats.archive import Archive, Inflated
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.dcp_metadata import Place, read_metadata
 from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint
-from evergrad.formats.region import Bytes, DataFile, Region, file_errors
+from evergrad.formats.region import Bytes, DataFile, Region, named_size
 from evergrad.formats.torch_legacy import open_legacy
 from evergrad.formats.torch_zip import open_archive
 from evergrad.records import Check, TensorInfo
@@ -196,12 +196,7 @@ def _check_places(folder: Path, metadata: Path, places: Iterable[Place]) -> None
     last = Place("", 0, 0)
     for place in sorted(places):
         if place.file not in sizes:
-            path = folder / place.file
-            if not path.is_file():
-                hint = "Is the download complete?"
-                raise FileAccessError(metadata, f"names file {place.file!r}, which is not there", hint=hint)
-            with file_errors(path):
-                sizes[place.file] = path.stat().st_size
+            sizes[place.file] = named_size(metadata, folder / place.file)
         if place.offset + place.length > sizes[place.file]:
             expected = f"at least {place.offset + place.length} bytes"
             what = f"a part lies beyond the end of {place.file!r}"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnknownFormat
+from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
-from evergrad.formats.region import file_errors
+from evergrad.formats.region import file_errors, named_size
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View
@@ -250,8 +250,7 @@ def _beside(index: Path, file: str) -> Path:
         raise DamagedFile(
             index, "names a file outside its folder", expected="a plain file name", found=repr(file[:200])
         )
-    if not path.is_file():
-        raise FileAccessError(index, f"names shard {file!r}, which is not there", hint="Is the download complete?")
+    named_size(index, path)
     return path
 
 

@@ -21,7 +21,7 @@ from evergrad.state import Opaque
 
 __all__ = ["MAX_OPCODES", "Builder", "Global", "PickleError", "check_key", "read_pickle"]
 
-MAX_OPCODES = 16_000_000  # about 400,000 tensors; under 1.5 GB at worst
+MAX_OPCODES = 16_000_000  # about 400,000 tensors
 MAX_ODD_KEYS = 1_000
 
 

@@ -23,7 +23,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
 
-__all__ = ["Bytes", "Closes", "DataFile", "Region", "Seal", "closed_on_error", "file_errors"]
+__all__ = ["Bytes", "Closes", "DataFile", "Region", "Seal", "closed_on_error", "file_errors", "named_size"]
 
 Held = TypeVar("Held", bound="Closes")
 
@@ -264,6 +264,15 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """Make changes durable and let go; twice is fine."""
+
+
+def named_size(index: Path, path: Path) -> int:
+    """The size of a file that an index names, or a word on its absence."""
+    if not path.is_file():
+        hint = "Is the download complete?"
+        raise FileAccessError(index, f"names file {path.name!r}, which is not there", hint=hint)
+    with file_errors(path):
+        return path.stat().st_size
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from evergrad.formats.castagnoli import crc32c, masked, unmasked
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.crc import CRC32C
 from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint, fill
-from evergrad.formats.region import DataFile, Region, file_errors
+from evergrad.formats.region import DataFile, Region, file_errors, named_size
 from evergrad.formats.sstable import MAGIC, Table
 from evergrad.formats.tensorflow_index import Stored, box_of, read_entry, read_header, slice_key
 from evergrad.records import Check, Role, TensorInfo
@@ -234,12 +234,7 @@ def _check_places(index: Path, files: _Files, entries: Iterable[tuple[bytes, Sto
         if entry.shard >= files.count:
             raise DamagedFile(index, f"{key[:80]!r} lies in data file {entry.shard} of {files.count}")
         if entry.shard not in sizes:
-            path = files.path(entry.shard)
-            if not path.is_file():
-                hint = "Is the download complete?"
-                raise FileAccessError(index, f"names data file {path.name!r}, which is not there", hint=hint)
-            with file_errors(path):
-                sizes[entry.shard] = path.stat().st_size
+            sizes[entry.shard] = named_size(index, files.path(entry.shard))
         if entry.offset + entry.size > sizes[entry.shard]:
             expected = f"at least {entry.offset + entry.size} bytes"
             what = f"{key[:80]!r} lies beyond the end of its data file"
