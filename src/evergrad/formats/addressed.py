@@ -21,6 +21,8 @@ __all__ = ["AddressedCheckpoint", "describe"]
 class AddressedCheckpoint(Checkpoint):
     """A checkpoint given by where its tensors are; `locate` finds a place when it is first needed."""
 
+    rehearses = True
+
     def __init__(
         self,
         format: str,
@@ -47,6 +49,9 @@ class AddressedCheckpoint(Checkpoint):
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         return self.region(name).read(start, stop)
+
+    def _bits_at(self, name: str, indices: npt.NDArray[np.int64]) -> Bits:
+        return self.region(name).at(indices)
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         return self.region(name).xor(indices, patterns)

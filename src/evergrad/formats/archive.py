@@ -21,7 +21,7 @@ import numpy.typing as npt
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.crc import CRC32, crc32
 from evergrad.formats.durable import replacing
-from evergrad.formats.region import Bytes, DataFile, Seal, closed_on_error, file_errors
+from evergrad.formats.region import Bytes, DataFile, Seal, closed_on_error, file_errors, xor_rows
 from evergrad.records import Check
 
 __all__ = ["Archive", "Inflated", "Member", "first_name"]
@@ -163,19 +163,19 @@ class ZipSeal:
         """Put every copy of the checksum right."""
         member = self._member
         self._archive.verified.pop(member.name, None)
-        view = self._archive.file.writable()
+        file = self._archive.file
         # Onto what the file says now: somebody else may have altered it too.
-        member.crc = int.from_bytes(bytes(view[member.entry + 16 : member.entry + 20]), "little")
+        member.crc = int.from_bytes(file.now(member.entry + 16, 4), "little")
         member.crc ^= CRC32.change(addresses - self._data, deltas, member.size)
-        value = np.frombuffer(struct.pack("<L", member.crc), np.uint8)
-        view[member.entry + 16 : member.entry + 20] = value
+        value = struct.pack("<L", member.crc)
+        file.put(member.entry + 16, value)
         if member.flags & 0x08:
             place = self._data + member.stored_size
-            if bytes(view[place : place + 4]) == b"PK\x07\x08":
+            if file.read(place, 4) == b"PK\x07\x08":
                 place += 4
         else:
             place = member.header + 14
-        view[place : place + 4] = value
+        file.put(place, value)
 
     def holds(self) -> bool:
         """Whether the member's bytes have the checksum that the directory says."""
@@ -208,6 +208,8 @@ class Inflated:
 
     Changes are written back when the archive is closed.
     """
+
+    in_place = False
 
     def __init__(self, archive: Archive, member: Member) -> None:
         self.path = archive.file.path
@@ -250,8 +252,20 @@ class Inflated:
             self._data = np.frombuffer(bytearray(data), np.uint8)
         return self._data
 
-    def writable(self) -> npt.NDArray[np.uint8]:
-        """All bytes, to alter; the archive is rewritten when it is closed."""
+    def now(self, offset: int, length: int) -> bytes:
+        """A few bytes as they are."""
+        return self.read(offset, length)
+
+    def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
+        """XOR a row of bytes onto each address; the archive is rewritten when it is closed."""
+        return xor_rows(self._writable(), addresses, rows, word)
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Replace a few bytes; the archive is rewritten when it is closed."""
+        self._writable()[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def check_writable(self) -> None:
+        """Raise what altering would raise."""
         file = self._archive.file
         if not isinstance(file, DataFile):
             raise UnsupportedContent(self.path, f"{self._member.name!r} is compressed within a part of a file")
@@ -259,6 +273,9 @@ class Inflated:
             raise FileAccessError(self.path, "cannot be altered: permission denied")
         if file.replaced():
             raise FileAccessError(self.path, "was replaced since it was opened", hint="Open it again.")
+
+    def _writable(self) -> npt.NDArray[np.uint8]:
+        self.check_writable()
         self.changed = True
         return self.view()
 

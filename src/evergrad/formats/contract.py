@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from evergrad.errors import ConversionLoss, UnknownTensor, UnsupportedContent, UsageError
 from evergrad.formats.region import file_errors
+from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton, unflatten
 
@@ -107,6 +108,8 @@ class Checkpoint(ABC):
     """The container's own notes, where it has some."""
     skeleton: Skeleton
     """How the tensors are nested, and the values between them."""
+    rehearses: ClassVar[bool] = False
+    """Whether every alteration goes through `Bytes`, so that it can be rehearsed; else it is made in a copy."""
 
     @abstractmethod
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
@@ -119,6 +122,16 @@ class Checkpoint(ABC):
     @abstractmethod
     def close(self) -> None:
         """Make changes durable and let go of the files; twice is fine."""
+
+    def _bits_at(self, name: str, indices: npt.NDArray[np.int64]) -> Bits:
+        """The bits of single elements. The arguments are valid. Better where the format need not read all."""
+        dtype = self.tensors[name].dtype
+        out: Bits = np.empty((len(indices),) if dtype.parts == 1 else (len(indices), dtype.parts), dtype.bits)
+        for start, stop in blocks(self.tensors[name]):
+            mine = (indices >= start) & (indices < stop)
+            if mine.any():
+                out[mine] = self._read_bits(name, start, stop)[indices[mine] - start]
+        return out
 
     def checksum(self, name: str) -> Check:
         """Whether the container's checksum over this tensor's bytes holds; `unknown` where it has none.
@@ -160,16 +173,21 @@ class Checkpoint(ABC):
         >>> old = ck.xor("model/fc.weight", [3], [0x80000000])          # doctest: +SKIP
         """
         info = self._info(name)
-        where = _array(info, "indices", indices)
-        if where.size == 0:
-            where = where.astype(np.int64)
-        if where.ndim != 1 or where.dtype.kind not in "iu":
-            raise UsageError(f"{name}: indices must be a list of integers (found {where.dtype}, {where.ndim} axes)")
-        if where.size and not (int(where.min()) >= 0 and int(where.max()) < info.numel):
-            wrong = int(where.max()) if int(where.max()) >= info.numel else int(where.min())
-            raise UsageError(f"{name}: no element {wrong} (expected 0 to {info.numel - 1})")
+        where = _indices(info, indices)
         checked = _patterns(info, len(where), patterns)
-        return self._xor_bits(name, where.astype(np.int64), checked) if len(where) else checked
+        if not len(where):
+            return checked
+        if not self.rehearses and rehearsing() is not None:
+            raise NeedsRewrite
+        return self._xor_bits(name, where, checked)
+
+    def bits_at(self, name: str, indices: npt.ArrayLike) -> Bits:
+        """The bits of single elements, counted in C order; costs what the indices cost where data has a place."""
+        info = self._info(name)
+        where = _indices(info, indices)
+        if not len(where):
+            return np.empty((0,) if info.dtype.parts == 1 else (0, info.dtype.parts), info.dtype.bits)
+        return self._bits_at(name, where)
 
     def files(self) -> list[Path]:
         """Every file that the checkpoint consists of."""
@@ -229,6 +247,18 @@ def _array(info: TensorInfo, what: str, given: npt.ArrayLike) -> npt.NDArray[Any
         return np.asarray(given)
     except (ValueError, OverflowError) as error:
         raise UsageError(f"{info.name}: {what} are no array of integers: {error}") from None
+
+
+def _indices(info: TensorInfo, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    where = _array(info, "indices", indices)
+    if where.size == 0:
+        where = where.astype(np.int64)
+    if where.ndim != 1 or where.dtype.kind not in "iu":
+        raise UsageError(f"{info.name}: indices must be a list of integers (found {where.dtype}, {where.ndim} axes)")
+    if where.size and not (int(where.min()) >= 0 and int(where.max()) < info.numel):
+        wrong = int(where.max()) if int(where.max()) >= info.numel else int(where.min())
+        raise UsageError(f"{info.name}: no element {wrong} (expected 0 to {info.numel - 1})")
+    return where.astype(np.int64, copy=False)
 
 
 def _patterns(info: TensorInfo, count: int, patterns: npt.ArrayLike) -> Bits:

@@ -55,6 +55,8 @@ class Dcp(Format):
 class Window:
     """A part of a file, as if it were one; the file is closed by its owner."""
 
+    in_place = True
+
     def __init__(self, file: DataFile, start: int, size: int) -> None:
         self.path = file.path
         self.size = size
@@ -77,9 +79,23 @@ class Window:
         """All bytes of the part, to look at."""
         return self._file.view()[self._start : self._start + self.size]
 
-    def writable(self) -> npt.NDArray[np.uint8]:
-        """All bytes of the part, to alter."""
-        return self._file.writable()[self._start : self._start + self.size]
+    def now(self, offset: int, length: int) -> bytes:
+        """A few bytes as they are, or, in a rehearsal, as they would be by now."""
+        self._check(offset, length)
+        return self._file.now(self._start + offset, length)
+
+    def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
+        """XOR a row of bytes onto each address and return what was there."""
+        return self._file.xor(addresses + self._start, rows, word)
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Replace a few bytes."""
+        self._check(offset, len(data))
+        self._file.put(self._start + offset, data)
+
+    def check_writable(self) -> None:
+        """Raise what altering would raise."""
+        self._file.check_writable()
 
     def close(self) -> None:
         """Nothing to let go: the file is the owner's."""

@@ -29,6 +29,8 @@ Opener = Callable[[Path], Checkpoint]
 class CompositeCheckpoint(Checkpoint):
     """Several checkpoints as one: each name leads to a part and the name in it."""
 
+    rehearses = True
+
     def __init__(
         self,
         format: str,
@@ -54,6 +56,10 @@ class CompositeCheckpoint(Checkpoint):
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         part, inner = self._names[name]
         return part.read_bits(inner, start, stop)
+
+    def _bits_at(self, name: str, indices: npt.NDArray[np.int64]) -> Bits:
+        part, inner = self._names[name]
+        return part.bits_at(inner, indices)
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         part, inner = self._names[name]

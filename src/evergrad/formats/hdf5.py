@@ -74,6 +74,8 @@ class Hdf5(Format):
 class Hdf5Checkpoint(Checkpoint):
     """The data sets of an HDF5 file by path; in our own files, by the path they had in the state."""
 
+    rehearses = True
+
     def __init__(
         self,
         path: Path,
@@ -112,6 +114,9 @@ class Hdf5Checkpoint(Checkpoint):
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         return self._set(name).read(start, stop)
+
+    def _bits_at(self, name: str, indices: npt.NDArray[np.int64]) -> Bits:
+        return self._set(name).at(indices)
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         return self._set(name).xor(indices, patterns)

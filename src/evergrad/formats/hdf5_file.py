@@ -18,6 +18,7 @@ from typing import Any
 
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.region import Bytes, DataFile, Seal, file_errors
+from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 
 __all__ = ["Hdf5File", "Place", "hdf5_errors", "library"]
 
@@ -111,6 +112,8 @@ class Hdf5File:
     def writable_root(self) -> Any:
         """The file object, opened for writing only now."""
         handle = self.root
+        if rehearsing() is not None:
+            raise NeedsRewrite
         if self._altered:
             return handle
         self.let_go()

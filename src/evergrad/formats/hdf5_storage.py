@@ -80,6 +80,17 @@ class DataSet:
             region = self._locate()
         return self._xor_through(indices, patterns) if region is None else region.xor(indices, patterns)
 
+    def at(self, indices: npt.NDArray[np.int64]) -> Bits:
+        """The bits of single elements; of filtered data, the chunks that hold them are read."""
+        region = self._locate()
+        if region is not None and not (isinstance(region, ChunkedRegion) and region.missing(indices)):
+            return region.at(indices)
+        dtype = self._entry.dtype
+        out: Bits = np.empty((len(indices),) if dtype.parts == 1 else (len(indices), dtype.parts), dtype.bits)
+        for members, box, local in self._touched(indices):
+            out[members] = self._box(box)[local]
+        return out
+
     def check(self) -> Check:
         """Whether every filter with a checksum (fletcher32, and gzip's Adler-32) agrees; reads everything."""
         if not self._filters:
@@ -183,33 +194,38 @@ class DataSet:
 
     def _xor_through(self, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         """Read, alter and write each touched chunk (or all of a compact data set) through the library."""
-        entry, dtype = self._entry, self._entry.dtype
         self._file.writable_root()
-        if self._chunk:
-            shape = ChunkedRegion(self._file.data, 0, entry.shape, dtype, chunk=self._chunk)
-            numbers, inner = shape.chunks_of(indices)
-        else:
-            numbers, inner = np.zeros(len(indices), np.int64), indices
         old = np.empty_like(patterns)
-        order = np.argsort(numbers, kind="stable")
-        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
-        for members in np.split(order, cuts):
-            if self._chunk:
-                box = self._chunk_box(int(numbers[members[0]]))
-                # From the place in the whole chunk to that in the part of it that is within the data set.
-                places = np.unravel_index(inner[members], self._chunk)
-                local = np.ravel_multi_index(places, box[1])
-            else:
-                box, local = ((0,) * len(entry.shape), entry.shape), inner[members]
-            raw = np.empty(math.prod(box[1]) * dtype.itemsize, np.uint8)
-            self._through("read", box, raw)
-            bits = self._native(raw)
+        for members, box, local in self._touched(indices):
+            bits = self._box(box)
             old[members] = bits[local]
             np.bitwise_xor.at(bits, local, patterns[members])
-            stored = bits.byteswap() if entry.big_endian else bits
+            stored = bits.byteswap() if self._entry.big_endian else bits
             self._through("write", box, stored.reshape(-1).view(np.uint8))
         self._file.let_go()
         return old
+
+    def _touched(
+        self, indices: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], Box, npt.NDArray[np.int64]]]:
+        """Chunk by chunk: which of the elements lie in it, its box, and their places there. All at once if compact."""
+        shape = self._entry.shape
+        if not self._chunk:
+            yield np.arange(len(indices)), ((0,) * len(shape), shape), indices
+            return
+        whole = ChunkedRegion(self._file.data, 0, shape, self._entry.dtype, chunk=self._chunk)
+        numbers, inner = whole.chunks_of(indices)
+        order = np.argsort(numbers, kind="stable")
+        for members in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            box = self._chunk_box(int(numbers[members[0]]))
+            # From the place in the whole chunk to that in the part of it that is within the data set.
+            places = np.unravel_index(inner[members], self._chunk)
+            yield members, box, np.ravel_multi_index(places, box[1])
+
+    def _box(self, box: Box) -> Bits:
+        raw = np.empty(math.prod(box[1]) * self._entry.dtype.itemsize, np.uint8)
+        self._through("read", box, raw)
+        return self._native(raw)
 
     def _chunk_box(self, number: int) -> Box:
         return chunk_box(self._entry.shape, self._chunk, number)

@@ -94,11 +94,23 @@ class Pieces:
         touched, starts = np.unique(which[order], return_index=True)
         regions = [self.region(number) for number in touched.tolist()]
         for region in regions:
-            region.source.writable()  # all of them can be altered, or none is
+            region.source.check_writable()  # all of them can be altered, or none is
         old = np.empty_like(patterns)
         for region, mine in zip(regions, np.split(order, starts[1:]), strict=True):
             old[mine] = region.xor(local[mine], patterns[mine])
         return old
+
+    def at(self, indices: npt.NDArray[np.int64]) -> Bits:
+        """The bits of single elements."""
+        if len(self.boxes) == 1:
+            return self.region(0).at(indices)
+        which, local = self._place(indices)
+        parts = () if self.dtype.parts == 1 else (self.dtype.parts,)
+        out: Bits = np.empty((len(indices), *parts), self.dtype.bits)
+        for number in np.unique(which).tolist():
+            mine = which == number
+            out[mine] = self.region(number).at(local[mine])
+        return out
 
     def checksum(self) -> Check:
         """Whether the checksums over every box hold; `unknown` if one has none, and none fails."""
@@ -177,6 +189,8 @@ class Pieces:
 class PiecewiseCheckpoint(Checkpoint):
     """A checkpoint given by where the boxes of its tensors are; `locate` finds them when first needed."""
 
+    rehearses = True
+
     def __init__(
         self,
         format: str,
@@ -202,6 +216,9 @@ class PiecewiseCheckpoint(Checkpoint):
             dtype = self.tensors[name].dtype
             return np.empty((0,) if dtype.parts == 1 else (0, dtype.parts), dtype.bits)
         return self._pieces(name).read(start, stop)
+
+    def _bits_at(self, name: str, indices: npt.NDArray[np.int64]) -> Bits:
+        return self._pieces(name).at(indices)
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         return self._pieces(name).xor(indices, patterns)

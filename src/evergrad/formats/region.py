@@ -21,9 +21,21 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded
+from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
 
-__all__ = ["Bytes", "Closes", "DataFile", "Region", "Seal", "closed_on_error", "file_errors", "named_size"]
+__all__ = [
+    "Bytes",
+    "Closes",
+    "DataFile",
+    "Region",
+    "Seal",
+    "closed_on_error",
+    "file_errors",
+    "gather",
+    "named_size",
+    "xor_rows",
+]
 
 Held = TypeVar("Held", bound="Closes")
 
@@ -35,6 +47,8 @@ class Bytes(Protocol):
 
     path: Path
     size: int
+    in_place: bool
+    """Whether these are bytes of a file at their own place, so that altering them can be rehearsed."""
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes, or `DamagedFile`."""
@@ -45,8 +59,20 @@ class Bytes(Protocol):
     def view(self) -> npt.NDArray[np.uint8]:
         """All bytes, to look at; nothing is read before it is touched."""
 
-    def writable(self) -> npt.NDArray[np.uint8]:
-        """All bytes, to alter; what is changed is durable after `close`."""
+    def now(self, offset: int, length: int) -> bytes:
+        """A few bytes as they are, or, in a rehearsal, as they would be by now."""
+
+    def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
+        """XOR a row of bytes onto each address and return what was there; durable after `close`.
+
+        Rows consist of words of `word` bytes. An address may come twice: every row counts.
+        """
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Replace a few bytes; durable after `close`."""
+
+    def check_writable(self) -> None:
+        """Raise what altering would raise."""
 
     def close(self) -> None:
         """Make changes durable and let go; twice is fine."""
@@ -64,6 +90,8 @@ class Seal(Protocol):
 
 class DataFile:
     """One open file: exact reads, and a map for altering it in place. Not thread-safe."""
+
+    in_place = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,6 +142,33 @@ class DataFile:
                 finally:
                     os.close(fd)
         return self._writable
+
+    def now(self, offset: int, length: int) -> bytes:
+        """A few bytes as they are, or, in a rehearsal, as they would be by now."""
+        noted = rehearsing()
+        pending = noted.of(self.path).puts.get(offset) if noted is not None else None
+        return pending if pending is not None else self.read(offset, length)
+
+    def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
+        """XOR a row of bytes onto each address and return what was there."""
+        noted = rehearsing()
+        if noted is None:
+            return xor_rows(self.writable(), addresses, rows, word)
+        noted.of(self.path).rows.append((addresses, rows))
+        return gather(self.view(), addresses, rows.shape[1], word)
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Replace a few bytes."""
+        noted = rehearsing()
+        if noted is None:
+            self.writable()[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        else:
+            noted.of(self.path).puts[offset] = data
+
+    def check_writable(self) -> None:
+        """Raise what altering would raise."""
+        if rehearsing() is None:
+            self.writable()
 
     def replaced(self) -> bool:
         """Whether the path leads to another file by now."""
@@ -222,23 +277,20 @@ class Region:
         self, indices: npt.NDArray[np.int64], patterns: npt.NDArray[np.unsignedinteger]
     ) -> npt.NDArray[np.unsignedinteger]:
         """XOR patterns onto elements in place and return their old bits; costs what the indices cost."""
+        if not self.source.in_place and rehearsing() is not None:
+            raise NeedsRewrite
         size, part = self.dtype.itemsize, self.dtype.layout.part_bytes
-        deltas = np.ascontiguousarray(patterns, self._stored_bits).view(np.uint8).reshape(-1, size)
+        rows = np.ascontiguousarray(patterns, self._stored_bits).view(np.uint8).reshape(-1, size)
         addresses = self.addresses(indices)
-        source = self.source.writable()
-        # Whole words where the file has them aligned, single bytes where it does not.
-        word = np.dtype(f"u{part}") if self.offset % part == 0 else np.dtype(np.uint8)
-        words = source[: len(source) // word.itemsize * word.itemsize].view(word)
-        cells = addresses[:, None] // word.itemsize + np.arange(size // word.itemsize)
-        old = words[cells]
-        if _distinct(addresses):
-            words[cells] = old ^ deltas.view(word)
-        else:  # the same element several times: every pattern counts
-            np.bitwise_xor.at(words, cells, deltas.view(word))
+        old = self.source.xor(addresses, rows, part)
         if self.seal is not None:
-            self.seal.follow(addresses, deltas)
-        bits: npt.NDArray[np.unsignedinteger] = old.view(self._stored_bits).astype(self.dtype.bits)
-        return bits.reshape(patterns.shape)
+            self.seal.follow(addresses, rows)
+        return self._bits(old)
+
+    def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.unsignedinteger]:
+        """The bits of single elements."""
+        size, part = self.dtype.itemsize, self.dtype.layout.part_bytes
+        return self._bits(gather(self.source.view(), self.addresses(indices), size, part))
 
     def addresses(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Byte offsets in the source of elements given by their index in C order."""
@@ -249,6 +301,10 @@ class Region:
             indices, place = np.divmod(indices, size)
             out += place * step
         return self.offset + out * self.dtype.itemsize
+
+    def _bits(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.unsignedinteger]:
+        bits: npt.NDArray[np.unsignedinteger] = rows.view(self._stored_bits).astype(self.dtype.bits)
+        return bits.reshape(-1) if self.dtype.parts == 1 else bits
 
     @property
     def _stride(self) -> Sequence[int]:
@@ -293,6 +349,38 @@ def file_errors(path: Path, what: str = "cannot be read") -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise FileAccessError(path, f"{what}: {reason}") from error
+
+
+def gather(
+    source: npt.NDArray[np.uint8], addresses: npt.NDArray[np.int64], size: int, word: int
+) -> npt.NDArray[np.uint8]:
+    """The `size` bytes from each address on, one row each."""
+    words, cells = _cells(source, addresses, size, word)
+    return np.ascontiguousarray(words[cells]).view(np.uint8).reshape(-1, size)
+
+
+def xor_rows(
+    target: npt.NDArray[np.uint8], addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int
+) -> npt.NDArray[np.uint8]:
+    """XOR a row of bytes onto each address, every row even where an address comes twice; what was there before."""
+    words, cells = _cells(target, addresses, rows.shape[1], word)
+    old = words[cells]
+    deltas = np.ascontiguousarray(rows).view(words.dtype)
+    if _distinct(addresses):
+        words[cells] = old ^ deltas
+    else:
+        np.bitwise_xor.at(words, cells, deltas)
+    return np.ascontiguousarray(old).view(np.uint8).reshape(-1, rows.shape[1])
+
+
+def _cells(
+    source: npt.NDArray[np.uint8], addresses: npt.NDArray[np.int64], size: int, word: int
+) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+    """The bytes as words, and the words of each address: single bytes where not all are aligned."""
+    if word > 1 and np.any(addresses & (word - 1)):
+        word = 1
+    words = source[: len(source) // word * word].view(f"u{word}")
+    return words, addresses[:, None] // word + np.arange(size // word)
 
 
 def _distinct(addresses: npt.NDArray[np.int64]) -> bool:

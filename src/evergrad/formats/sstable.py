@@ -64,14 +64,13 @@ class Table:
 
     def alter(self, block: Block, start: int, value: bytes) -> None:
         """Put bytes into a block; a checksum that did not hold before will not hold after."""
-        view = self.file.writable()
-        delta = np.frombuffer(value, np.uint8) ^ view[start : start + len(value)]
-        view[start : start + len(value)] ^= delta
+        before = np.frombuffer(self.file.now(start, len(value)), np.uint8)
+        delta = np.frombuffer(value, np.uint8) ^ before
+        self.file.put(start, value)
         place = block.start + block.size + 1
-        stored = int.from_bytes(bytes(view[place : place + 4]), "little")
+        stored = int.from_bytes(self.file.now(place, 4), "little")
         change = CRC32C.change(np.array([start - block.start], np.int64), delta[None, :], block.size + 1)
-        sealed = masked(unmasked(stored) ^ change)
-        view[place : place + 4] = np.frombuffer(struct.pack("<L", sealed), np.uint8)
+        self.file.put(place, struct.pack("<L", masked(unmasked(stored) ^ change)))
 
     def check(self, block: Block) -> Check:
         """Whether the block has the checksum that stands behind it."""
