@@ -56,6 +56,10 @@ class AddressedCheckpoint(Checkpoint):
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         return self.region(name).xor(indices, patterns)
 
+    def addresses(self, name: str) -> npt.NDArray[np.int64] | None:
+        """The byte at which each element begins."""
+        return self.region(name).addresses(np.arange(self._info(name).numel))
+
     def checksum(self, name: str) -> Check:
         """Whether the checksum of the container over this tensor's bytes holds, if it has one."""
         self._info(name)

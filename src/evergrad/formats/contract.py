@@ -133,6 +133,11 @@ class Checkpoint(ABC):
                 out[mine] = self._read_bits(name, start, stop)[indices[mine] - start]
         return out
 
+    def addresses(self, name: str) -> npt.NDArray[np.int64] | None:
+        """The byte at which each element begins, where elements may lie in the same bytes as others; else None."""
+        self._info(name)
+        return None
+
     def checksum(self, name: str) -> Check:
         """Whether the container's checksum over this tensor's bytes holds; `unknown` where it has none.
 

@@ -197,8 +197,10 @@ def _open(folder: Path, metadata: Path) -> Checkpoint:
                 checks.setdefault(place.file, []).extend(archive.check(archive.members.values()).values())
         return {file: _together(results) for file, results in checks.items()}
 
+    places = [place for t in found.tensors.values() for _, place in t.parts] + found.objects
+    beside = [metadata, *(folder / name for name in sorted({place.file for place in places}))]
     return PiecewiseCheckpoint(
-        Dcp.name, folder, tensors, locate, files, others=found.others, check_container=check_container
+        Dcp.name, folder, tensors, locate, files, others=found.others, check_container=check_container, beside=beside
     )
 
 

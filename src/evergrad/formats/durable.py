@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evergrad.formats.region import file_errors
 
-__all__ = ["replacing"]
+__all__ = ["appearing", "replacing"]
 
 
 @contextmanager
@@ -26,9 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
             target = path.resolve()
         except RuntimeError as error:  # links that lead to each other
             raise OSError(str(error)) from None
-        stem = target.name.encode()[:100].decode("utf-8", "ignore")
-        temporary = target.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        temporary = _temporary(target)
     try:
         with file_errors(path, "cannot be written"):
             yield temporary
@@ -41,6 +39,39 @@ def replacing(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """As `replacing`, but for a new file only: `FileExistsError` if there is one by now, and it stays as it is."""
+    with file_errors(path, "cannot be written"):
+        temporary = _temporary(path)
+    try:
+        with file_errors(path, "cannot be written"):
+            yield temporary
+            _fsync(temporary)
+        try:
+            os.link(temporary, path)  # unlike a rename, never over an existing file
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            if path.exists():
+                raise FileExistsError(str(path)) from None
+            with file_errors(path, "cannot be written"):
+                os.rename(temporary, path)
+        with file_errors(path, "cannot be made durable"):
+            _fsync(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _temporary(target: Path) -> Path:
+    """A new file beside the target that nobody takes for one."""
+    stem = target.name.encode()[:100].decode("utf-8", "ignore")
+    temporary = target.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    return temporary
 
 
 def _fsync(path: Path) -> None:

@@ -69,6 +69,12 @@ class CompositeCheckpoint(Checkpoint):
         """Those of every part, and the index or folder itself."""
         return [self.path, *(file for part in self._parts for file in part.files())]
 
+    def addresses(self, name: str) -> npt.NDArray[np.int64] | None:
+        """As the part that holds the tensor says."""
+        self._info(name)
+        part, inner = self._names[name]
+        return part.addresses(inner)
+
     def checksum(self, name: str) -> Check:
         """As the part that holds the tensor says."""
         self._info(name)

@@ -201,6 +201,7 @@ class PiecewiseCheckpoint(Checkpoint):
         *,
         others: Mapping[str, str],
         check_container: Callable[[], Mapping[str, Check]],
+        beside: Sequence[Path] = (),
     ) -> None:
         self.format = format
         self.path = path
@@ -209,6 +210,7 @@ class PiecewiseCheckpoint(Checkpoint):
         self.metadata = {}
         self.skeleton = Skeleton.of_names(tensors)
         self._locate, self._holder, self._check_container = locate, holder, check_container
+        self._beside = beside
         self._last: tuple[str, Pieces] | None = None
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
@@ -222,6 +224,10 @@ class PiecewiseCheckpoint(Checkpoint):
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         return self._pieces(name).xor(indices, patterns)
+
+    def files(self) -> list[Path]:
+        """The index or folder, and the files beside it that hold the data."""
+        return [self.path, *self._beside]
 
     def checksum(self, name: str) -> Check:
         """Whether the checksums over all parts of this tensor hold; an empty tensor has none."""

@@ -167,7 +167,14 @@ def _open(index: Path, table: Table) -> Checkpoint:
         return {f"{index.name} block {number}": table.check(block) for number, block in enumerate(table.blocks)}
 
     return PiecewiseCheckpoint(
-        TensorFlow.name, index, tensors, locate, files, others=others, check_container=check_container
+        TensorFlow.name,
+        index,
+        tensors,
+        locate,
+        files,
+        others=others,
+        check_container=check_container,
+        beside=[files.path(shard) for shard in sorted({entry.shard for entry in stored.values() if not entry.slices})],
     )
 
 
