@@ -22,10 +22,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"dtypes"},
     "state": {"errors", "dtypes", "records"},
     "formats": {"errors", "dtypes", "records", "state"},
-    "inject": {"errors", "dtypes", "records", "state", "formats"},
+    "injection": {"errors", "dtypes", "records", "state", "formats"},
     "testing": {"errors", "dtypes", "records", "state", "formats"},
-    "cli": {"evergrad", "errors", "dtypes", "records", "state", "formats", "inject"},
-    "__init__": {"errors", "records", "state", "formats", "inject"},
+    "cli": {"evergrad", "errors", "dtypes", "records", "state", "formats", "injection"},
+    "__init__": {"errors", "records", "state", "formats", "injection"},
     "__main__": {"cli"},
 }
 

@@ -22,7 +22,7 @@ __all__ = ["Changes", "NeedsRewrite", "Rehearsal", "rehearsal", "rehearsing"]
 
 
 class NeedsRewrite(Exception):
-    """What was to be altered has no place of its own in the file. Never leaves this package and `inject`."""
+    """What was to be altered has no place of its own in the file. Never leaves this package and `injection`."""
 
 
 @dataclass(slots=True)
@@ -40,6 +40,8 @@ class Rehearsal:
     """What would happen to each file, in the order in which they were touched."""
 
     files: dict[Path, Changes] = field(default_factory=dict)
+    stale: bool = False
+    """Whether checksums are going to be left as they are: what only a checksum ties together then has a place."""
 
     def of(self, path: Path) -> Changes:
         """The changes of one file."""
@@ -50,9 +52,9 @@ _CURRENT: ContextVar[Rehearsal | None] = ContextVar("evergrad-rehearsal", defaul
 
 
 @contextmanager
-def rehearsal() -> Iterator[Rehearsal]:
+def rehearsal(*, stale: bool = False) -> Iterator[Rehearsal]:
     """Checkpoints that are opened and altered in this block are not altered: what would happen is noted."""
-    noted = Rehearsal()
+    noted = Rehearsal(stale=stale)
     token = _CURRENT.set(noted)
     try:
         yield noted

@@ -1,0 +1,40 @@
+"""Soft errors in checkpoints: what happens to bits, where, how often; logged, repeatable, undoable.
+
+faults.py      what happens to bits: flips, masks, stuck bits, scaling, values; the contract for your own
+fields.py      bits by number and by field
+draws.py       random draws that are the same on every platform
+population.py  the numbers that may be hit, every byte once
+sampling.py    how many, and where: by element or by tensor
+plan.py        sites and a fault become columns of old and new bits
+execution.py   from a plan to altered files: rehearse, log, then write
+log.py         the injection log; columns.py what happened to a tensor, and to one number in a person's words
+patches.py     the blocks of a file that change; rewriting.py files that have to be rewritten
+workplace.py   in place, or in a copy
+injector.py · undo.py · replay.py    what people call; order.py which logs follow which
+"""
+
+from evergrad.injection.columns import Column, Hit
+from evergrad.injection.draws import Draws
+from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale, SetValue, StuckAt
+from evergrad.injection.injector import inject
+from evergrad.injection.log import InjectionLog
+from evergrad.injection.replay import replay
+from evergrad.injection.undo import Undone, Was, undo
+
+__all__ = [
+    "BitFlip",
+    "BitMask",
+    "Column",
+    "Draws",
+    "Fault",
+    "Hit",
+    "InjectionLog",
+    "Scale",
+    "SetValue",
+    "StuckAt",
+    "Undone",
+    "Was",
+    "inject",
+    "replay",
+    "undo",
+]

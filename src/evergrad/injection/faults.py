@@ -1,0 +1,283 @@
+"""What happens to bits.
+
+A fault has a random half and a fixed half. `draw` says which bits of a number are aimed at; `alter` says what
+becomes of a number when those bits are aimed at. The log keeps what was aimed at, so a replay repeats the fixed half
+with the same aim, on whatever the numbers are there.
+
+To add a fault of your own, subclass `Fault`, preferably as a frozen dataclass:
+
+    @dataclass(frozen=True)
+    class SwapBytes(eg.Fault):
+        def fits(self, dtype): return dtype.itemsize == 2
+        def draw(self, dtype, count, draws): return np.full(count, 0xFFFF, dtype.bits)
+        def alter(self, old, aim, dtype): return old.byteswap()
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from evergrad.dtypes import DType
+from evergrad.errors import UsageError
+from evergrad.formats.contract import Bits
+from evergrad.formats.values import encode, values
+from evergrad.injection.draws import Draws
+from evergrad.injection.fields import Bitspec, check_bits, places, width
+from evergrad.records import Json
+
+__all__ = ["FAULTS", "BitFlip", "BitMask", "Fault", "Scale", "SetValue", "StuckAt", "fault_from_json"]
+
+_MAX_ELEMENTS = 1 << 20
+
+
+class Fault(ABC):
+    """What happens to numbers: an element each, or one part of a complex element.
+
+    Bits are unsigned integers of the number's width. Implementations hold no state: the same arguments and the same
+    draws give the same bits.
+    """
+
+    elements: int = 1
+    """Numbers that one fault alters: neighbours, or `stride` apart."""
+    stride: int = 1
+
+    @abstractmethod
+    def fits(self, dtype: DType) -> bool:
+        """Whether the fault means something for numbers of this type; others are left out."""
+
+    @abstractmethod
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """Which bits are aimed at, a pattern for each of `count` numbers; randomness from `draws` alone."""
+
+    @abstractmethod
+    def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
+        """What becomes of numbers when these bits are aimed at."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Kind and settings, as the log keeps them."""
+        told: dict[str, Json] = {"kind": type(self).__name__.lower()}
+        if hasattr(self, "__dataclass_fields__"):
+            for field in fields(self):  # type: ignore[arg-type]  # a subclass may be a dataclass, and need not be
+                told[field.name] = _plain(getattr(self, field.name))
+        return told
+
+
+@dataclass(frozen=True)
+class BitFlip(Fault):
+    """Flip bits: one, or a `burst` of adjacent ones, anywhere in `bits` (None: anywhere in the number).
+
+    `bits` is a number (0 the sign), a range, or `sign`, `exponent`, `exponent-msb`, `mantissa`. With `elements`, the
+    same bits flip in a run of numbers, `stride` apart.
+
+    >>> BitFlip(bits="exponent").to_json()["bits"]
+    'exponent'
+    """
+
+    bits: Bitspec = None
+    burst: int = 1
+    elements: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_bits(self.bits))
+        _check_shape(self, self.burst)
+
+    def fits(self, dtype: DType) -> bool:
+        """Where the bits exist, and room for the burst; fields mean floats."""
+        return bool(places(self.bits, dtype, self.burst))
+
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """One of the places where a burst may begin, all alike."""
+        return _somewhere((1 << self.burst) - 1, self.burst, places(self.bits, dtype, self.burst), dtype, count, draws)
+
+    def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
+        """Flip what is aimed at."""
+        return old ^ aim
+
+
+@dataclass(frozen=True)
+class BitMask(Fault):
+    """XOR a mask, written as bits (`"101101"`), at a random alignment; zeros around it."""
+
+    mask: str
+    elements: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, str) or not 0 < len(self.mask) <= 64 or set(self.mask) - set("01"):
+            raise UsageError(f"mask {self.mask!r}: expected up to 64 zeros and ones, such as '101101'")
+        if "1" not in self.mask:
+            raise UsageError(f"mask {self.mask!r} flips nothing: expected at least one 1")
+        _check_shape(self)
+
+    def fits(self, dtype: DType) -> bool:
+        """Where the mask is no wider than the number."""
+        return bool(places(None, dtype, len(self.mask)))
+
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """One of the alignments, all alike."""
+        size = len(self.mask)
+        return _somewhere(int(self.mask, 2), size, places(None, dtype, size), dtype, count, draws)
+
+    def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
+        """Flip what is aimed at."""
+        return old ^ aim
+
+
+@dataclass(frozen=True)
+class StuckAt(Fault):
+    """Bits that are stuck at 0 or 1: set, whatever they were; where they were so, nothing changes."""
+
+    value: int
+    bits: Bitspec = None
+    burst: int = 1
+    elements: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.value not in (0, 1):
+            raise UsageError(f"stuck at {self.value!r}: expected 0 or 1")
+        object.__setattr__(self, "bits", check_bits(self.bits))
+        _check_shape(self, self.burst)
+
+    def fits(self, dtype: DType) -> bool:
+        """Where the bits exist, and room for the burst; fields mean floats."""
+        return bool(places(self.bits, dtype, self.burst))
+
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """One of the places where a burst may begin, all alike."""
+        return _somewhere((1 << self.burst) - 1, self.burst, places(self.bits, dtype, self.burst), dtype, count, draws)
+
+    def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
+        """Set or clear what is aimed at."""
+        return old | aim if self.value else old & ~aim
+
+
+@dataclass(frozen=True)
+class Scale(Fault):
+    """Multiply numbers; the nearest number that the type has. Integers are rounded and stay within their range."""
+
+    factor: float
+    elements: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.factor, (int, float)) or isinstance(self.factor, bool):
+            raise UsageError(f"factor {self.factor!r}: expected a number")
+        object.__setattr__(self, "factor", float(self.factor))
+        _check_shape(self)
+
+    def fits(self, dtype: DType) -> bool:
+        """Numbers of every kind."""
+        return dtype is not DType.BOOL
+
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """All of the number; nothing is left to chance."""
+        return np.full(count, _all_bits(dtype), dtype.bits)
+
+    def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
+        """The product, rounded once."""
+        numbers = values(old, dtype)
+        if numbers.dtype.kind in "iu" and self.factor.is_integer():  # exact, also beyond 2**53
+            product = np.array([int(n) * int(self.factor) for n in numbers.tolist()], object)
+            return encode(_clipped(product, dtype), dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return encode(numbers.astype(np.float64) * self.factor, dtype)
+
+
+@dataclass(frozen=True)
+class SetValue(Fault):
+    """Replace numbers by one value; NaN and infinities too. The nearest number that the type has."""
+
+    value: float
+    elements: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, (int, float)) or isinstance(self.value, bool):
+            raise UsageError(f"value {self.value!r}: expected a number")
+        _check_shape(self)
+
+    def fits(self, dtype: DType) -> bool:
+        """Floats that have a number for it (NaN stands for what is missing), and integers that hold it exactly."""
+        if dtype is DType.BOOL:
+            return False
+        if dtype.is_float:
+            return dtype is not DType.FLOAT8_E8M0FNU or not self.value <= 0
+        info = np.iinfo(f"{'i' if dtype.layout.kind == 'int' else 'u'}{dtype.layout.part_bytes}")
+        return math.isfinite(self.value) and self.value == int(self.value) and info.min <= self.value <= info.max
+
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """All of the number; nothing is left to chance."""
+        return np.full(count, _all_bits(dtype), dtype.bits)
+
+    def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
+        """The value, whatever was there."""
+        kind = np.float64 if dtype.is_float else None
+        value = self.value if dtype.is_float else int(self.value)
+        one = np.array([value], kind if kind is not None else np.uint64 if value > np.iinfo(np.int64).max else np.int64)
+        return np.full(len(old), encode(one, dtype)[0], dtype.bits)
+
+
+FAULTS: dict[str, type[Fault]] = {
+    "bitflip": BitFlip,
+    "bitmask": BitMask,
+    "scale": Scale,
+    "setvalue": SetValue,
+    "stuckat": StuckAt,
+}
+"""Evergrad's own faults, by the name that the log and the command line have for them."""
+
+
+def fault_from_json(told: dict[str, Json]) -> Fault | None:
+    """The fault that `to_json` told; None if it is not one of ours. Nothing is imported, whatever the text says."""
+    kind = FAULTS.get(str(told.get("kind")))
+    if kind is None:
+        return None
+    settings: dict[str, Any] = {key: value for key, value in told.items() if key != "kind"}
+    try:
+        if isinstance(settings.get("bits"), list):
+            settings["bits"] = range(*settings["bits"])
+        for key in ("factor", "value"):
+            if isinstance(settings.get(key), str):  # NaN and infinities, which JSON does not have
+                settings[key] = float(settings[key])
+        return kind(**settings)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"fault {told!r:.200}: {error}") from None
+
+
+def _somewhere(pattern: int, size: int, starts: list[int], dtype: DType, count: int, draws: Draws) -> Bits:
+    """A pattern of `size` bits at one of the places, for each of `count` numbers; one place takes no draw."""
+    shifted = np.array([pattern << (width(dtype) - size - start) for start in starts], dtype.bits)
+    return shifted[draws.below(len(starts), count)] if len(starts) > 1 else np.full(count, shifted[0])
+
+
+def _all_bits(dtype: DType) -> int:
+    return (1 << width(dtype)) - 1
+
+
+def _clipped(numbers: np.ndarray, dtype: DType) -> np.ndarray:
+    info = np.iinfo(f"{'i' if dtype.layout.kind == 'int' else 'u'}{dtype.layout.part_bytes}")
+    return np.array([min(max(n, info.min), info.max) for n in numbers], info.dtype)
+
+
+def _check_shape(fault: Fault, burst: int = 1) -> None:
+    if type(burst) is not int or not 1 <= burst <= 64:
+        raise UsageError(f"burst {burst!r}: expected 1 to 64 adjacent bits")
+    if type(fault.elements) is not int or not 1 <= fault.elements <= _MAX_ELEMENTS:
+        raise UsageError(f"elements {fault.elements!r}: expected 1 to {_MAX_ELEMENTS:,}")
+    if type(fault.stride) is not int or fault.stride < 1:
+        raise UsageError(f"stride {fault.stride!r}: expected 1 or more")
+
+
+def _plain(value: object) -> Json:
+    if isinstance(value, range):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

@@ -1,0 +1,128 @@
+"""Soft errors in checkpoints: drawn from a seed, logged before they happen, applied to any format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+
+from evergrad.dtypes import DType
+from evergrad.errors import UsageError
+from evergrad.formats import open_checkpoint
+from evergrad.formats.rehearsal import rehearsal
+from evergrad.injection.draws import GENERATOR, Draws
+from evergrad.injection.execution import Digest, Outcome, prepare
+from evergrad.injection.faults import Fault
+from evergrad.injection.log import InjectionLog
+from evergrad.injection.plan import plan
+from evergrad.injection.population import population
+from evergrad.injection.sampling import Amount, Sampling, sample
+from evergrad.injection.workplace import Progress
+from evergrad.records import Json, Role
+from evergrad.state.selection import Where
+
+__all__ = ["inject"]
+
+_MAX_SEED = 1 << 128
+
+
+def inject(
+    path: str | PathLike[str],
+    fault: Fault,
+    *,
+    count: int | None = None,
+    fraction: float | None = None,
+    rate: float | None = None,
+    hours: float = 1.0,
+    probability: float | None = None,
+    where: Where = None,
+    sampling: Sampling = "element",
+    dtypes: Iterable[str] | None = None,
+    allow_nonfinite: bool = True,
+    seed: int = 0,
+    out: str | PathLike[str] | None = None,
+    in_place: bool = False,
+    log: str | PathLike[str] | None = None,
+    stale_checksum: bool = False,
+    digest: Digest = "blocks",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> InjectionLog:
+    """Put faults into a checkpoint of any format, and return the log of what was done.
+
+    The result goes to a copy, `out`, or with `in_place=True` into the file itself. The log is durable before the first
+    byte changes; it is kept at `log`, by default at `<out>.faults.jsonl`, and `eg.undo` and `eg.replay` take it.
+
+    How many: `count` faults, a `fraction` of the selected elements, or a `rate` in FIT per Mbit over `hours`; each
+    attempt comes about with `probability`, which alone attempts every element once. Where: the tensors that `where`
+    selects (as in `eg.select`), of these `dtypes`; `sampling` draws elements, all different, or, as the literature
+    does, a tensor first and then an element of it. `allow_nonfinite=False` draws again what would become NaN or
+    infinite. The same seed gives the same bits on every platform.
+
+    Checksums of the container follow, as for an error in memory; `stale_checksum=True` leaves them: rot at rest.
+
+    >>> log = inject("model.h5", BitFlip("exponent"), count=10, seed=7, out="bad.h5")     # doctest: +SKIP
+    """
+    if not isinstance(fault, Fault):
+        raise UsageError(f"fault {fault!r:.80}: expected a fault such as BitFlip(bits='exponent')")
+    if type(seed) is not int or not 0 <= seed < _MAX_SEED:
+        raise UsageError(f"seed {seed!r}: expected a whole number from 0 to 2**128 − 1")
+    amount = Amount(count, fraction, rate, hours, probability)
+    types = None if dtypes is None else [_dtype(name) for name in dtypes]
+    given = Path(path)
+    outcome = Outcome(
+        out=None if out is None else Path(out),
+        in_place=in_place,
+        log=None if log is None else Path(log),
+        stale_checksum=stale_checksum,
+        digest=digest,
+        overwrite=overwrite,
+        dry_run=dry_run,
+    )
+    draws = Draws(seed)
+    with rehearsal(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
+        chosen = population(ck, fault, where, types)
+        sites = sample(chosen, amount, sampling, draws)
+        planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)
+        settings: dict[str, Json] = {
+            "amount": amount.to_json(),
+            "where": _told(where),
+            **({"dtypes": [str(kind) for kind in types]} if types is not None else {}),
+            "sampling": sampling,
+            "allow_nonfinite": allow_nonfinite,
+            "seed": seed,
+            "generator": GENERATOR,
+            "digest": digest,
+        }
+        job = prepare(
+            ck,
+            noted,
+            given,
+            planned,
+            outcome,
+            attempts=sites.attempts,
+            fault=fault.to_json(),
+            settings=settings,
+            left_out=chosen.left_out,
+        )
+    return job.carry_out(progress)
+
+
+def _dtype(name: str) -> DType:
+    found = DType.named(str(name))
+    if found is None:
+        raise UsageError(f"unknown dtype {name!r}. Expected one of {', '.join(DType)}.")
+    return found
+
+
+def _told(where: Where) -> Json:
+    """The selection as text that selects the same again."""
+    if where is None:
+        return None
+    items = [where] if isinstance(where, (str, re.Pattern)) else list(where)
+    return [
+        f"re:{item.pattern}" if isinstance(item, re.Pattern) else f"role:{item}" if isinstance(item, Role) else item
+        for item in items
+    ]

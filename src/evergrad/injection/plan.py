@@ -1,0 +1,251 @@
+"""What is going to happen to which numbers: sites and a fault become columns of old and new bits.
+
+Nothing is written here. Faults that hit the same number follow each other: the later one meets what the earlier one
+left. What is drawn again, because it would leave NaN or an infinity, is first the bits and then, if a site leaves
+no choice, the site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.dtypes import DType
+from evergrad.errors import UsageError
+from evergrad.formats import Checkpoint
+from evergrad.formats.contract import Bits
+from evergrad.formats.values import finite, values
+from evergrad.injection.columns import Column
+from evergrad.injection.draws import Draws
+from evergrad.injection.faults import Fault
+from evergrad.injection.population import Population
+from evergrad.injection.sampling import Sampling, Sites, split
+from evergrad.records import TensorInfo
+
+__all__ = ["Plan", "levels", "plan", "present"]
+
+Integers = npt.NDArray[np.int64]
+
+_BIT_ROUNDS = 64
+_SITE_ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The columns of every tensor that is hit, and what they come to."""
+
+    columns: list[Column]
+    injected: int
+    changed: int
+    nonfinite: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The faults on tensors of one type: a row each, `elements` numbers a row."""
+
+    dtype: DType
+    tensors: Integers
+    places: Integers
+    aim: Bits
+    keys: npt.NDArray[np.int64]  # numbers, counted through all tensors of the population
+    old: Bits
+    new: Bits
+    tried: Integers  # places that leave no choice, counted through all tensors
+
+
+def plan(
+    ck: Checkpoint,
+    population: Population,
+    sites: Sites,
+    fault: Fault,
+    draws: Draws,
+    *,
+    sampling: Sampling = "element",
+    allow_nonfinite: bool = True,
+) -> Plan:
+    """Draw the bits, read what is there, and say what becomes of it."""
+    maker = _Maker(ck, population, fault, draws, sampling, allow_nonfinite)
+    types = np.array([list(DType).index(info.dtype) for info in population.tensors], np.int64)
+    kinds = types[sites.tensors]
+    batches = [maker.make(list(DType)[kind], sites, kinds == kind) for kind in _in_order(kinds)]
+    columns = [column for batch in batches for column in maker.columns(batch)]
+    place = {info.name: number for number, info in enumerate(population.tensors)}
+    columns.sort(key=lambda column: place[column.tensor])
+    changed = sum(int((batch.old != batch.new).any(axis=1).sum()) for batch in batches)
+    nonfinite = sum(int((~_finite(batch.new.reshape(-1), batch.dtype)).sum()) for batch in batches)
+    return Plan(columns, len(sites), changed, nonfinite)
+
+
+class _Maker:
+    """One injection's plan in the making."""
+
+    def __init__(
+        self,
+        ck: Checkpoint,
+        population: Population,
+        fault: Fault,
+        draws: Draws,
+        sampling: Sampling,
+        allow_nonfinite: bool,
+    ) -> None:
+        self.ck, self.population, self.fault, self.draws = ck, population, fault, draws
+        self.sampling, self.allow_nonfinite = sampling, allow_nonfinite
+        self.run = np.arange(fault.elements) * fault.stride
+        self.sizes = population.sizes
+        self.firsts = np.cumsum(self.sizes) - self.sizes
+        numbers = np.array([info.numel * info.dtype.parts for info in population.tensors], np.int64)
+        self.bases = np.cumsum(numbers) - numbers
+
+    def make(self, dtype: DType, sites: Sites, mine: npt.NDArray[np.bool_]) -> _Batch:
+        """The faults on tensors of one type, with what they meet and what they leave."""
+        count = int(mine.sum())
+        aim = self.fault.draw(dtype, count, self.draws)
+        none: Bits = np.empty((0, 0), dtype.bits)
+        keys = np.empty((0, 0), np.int64)
+        batch = _Batch(dtype, sites.tensors[mine], sites.places[mine], aim, keys, none, none, np.empty(0, np.int64))
+        for _ in range(_SITE_ROUNDS):
+            stuck = self._run(batch)
+            if not len(stuck):
+                return batch
+            self._move(batch, stuck)
+        where = self._name(batch, int(stuck[0]))
+        raise UsageError(
+            f"{self.ck.path}: of {count:,} faults {len(stuck):,} found no place in {_SITE_ROUNDS} where the bits that "
+            f"are allowed leave a finite value (the last: {where}). Allow non-finite values, or choose other bits."
+        )
+
+    def _run(self, batch: _Batch) -> Integers:
+        """Let every fault happen; returns the rows that leave no finite value, whatever bits are drawn."""
+        batch.keys = np.empty((len(batch.tensors), len(self.run)), np.int64)
+        batch.old = np.empty(batch.keys.shape, batch.dtype.bits)
+        for tensor, rows in _groups(batch.tensors):
+            numbers = self.population.numbers(tensor, batch.places[rows])[:, None] + self.run
+            batch.keys[rows] = numbers + self.bases[tensor]
+            info = self.population.tensors[tensor]
+            batch.old[rows] = present(self.ck, info, numbers.reshape(-1)).reshape(numbers.shape)
+        batch.new = np.empty_like(batch.old)
+        if self.sampling == "element" and len(self.run) == 1:  # no number comes twice
+            return self._happen(batch, np.arange(len(batch.tensors)))
+        unique, cells = np.unique(batch.keys, return_inverse=True)
+        cells = cells.reshape(batch.keys.shape)
+        present_bits = np.empty(len(unique), batch.dtype.bits)
+        present_bits[cells] = batch.old
+        stuck = []
+        for step in levels(cells, len(unique)):
+            batch.old[step] = present_bits[cells[step]]
+            stuck.append(self._happen(batch, step))
+            present_bits[cells[step]] = batch.new[step]
+        return np.concatenate(stuck) if stuck else np.empty(0, np.int64)
+
+    def _happen(self, batch: _Batch, rows: Integers) -> Integers:
+        """Alter these rows; with `allow_nonfinite=False` draw bits again where that is not finite."""
+        batch.new[rows] = self._alter(batch, rows)
+        if self.allow_nonfinite:
+            return rows[:0]
+        bad = rows[~_finite(batch.new[rows].reshape(-1), batch.dtype).reshape(len(rows), -1).all(axis=1)]
+        for _ in range(_BIT_ROUNDS):
+            if not len(bad):
+                break
+            again = self.fault.draw(batch.dtype, len(bad), self.draws)
+            if np.array_equal(again, batch.aim[bad]):
+                break  # there is no other choice
+            batch.aim[bad] = again
+            batch.new[bad] = self._alter(batch, bad)
+            bad = bad[~_finite(batch.new[bad].reshape(-1), batch.dtype).reshape(len(bad), -1).all(axis=1)]
+        return bad
+
+    def _alter(self, batch: _Batch, rows: Integers) -> Bits:
+        old = batch.old[rows]
+        aims = np.repeat(batch.aim[rows], old.shape[1])
+        new = np.asarray(self.fault.alter(old.reshape(-1), aims, batch.dtype))
+        if new.shape != aims.shape or new.dtype != batch.dtype.bits:
+            raise UsageError(
+                f"{type(self.fault).__name__}.alter gave {new.dtype} of shape {new.shape} "
+                f"(expected {batch.dtype.bits} of shape {aims.shape})"
+            )
+        return new.reshape(old.shape)
+
+    def _move(self, batch: _Batch, stuck: Integers) -> None:
+        """Give other places, in tensors of the same type, to faults that cannot stay where they are."""
+        alike = np.array([info.dtype is batch.dtype for info in self.population.tensors])
+        sizes = np.where(alike, self.sizes, 0)
+        firsts = np.cumsum(sizes) - sizes
+        batch.tried = np.union1d(batch.tried, firsts[batch.tensors[stuck]] + batch.places[stuck])
+        total = int(sizes.sum())
+        if self.sampling == "element":
+            taken = np.union1d(batch.tried, firsts[batch.tensors] + batch.places)
+            if len(taken) + len(stuck) > total:
+                where = self._name(batch, int(stuck[0]))
+                raise UsageError(
+                    f"{self.ck.path}: no place is left where the bits that are allowed leave a finite value "
+                    f"(the last tried: {where}). Allow non-finite values, or choose other bits."
+                )
+            moved = split(sizes, 0, self.draws.others(total, taken, len(stuck)))
+            batch.tensors[stuck], batch.places[stuck] = moved.tensors, moved.places
+        else:
+            among = np.flatnonzero(alike)
+            batch.tensors[stuck] = among[self.draws.below(len(among), len(stuck))]
+            batch.places[stuck] = self.draws.below(self.sizes[batch.tensors[stuck]])
+        batch.aim[stuck] = self.fault.draw(batch.dtype, len(stuck), self.draws)
+        by_place = (batch.places, batch.tensors) if self.sampling == "element" else (batch.tensors,)
+        order = np.lexsort(by_place)
+        batch.tensors, batch.places, batch.aim = batch.tensors[order], batch.places[order], batch.aim[order]
+
+    def columns(self, batch: _Batch) -> list[Column]:
+        """What happens to each tensor, in the order in which it happens."""
+        found = []
+        for tensor, rows in _groups(batch.tensors):
+            info = self.population.tensors[tensor]
+            index = (batch.keys[rows] - self.bases[tensor]).reshape(-1)
+            aim = np.repeat(batch.aim[rows], len(self.run))
+            old, new = batch.old[rows].reshape(-1), batch.new[rows].reshape(-1)
+            found.append(Column(info.name, info.dtype, info.shape, index, aim, old, new))
+        return found
+
+    def _name(self, batch: _Batch, row: int) -> str:
+        tensor = int(batch.tensors[row])
+        number = self.population.numbers(tensor, batch.places[row : row + 1])
+        info = self.population.tensors[tensor]
+        value = values(present(self.ck, info, number), info.dtype)[0]
+        return f"{info.name}, element {int(number[0]) // info.dtype.parts} = {value:.6g}"
+
+
+def present(ck: Checkpoint, info: TensorInfo, numbers: Integers) -> Bits:
+    """The bits of single numbers: of elements, or of parts of complex elements."""
+    parts = info.dtype.parts
+    if parts == 1:
+        return ck.bits_at(info.name, numbers)
+    return ck.bits_at(info.name, numbers // parts)[np.arange(len(numbers)), numbers % parts]
+
+
+def levels(cells: Integers, count: int) -> list[Integers]:
+    """Rows in an order in which those that share a cell follow each other, gathered into as few steps as possible."""
+    uses = np.bincount(cells.reshape(-1), minlength=count)
+    crowded = np.flatnonzero((uses[cells] > 1).any(axis=1))
+    last: dict[int, int] = {}
+    level = np.zeros(len(cells), np.int64)
+    for row, mine in zip(crowded.tolist(), cells[crowded].tolist(), strict=True):
+        step = max(last.get(cell, -1) for cell in mine) + 1
+        level[row] = step
+        last.update(dict.fromkeys(mine, step))
+    order = np.argsort(level, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
+
+
+def _groups(tensors: Integers) -> list[tuple[int, slice]]:
+    """Runs of rows on the same tensor."""
+    cuts = [0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(tensors)]
+    return [(int(tensors[a]), slice(a, b)) for a, b in pairwise(cuts) if a < b]
+
+
+def _in_order(kinds: Integers) -> list[int]:
+    unique, first = np.unique(kinds, return_index=True)
+    return [int(kind) for kind in unique[np.argsort(first)]]
+
+
+def _finite(bits: Bits, dtype: DType) -> npt.NDArray[np.bool_]:
+    return finite(values(bits, dtype))

@@ -1,0 +1,175 @@
+"""The numbers that a fault may hit: which tensors, without what does not fit, every byte once.
+
+A *number* is an element, or one part of a complex element; they are counted through all tensors of the selection,
+in file order. Tensors that lie in the same bytes (tied weights, views) are hit under one name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.dtypes import DType
+from evergrad.errors import UsageError
+from evergrad.formats import Checkpoint
+from evergrad.injection.faults import Fault
+from evergrad.injection.fields import width
+from evergrad.records import TensorInfo
+from evergrad.state import select
+from evergrad.state.selection import Where
+
+__all__ = ["Population", "population"]
+
+Integers = npt.NDArray[np.int64]
+Starts: TypeAlias = "Integers | int"
+
+
+@dataclass(slots=True)
+class Population:
+    """The tensors that may be hit, and how many places a fault may begin at in each."""
+
+    tensors: list[TensorInfo] = field(default_factory=list)
+    starts: list[Starts] = field(default_factory=list)
+    """For each tensor, the numbers at which a fault may begin: how many from 0 on, or which."""
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    """Why tensors of the selection cannot be hit → their names."""
+
+    @property
+    def sizes(self) -> Integers:
+        """Places in each tensor at which a fault may begin."""
+        return np.array([n if isinstance(n, int) else len(n) for n in self.starts], np.int64)
+
+    @property
+    def bits(self) -> int:
+        """Bits of all tensors that may be hit."""
+        return sum(8 * info.nbytes for info in self.tensors)
+
+    def numbers(self, tensor: int, places: Integers) -> Integers:
+        """From places in a tensor to numbers in it."""
+        starts = self.starts[tensor]
+        return places if isinstance(starts, int) else starts[places]
+
+
+def population(ck: Checkpoint, fault: Fault, where: Where, only: Iterable[DType] | None = None) -> Population:
+    """What the fault may hit in this selection; `UsageError` if it fits nothing of it."""
+    found = Population()
+    chosen: list[TensorInfo] = []
+    span = (fault.elements - 1) * fault.stride + 1
+    allowed = None if only is None else frozenset(only)
+    for name in select(ck.tensors, where):
+        info = ck.tensors[name]
+        reason = _misfit(info, fault, span, allowed)
+        if reason:
+            found.left_out.setdefault(reason, []).append(name)
+        else:
+            chosen.append(info)
+    for info, starts in _each_byte_once(ck, chosen, span):
+        if starts is None:
+            found.left_out.setdefault("the same bytes under another name", []).append(info.name)
+        else:
+            found.tensors.append(info)
+            found.starts.append(starts)
+    if not found.tensors:
+        reasons = "; ".join(f"{reason}: {_few(names)}" for reason, names in found.left_out.items())
+        raise UsageError(
+            f"{ck.path}: {type(fault).__name__} fits no tensor of the selection ({reasons or 'there are none'})"
+        )
+    return found
+
+
+def _misfit(info: TensorInfo, fault: Fault, span: int, only: frozenset[DType] | None) -> str:
+    if info.numel == 0:
+        return "empty"
+    if only is not None and info.dtype not in only:
+        return f"{info.dtype} is not {' or '.join(sorted(only))}"
+    if not fault.fits(info.dtype):
+        bits = getattr(fault, "bits", None)
+        if isinstance(bits, str) and not info.dtype.is_float:
+            return f"{bits!r} means floats, not {info.dtype}"
+        return f"does not fit {info.dtype} ({width(info.dtype)} bits)"
+    if info.numel * info.dtype.parts < span:
+        return f"fewer than the {span} elements of one fault"
+    return ""
+
+
+def _each_byte_once(ck: Checkpoint, infos: list[TensorInfo], span: int) -> Iterator[tuple[TensorInfo, Starts | None]]:
+    """Each tensor with the places that are its own: None if every byte is already another's."""
+    chains: dict[int, list[TensorInfo]] = {}  # tensors whose bytes touch, by their common list of neighbours
+    for info in infos:
+        if info.place is not None:
+            chains.setdefault(id(info.neighbours), []).append(info)
+    settled: dict[str, Starts | None] = {}
+    for members in chains.values():
+        settled.update(_settle(ck, members, span))
+    for info in infos:
+        if info.place is not None:
+            yield info, settled[info.name]
+        elif _repeats_itself(ck, info):
+            yield info, next(iter(_byte_by_byte(ck, [info], span).values()))
+        else:
+            yield info, _room(info, span)
+
+
+def _settle(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, Starts | None]:
+    """Of tensors that are the same or lie within each other, the largest has it all; anything else byte by byte."""
+    members = sorted(members, key=lambda info: -info.nbytes)
+    owners: list[tuple[int, int]] = []
+    found: dict[str, Starts | None] = {}
+    for info in members:
+        assert info.place is not None
+        start, stop = info.place.start, info.place.stop
+        touching = [(a, b) for a, b in owners if a < stop and start < b]
+        if any(a <= start and stop <= b for a, b in touching):
+            found[info.name] = None
+        elif touching or stop - start != info.nbytes:
+            return _byte_by_byte(ck, members, span)
+        else:
+            owners.append((start, stop))
+            found[info.name] = _room(info, span)
+    return found
+
+
+def _byte_by_byte(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, Starts | None]:
+    """Views that overlap in part, interleave or repeat themselves: every element whose bytes are still free."""
+    places = {info.name: ck.addresses(info.name) for info in members}
+    low = min((int(where.min()) for where in places.values() if where is not None), default=0)
+    high = max((int(where.max()) for where in places.values() if where is not None), default=0)
+    taken = np.zeros(high - low + 16, bool)
+    found: dict[str, Starts | None] = {}
+    for info in members:
+        where = places[info.name]
+        if where is None:
+            found[info.name] = _room(info, span)
+            continue
+        first = np.zeros(len(where), bool)
+        first[np.unique(where, return_index=True)[1]] = True  # of elements in the same bytes, one
+        bytes_of = (where - low)[:, None] + np.arange(info.dtype.itemsize)
+        free = first & ~taken[bytes_of].any(axis=1)
+        taken[bytes_of[free]] = True
+        if free.all():
+            found[info.name] = _room(info, span)
+        elif span > 1 or not free.any():
+            found[info.name] = None  # a run would leave what is its own
+        else:
+            parts = info.dtype.parts
+            found[info.name] = (np.flatnonzero(free)[:, None] * parts + np.arange(parts)).reshape(-1)
+    return found
+
+
+def _repeats_itself(ck: Checkpoint, info: TensorInfo) -> bool:
+    """Whether elements of one tensor lie in the same bytes, as in an expanded one."""
+    view = ck.skeleton.sharing.views.get(info.name)
+    return view is not None and any(step == 0 and size > 1 for size, step in zip(info.shape, view.stride, strict=False))
+
+
+def _room(info: TensorInfo, span: int) -> int:
+    return info.numel * info.dtype.parts - span + 1
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

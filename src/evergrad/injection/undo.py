@@ -1,0 +1,227 @@
+"""Undo: every byte back to what it was, after an injection that ended and after one that was killed.
+
+Every byte that an injection touches is, at any moment, the old or the new one. So a file is known to be as the
+injection left it, wherever it stopped, when putting the old bytes back gives the digest from before; anything else has
+changed since, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from evergrad.errors import DamagedFile, FileAccessError, UsageError
+from evergrad.formats import Checkpoint, open_checkpoint
+from evergrad.formats.contract import Bits
+from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal, rehearsal
+from evergrad.injection.columns import Column
+from evergrad.injection.log import FileChange, InjectionLog
+from evergrad.injection.order import logs_of
+from evergrad.injection.patches import Patch, sha256
+from evergrad.injection.rewriting import restored
+from evergrad.injection.workplace import Progress, Workplace, replace_file
+from evergrad.records import Json
+
+__all__ = ["Undone", "Was", "undo"]
+
+
+class Was(StrEnum):
+    """In which state an injection's files were found."""
+
+    INJECTED = "injected"
+    PARTLY = "partly injected"
+    CLEAN = "clean"
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What `undo` did: to which file or folder, and what it found there."""
+
+    path: Path
+    was: Was
+    numbers: int
+    """How many numbers have their old bits again; 0 if they had them already."""
+
+    def to_json(self) -> dict[str, Json]:
+        """What `evergrad undo --json` prints."""
+        return {"file": str(self.path), "was": self.was.value, "restored": self.numbers}
+
+
+def undo(
+    log: InjectionLog | str | PathLike[str],
+    file: str | PathLike[str] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Undone:
+    """Bring a file back, byte for byte, to what it was before an injection; `file` if it has moved since.
+
+    Several injections into the same file are undone newest first. A file that has changed since is refused, and
+    nothing is written. An injection that was killed half-way is undone too.
+    """
+    log = log if isinstance(log, InjectionLog) else InjectionLog.load(log)
+    target = _target(log, file)
+    place, found, patches = _look(log, target)
+    _refuse_unless_last(log, place)
+    place.check_writable()
+    if found is not Was.CLEAN:
+        for patch in patches:
+            patch.write()
+        for change in log.files:
+            if change.rewritten:
+                _restore(log, place, change, progress)
+    numbers = sum(len(column.ends()) for column in log.columns) if found is not Was.CLEAN else 0
+    return Undone(target, found, numbers)
+
+
+def _target(log: InjectionLog, file: str | PathLike[str] | None) -> Path:
+    if file is not None:
+        return Path(file)
+    if not log.out:
+        raise UsageError("a dry run changed nothing: there is nothing to undo")
+    out = Path(log.out)
+    if out.exists() or log.path is None:
+        return out
+    beside = log.path.parent / out.name  # moved, log and all
+    if not beside.exists():
+        raise FileAccessError(out, "is not there any more", hint="Say where it is: evergrad undo LOG FILE.")
+    return beside
+
+
+def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]:
+    """In which state the files are; and, for those that are patched, the blocks with their old bytes."""
+    if any(change.rewritten for change in log.files):
+        with open_checkpoint(target) as ck:
+            place = Workplace.of(ck, target)
+        states = {_state_of_rewritten(_file(place, change), change) for change in log.files}
+        return place, _together(states), []
+    kinds: list[Rehearsal] = []
+    # The same addresses three times: which bytes were meant, what stood there, and what stands there now.
+    for pick in (_mask, lambda column: column.old, lambda column: column.new):
+        place, noted = _rehearsed(log, target, pick)
+        kinds.append(noted)
+    states, patches = set(), []
+    for change in log.files:
+        path = _file(place, change)
+        masks, olds, news = ([rows for _, rows in kind.of(path).rows] for kind in kinds)
+        addresses = [where for where, _ in kinds[0].of(path).rows]
+        changes = Changes(list(zip(addresses, masks, strict=True)), {at: old for at, old, _ in change.seals})
+        patch, state = _restored(path, change, changes, olds, news)
+        states.add(state)
+        patches.append(patch)
+    return place, _together(states), patches
+
+
+def _rehearsed(log: InjectionLog, target: Path, pick: Callable[[Column], Bits]) -> tuple[Workplace, Rehearsal]:
+    with rehearsal(stale=bool(log.settings.get("stale_checksum"))) as noted, open_checkpoint(target) as ck:
+        for column in log.columns:
+            _check_tensor(ck, column)
+            ends = column.ends()
+            try:
+                ck.xor(column.tensor, *ends.elements(pick(ends)))
+            except NeedsRewrite:
+                raise _other(target, f"{column.tensor} is stored in another way") from None
+        return Workplace.of(ck, target), noted
+
+
+def _mask(column: Column) -> Bits:
+    return np.full(len(column), np.iinfo(column.dtype.bits).max, column.dtype.bits)
+
+
+def _restored(
+    path: Path, change: FileChange, changes: Changes, olds: list[Bits], news: list[Bits]
+) -> tuple[Patch, Was]:
+    """The touched blocks of a file with their old bytes, if putting them back gives the digest from before."""
+    patch = Patch.read(path, changes)
+    if patch.size != change.size:
+        raise _other(path, f"has {patch.size:,} bytes (expected {change.size:,})")
+    found = patch.digest()
+    either = True
+    for (addresses, mask), old, new in zip(changes.rows, olds, news, strict=True):
+        now = patch.rows(addresses, mask.shape[1])
+        either = either and bool(np.all(((now & mask) == old) | ((now & mask) == new)))
+        patch.put_rows(addresses, (now & ~mask) | old)
+    for offset, before, after in change.seals:
+        either = either and patch.bytes_at(offset, len(before)) in _mixtures(before, after)
+        patch.put(offset, before)
+    if not either or patch.digest() != change.before:
+        raise _other(path, f"has changed since (digest {found[:12]}…, expected {change.after[:12]}…)")
+    if change.full_before and (whole := sha256(path, patch)) != change.full_before:
+        raise _other(path, f"has changed since (without the faults sha256 {whole}, expected {change.full_before})")
+    state = Was.INJECTED if found == change.after else Was.CLEAN if found == change.before else Was.PARTLY
+    return patch, state
+
+
+def _mixtures(before: bytes, after: bytes) -> set[bytes]:
+    """What a checksum may be while it is being replaced, byte by byte."""
+    found = {b""}
+    for old, new in zip(before, after, strict=True):
+        found = {head + bytes([byte]) for head in found for byte in (old, new)}
+    return found
+
+
+def _state_of_rewritten(path: Path, change: FileChange) -> Was:
+    found = sha256(path)
+    if found not in (change.before, change.after):
+        raise _other(path, f"has changed since (sha256 {found}, expected {change.after[:12]}…)")
+    return Was.INJECTED if found == change.after else Was.CLEAN
+
+
+def _restore(log: InjectionLog, place: Workplace, change: FileChange, progress: Progress | None) -> None:
+    path = _file(place, change)
+    if _state_of_rewritten(path, change) is Was.INJECTED:
+        alone = Workplace(path, path.parent, (path,))
+        with alone.copied(path, progress) as work:
+            restored(work.path, change)
+            replace_file(work.path, path)
+
+
+def _refuse_unless_last(log: InjectionLog, place: Workplace) -> None:
+    """An injection may only be undone once those that followed it are."""
+    later = [
+        (path, digest, follows) for path, digest, follows in logs_of(place.path, log.path) if log.digest in follows
+    ]
+    waiting = {digest: (path, follows) for path, digest, follows in later if _is_in_effect(path, place)}
+    followed = {before for _, follows in waiting.values() for before in follows}
+    newest = [path for digest, (path, _) in waiting.items() if digest not in followed]
+    if newest:
+        raise UsageError(
+            f"{place.path}: a later injection is still in effect. Undo that one first: evergrad undo {newest[0]}"
+        )
+
+
+def _is_in_effect(path: Path, place: Workplace) -> bool:
+    try:
+        return _look(InjectionLog.load(path), place.path)[1] is not Was.CLEAN
+    except (DamagedFile, UsageError):
+        return True  # whatever it is by now, it is not as it was before that injection
+
+
+def _check_tensor(ck: Checkpoint, column: Column) -> None:
+    info = ck.tensors.get(column.tensor)
+    if info is None:
+        raise _other(ck.path, f"has no tensor {column.tensor!r}")
+    if (info.shape, info.dtype) != (column.shape, column.dtype):
+        found, expected = f"{info.dtype} {info.shape}", f"{column.dtype} {column.shape}"
+        raise _other(ck.path, f"{column.tensor} is {found} (expected {expected})")
+
+
+def _file(place: Workplace, change: FileChange) -> Path:
+    path = place.file(change.name)
+    if not path.is_file():
+        raise _other(place.path, f"has no file {change.name!r}")
+    return path
+
+
+def _other(path: Path, what: str) -> UsageError:
+    return UsageError(
+        f"{path}: {what}: it is not the file that the log is of, or was altered since. Nothing was changed"
+    )
+
+
+def _together(states: set[Was]) -> Was:
+    return states.pop() if len(states) == 1 else Was.PARTLY if states else Was.CLEAN

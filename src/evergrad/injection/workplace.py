@@ -1,0 +1,178 @@
+"""Where an injection takes place: in the files themselves, or in a copy that appears whole or not at all.
+
+A checkpoint of several files that was named by one of them (an index) is copied into a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from evergrad.errors import FileAccessError, UsageError
+from evergrad.formats import Checkpoint
+from evergrad.formats.region import file_errors
+
+__all__ = ["Progress", "Workplace", "replace_file"]
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+_FICLONE = 0x40049409
+_COPY_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The files of one checkpoint: by which path they are known, and the folder in which their names count."""
+
+    path: Path
+    root: Path
+    files: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, ck: Checkpoint, given: Path) -> Workplace:
+        """The place of an open checkpoint that was named by this path."""
+        path = given if given.is_dir() else ck.path
+        files = tuple(dict.fromkeys(file for file in ck.files() if file.is_file()))
+        return cls(path, path if path.is_dir() else path.parent, files)
+
+    @property
+    def single(self) -> bool:
+        """Whether the checkpoint is one file, named by its own path."""
+        return not self.path.is_dir() and len(self.files) == 1
+
+    def name(self, file: Path) -> str:
+        """A file's name within the checkpoint."""
+        return file.name if self.single else os.path.relpath(file, self.root)
+
+    def file(self, name: str) -> Path:
+        """The file of that name; of a single one, whatever it is called by now."""
+        return self.path if self.single else self.root / name
+
+    def check_out(self, out: Path, overwrite: bool) -> None:
+        """Refuse a place for the copy that is taken, or is not there."""
+        if out.exists():
+            if any(out.samefile(file) for file in (self.path, *self.files) if file.exists()):
+                raise UsageError(f"{out}: is the source. To alter it itself: in_place=True, or --in-place.")
+            if out.is_dir() or not self.single:
+                raise UsageError(
+                    f"{out}: exists already, and {'it' if out.is_dir() else 'the source'} is no single file"
+                )
+            if not overwrite:
+                raise UsageError(
+                    f"{out}: exists already. Choose another name, or replace it: overwrite=True, or --overwrite."
+                )
+        if not out.parent.is_dir():
+            raise UsageError(f"{out}: there is no folder {str(out.parent)!r}")
+        if self.path.is_dir() and out.resolve().is_relative_to(self.path.resolve()):
+            raise UsageError(f"{out}: lies within the folder that is to be copied")
+
+    def check_writable(self) -> None:
+        """Refuse files that may not be altered, before anything is."""
+        for file in self.files:
+            if not os.access(file, os.W_OK, effective_ids=True):
+                raise FileAccessError(file, "cannot be altered: permission denied", hint="Copy it: out=…, or --out.")
+
+    @contextmanager
+    def copied(self, beside: Path, progress: Progress | None = None) -> Iterator[Workplace]:
+        """A copy of everything under a temporary name beside a path; what is left of it goes in the end."""
+        stem = beside.name.encode()[:100].decode("utf-8", "ignore")
+        place = beside.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+        done, total = 0, sum(file.stat().st_size for file in self.files)
+
+        def copy(source: str, target: str) -> None:
+            nonlocal done
+            _copy_file(Path(source), Path(target))
+            done += os.path.getsize(target)
+            if progress is not None:
+                progress(done, max(total, done))
+
+        try:
+            with file_errors(beside, "cannot be written"):
+                if self.single:
+                    copy(str(self.path), str(place))
+                elif self.path.is_dir():
+                    shutil.copytree(self.path, place, copy_function=copy)
+                else:
+                    place.mkdir()
+                    for file in self.files:
+                        copy(str(file), str(place / self.name(file)))
+            path = place if self.single or self.path.is_dir() else place / self.path.name
+            root = place if not self.single else place.parent
+            files = (place,) if self.single else tuple(place / self.name(file) for file in self.files)
+            yield Workplace(path, root, files)
+        finally:
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    place.unlink()
+
+    def appear_as(self, out: Path) -> None:
+        """Move a copy, durably, to where it belongs."""
+        place = self.path if self.single else self.root
+        with file_errors(out, "cannot be written"):
+            for folder, _, names in os.walk(place) if place.is_dir() else ():
+                for name in names:
+                    _fsync(Path(folder) / name)
+                _fsync(Path(folder))
+            if self.single:
+                _fsync(place)
+            os.replace(place, out)  # of a folder, only onto an empty one
+            _fsync(out.parent)
+
+
+def replace_file(new: Path, old: Path) -> None:
+    """Let a file take another's place, durably and in one step, with the permissions that the other had."""
+    with file_errors(old, "cannot be replaced"):
+        target = old.resolve()
+        shutil.copymode(target, new)
+        _fsync(new)
+        os.replace(new, target)
+        _fsync(target.parent)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Share the blocks where the file system can, else copy within the kernel."""
+    with source.open("rb") as old, target.open("xb") as new:
+        try:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+        except OSError:
+            _copy_range(old.fileno(), new.fileno())
+    shutil.copymode(source, target)
+
+
+def _copy_range(old: int, new: int) -> None:
+    left = os.fstat(old).st_size
+    while left:
+        try:
+            count = os.copy_file_range(old, new, min(left, _COPY_BYTES))
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+                raise
+            count = _write_all(new, os.read(old, min(left, _COPY_BYTES)))
+        if count == 0:
+            raise OSError(errno.EIO, "the file became shorter while it was copied")
+        left -= count
+
+
+def _write_all(fd: int, data: bytes) -> int:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    return len(data)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
