@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"errors", "dtypes", "records"},
     "formats": {"errors", "dtypes", "records", "state"},
     "injection": {"errors", "dtypes", "records", "state", "formats"},
-    "testing": {"errors", "dtypes", "records", "state", "formats"},
+    "testing": {"errors", "dtypes", "records", "state", "formats", "injection"},
     "cli": {"evergrad", "errors", "dtypes", "records", "state", "formats", "injection"},
     "__init__": {"errors", "records", "state", "formats", "injection"},
     "__main__": {"cli"},
@@ -89,6 +89,14 @@ def test_every_public_name_of_the_package_has_a_home() -> None:
 
 
 @pytest.mark.check
+def test_no_part_of_the_package_hides_a_public_name() -> None:
+    # Importing evergrad.inject would replace the function of that name by the module.
+    import evergrad
+
+    assert not set(evergrad.__all__) & {_part(path) for path in MODULES}
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(
     "code",
     [
@@ -98,6 +106,7 @@ def test_every_public_name_of_the_package_has_a_home() -> None:
         "import evergrad as eg; ck = eg.open_checkpoint('tests/data/trainer/checkpoint-4')\n"
         "ck.read_bits(min(ck.tensors))",
         "import evergrad as eg; eg.compare('tests/data/sharded', 'tests/data/sharded')",
+        "import evergrad as eg; eg.inject('tests/data/lightning.ckpt', eg.BitFlip('exponent'), count=9, dry_run=True)",
         "from evergrad.cli import main; main(['inspect', 'tests/data/user_class.pt', '--json'])",
     ],
 )

@@ -21,14 +21,16 @@ __all__ = ["EPILOG", "demo"]
 
 EPILOG = "Example:\n\n  evergrad demo --keep /tmp/evergrad-demo\n\nExit codes: 0 everything worked · 2 usage."
 
-_EXPONENT_MSB = 1 << 30  # of a float32
+_SEED = 1
+_FLIP = ("--bits", "exponent-msb", "--count", "1", "--where", "model/4.weight", "--seed", str(_SEED))
+_FLIPS, _TRIALS = 10, 10
 
 
 def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this folder: a new or an empty one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small network, look into its checkpoint, flip one bit of it, and see what that does."""
+    """Train a small network, look into its checkpoint, flip bits of it, and see what that does."""
     if keep is not None:
         _make_folder(keep)
         _tell(keep, as_json)
@@ -76,29 +78,41 @@ def _tell(folder: Path, as_json: bool) -> None:
     say("\n[bold]2. Its tensors, by name, without reading them and without running its pickle[/bold]")
     run("inspect", str(clean), "--where", "model")
 
-    say("\n[bold]3. Flip one bit of one weight: the top bit of its exponent[/bold]")
-    flipped.write_bytes(clean.read_bytes())
-    with eg.open_checkpoint(flipped) as ck:
-        before = ck.read("model/4.weight")[0, 0].item()
-        ck.xor("model/4.weight", [0], [_EXPONENT_MSB])
-        after = ck.read("model/4.weight")[0, 0].item()
-    facts.update(before=before, after=after, accuracy_after_flip=_accuracy(torch, flipped, data))
-    say(f"model/4.weight[0,0]: {before:.4g} → {after:.4g}; torch.load reads the file without a word")
-    say(f"flipped.pt: accuracy {facts['accuracy_after_flip']:.1%}")
+    say("\n[bold]3. A soft error: flip the top exponent bit of one weight[/bold]")
+    run("inject", str(clean), *_FLIP, "--out", str(flipped))
+    if as_json:
+        eg.inject(clean, eg.BitFlip("exponent-msb"), count=1, where="model/4.weight", seed=_SEED, out=flipped)
+    log = eg.InjectionLog.load(f"{flipped}.faults.jsonl")
+    hit = next(log.faults())
+    facts.update(before=hit.old_value, after=hit.new_value, accuracy_after_flip=_accuracy(torch, flipped, data))
+    say(f"flipped.pt: accuracy {facts['accuracy_after_flip']:.1%}; torch.load reads the file without a word")
     run("diff", str(clean), str(flipped))
 
     say("\n[bold]4. Without the clean file: the checksum was kept valid, but the value gives it away[/bold]")
     run("verify", str(flipped))
     facts["verify"] = eg.verify(flipped).verdict.value
 
-    say("\n[bold]5. The same state in another format: exact, optimizer, epoch and all[/bold]")
+    say("\n[bold]5. Undo it, byte for byte[/bold]")
+    run("undo", f"{flipped}.faults.jsonl")
+    if as_json:
+        eg.undo(log)
+    facts["undone"] = flipped.read_bytes() == clean.read_bytes()
+    say(f"flipped.pt is model.pt again: {'yes' if facts['undone'] else 'no'}")
+
+    say(f"\n[bold]6. Which bits matter? {_FLIPS} flips of each kind in the weights, {_TRIALS} times[/bold]")
+    fields = _by_field(folder, clean, lambda path: _accuracy(torch, path, data))
+    facts["accuracy_by_field"] = {field: list(results) for field, results in fields.items()}
+    for field, (mean, worst) in fields.items():
+        say(f"{field:13} accuracy {'█' * round(mean * 40):40} {mean:6.1%} on average, {worst:6.1%} at worst")
+
+    say("\n[bold]7. The same state in another format: exact, optimizer, epoch and all[/bold]")
     run("convert", str(clean), str(twin))
     if as_json:
         eg.convert(clean, twin)
     run("diff", str(clean), str(twin))
     facts["conversion_exact"] = eg.compare(clean, twin).equal
 
-    say("\n[bold]6. A file that would run a command when it is loaded is read, and runs nothing[/bold]")
+    say("\n[bold]8. A file that would run a command when it is loaded is read, and runs nothing[/bold]")
     trap, mark = folder / "trap.pt", folder / "it-ran"
     try:
         torch.save({"weight": torch.ones(3), "payload": _Trap(mark)}, trap)
@@ -111,6 +125,24 @@ def _tell(folder: Path, as_json: bool) -> None:
     say(f"command executed: {'yes' if facts['trap_ran'] else 'no'}")
     if as_json:
         print_json(facts)
+
+
+def _by_field(folder: Path, clean: Path, accuracy: Callable[[Path], float]) -> dict[str, tuple[float, float]]:
+    """Mean and worst accuracy with flips in each field of the weights."""
+    import evergrad as eg
+
+    found: dict[str, tuple[float, float]] = {}
+    for field in ("mantissa", "sign", "exponent", "exponent-msb"):
+        results = []
+        for seed in range(_TRIALS):
+            trial = folder / "trial.pt"
+            log = eg.inject(clean, eg.BitFlip(field), count=_FLIPS, where="model", seed=seed, out=trial)
+            results.append(accuracy(trial))
+            trial.unlink()
+            assert log.path is not None
+            log.path.unlink()
+        found[field] = sum(results) / _TRIALS, min(results)
+    return found
 
 
 class _Trap:

@@ -125,14 +125,14 @@ def inject(
             dry_run=dry_run,
             progress=advance,
         )
-    report(done, as_json)
+    report(done, as_json, out if out is not None else path)
     return 0
 
 
-def report(log: InjectionLog, as_json: bool) -> None:
-    """What happened: counts, the first faults in words, and where everything is."""
+def report(log: InjectionLog, as_json: bool, out: Path) -> None:
+    """What happened: counts, the first faults in words, and where everything is, by the names that were given."""
     if as_json:
-        print_json(log.summary())
+        print_json(log.summary() | {"out": str(out) if log.out else None})
         return
     hits = list(islice(log.faults(), _SHOWN + 1))
     for hit in hits[:_SHOWN]:
@@ -143,7 +143,7 @@ def report(log: InjectionLog, as_json: bool) -> None:
     how = "drawn by element" if settings.get("sampling") == "element" else "drawn by tensor first, then element"
     how = f"repeated from log {str(settings['replay_of'])[:8]}" if "replay_of" in settings else how
     print(
-        f"{log.attempts:,} attempts, {log.injected:,} injected, {log.changed:,} changed bits, "
+        f"{log.attempts:,} attempted, {log.injected:,} injected, {log.changed:,} changed, "
         f"{log.nonfinite:,} non-finite; {how}, seed {settings.get('seed')}"
     )
     for reason, names in log.left_out.items():
@@ -152,7 +152,7 @@ def report(log: InjectionLog, as_json: bool) -> None:
     if log.path is None:
         print("dry run: nothing was changed")
     else:
-        print(f"{printable(log.out)}\nundo: evergrad undo {printable(log.path)}")
+        print(f"{printable(out)}: to undo it, evergrad undo {printable(log.path)}")
 
 
 def _fault(name: str, given: dict[str, Any]) -> Fault:

@@ -67,7 +67,7 @@ def replay(
             dry_run=dry_run,
             progress=advance,
         )
-    report(done, as_json)
+    report(done, as_json, out if out is not None else other)
     return 0
 
 

@@ -37,5 +37,7 @@ def undo(
         print(f"{printable(done.path)}: nothing to undo, it is as it was before the injection")
     else:
         found = "was injected only in part; " if done.was is injection.Was.PARTLY else ""
-        print(f"{printable(done.path)}: {found}{done.numbers:,} elements restored, byte for byte as before")
+        print(
+            f"{printable(done.path)}: {found}{done.numbers:,} element{'s' if done.numbers != 1 else ''} restored, byte for byte as before"
+        )
     return 0

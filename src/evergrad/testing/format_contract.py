@@ -13,6 +13,8 @@ import torch
 from evergrad.errors import EvergradError, UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.contract import Bits
+from evergrad.formats.rehearsal import NeedsRewrite, rehearsal
+from evergrad.injection import BitFlip, inject, undo
 
 __all__ = ["FormatContract", "raw_bytes"]
 
@@ -77,6 +79,46 @@ class FormatContract:
             whole, count = ck.read_bits(name), ck.tensors[name].numel
             np.testing.assert_array_equal(ck.read_bits(name, 2, count - 1), whole[2 : count - 1])
             assert len(ck.read_bits(name, 3, 3)) == 0
+
+    def test_single_elements_are_the_same_as_in_the_whole(self, tmp_path: Path) -> None:
+        path, expected = self._made(tmp_path)
+        name = _largest(expected)
+        with open_checkpoint(path) as ck:
+            whole, last = ck.read_bits(name), ck.tensors[name].numel - 1
+            indices = [last, 0, 3, 3, last // 2]
+            np.testing.assert_array_equal(ck.bits_at(name, indices), whole[indices])
+            assert len(ck.bits_at(name, [])) == 0
+            _refused(UsageError, lambda: ck.bits_at(name, [last + 1]))
+
+    def test_a_rehearsed_change_is_the_one_that_happens_and_changes_nothing_before(self, tmp_path: Path) -> None:
+        path, expected = self._made(tmp_path)
+        name = _largest(expected)
+        before = _bytes_of(path)
+        with rehearsal() as noted, open_checkpoint(path) as ck:
+            try:
+                ck.xor(name, *_change(ck, name))
+            except NeedsRewrite:
+                noted.files.clear()
+        assert _bytes_of(path) == before
+        wanted = {file: bytearray(data) for file, data in before.items()}
+        for file, changes in noted.files.items():
+            data = np.frombuffer(wanted[str(file)], np.uint8)
+            for addresses, rows in changes.rows:
+                np.bitwise_xor.at(data, addresses[:, None] + np.arange(rows.shape[1]), rows)
+            for offset, value in changes.puts.items():
+                data[offset : offset + len(value)] = np.frombuffer(value, np.uint8)
+        with open_checkpoint(path) as ck:
+            ck.xor(name, *_change(ck, name))
+        if noted.files:
+            assert _bytes_of(path) == wanted
+
+    def test_an_injection_is_undone_byte_for_byte(self, tmp_path: Path) -> None:
+        path, expected = self._made(tmp_path)
+        before = _bytes_of(path)
+        log = inject(path, BitFlip(), count=3, where=_largest(expected), in_place=True, log=tmp_path / "log.jsonl")
+        assert _bytes_of(path) != before
+        undo(log)
+        assert _bytes_of(path) == before
 
     def test_xor_changes_exactly_those_bits_and_returns_the_old_ones(self, tmp_path: Path) -> None:
         path, expected = self._made(tmp_path)
@@ -225,7 +267,12 @@ def _files(path: Path) -> list[Path]:
 
 
 def _bytes_of(path: Path) -> dict[str, bytes]:
-    return {str(file): file.read_bytes() for file in _files(path)}
+    """Every file of the checkpoint; one that is named by its index is more than that file."""
+    files = _files(path)
+    if not path.is_dir():
+        with open_checkpoint(path) as ck:
+            files = sorted({*files, *(file for file in ck.files() if file.is_file())})
+    return {str(file): file.read_bytes() for file in files}
 
 
 def _refused_once_closed(ck: Checkpoint, name: str, change: tuple[list[int], Bits]) -> None:
