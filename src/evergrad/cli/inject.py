@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,14 +96,17 @@ def inject(
 
     arguments: dict[str, Any] = {}
     if config is not None:
-        arguments = injection.PublishedSettings.load(config).to_inject()
+        published = injection.PublishedSettings.load(config)
+        arguments = published.to_inject()
+        for note in published.notes:
+            print(f"evergrad: {printable(note)}", file=sys.stderr)
     given = {"bits": bits, "burst": burst, "mask": mask, "factor": factor, "value": value}
     given |= {"elements": elements, "stride": stride}
     if config is None or fault is not None or any(option is not None for option in given.values()):
         arguments["fault"] = _fault(fault or "bitflip", given)
     amounts = {"count": count, "fraction": fraction, "rate": rate}
     if any(amount is not None for amount in amounts.values()):
-        arguments |= amounts
+        arguments |= amounts  # also those that are None: they take the place of what the settings say
     chosen = {"probability": probability, "where": where, "seed": seed}
     arguments |= {name: option for name, option in chosen.items() if option is not None}
     if config is None or sampling != "element":

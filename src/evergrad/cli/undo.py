@@ -37,7 +37,6 @@ def undo(
         print(f"{printable(done.path)}: nothing to undo, it is as it was before the injection")
     else:
         found = "was injected only in part; " if done.was is injection.Was.PARTLY else ""
-        print(
-            f"{printable(done.path)}: {found}{done.numbers:,} element{'s' if done.numbers != 1 else ''} restored, byte for byte as before"
-        )
+        what = f"{done.numbers:,} element{'s' if done.numbers != 1 else ''} restored"
+        print(f"{printable(done.path)}: {found}{what}, byte for byte as before")
     return 0

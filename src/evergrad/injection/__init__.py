@@ -10,6 +10,7 @@ execution.py   from a plan to altered files: rehearse, log, then write
 log.py         the injection log; columns.py what happened to a tensor, and to one number in a person's words
 patches.py     the blocks of a file that change; rewriting.py files that have to be rewritten
 workplace.py   in place, or in a copy
+published.py   the settings of the published injector, by their names
 injector.py · undo.py · replay.py    what people call; order.py which logs follow which
 """
 
@@ -18,6 +19,7 @@ from evergrad.injection.draws import Draws
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale, SetValue, StuckAt
 from evergrad.injection.injector import inject
 from evergrad.injection.log import InjectionLog
+from evergrad.injection.published import PublishedSettings
 from evergrad.injection.replay import replay
 from evergrad.injection.undo import Undone, Was, undo
 
@@ -29,6 +31,7 @@ __all__ = [
     "Fault",
     "Hit",
     "InjectionLog",
+    "PublishedSettings",
     "Scale",
     "SetValue",
     "StuckAt",

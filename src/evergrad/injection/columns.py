@@ -112,7 +112,7 @@ class Hit:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Column:
     """What was done to one tensor: numbers, the bits aimed at, old and new bits, in the order of the faults."""
 

@@ -21,7 +21,7 @@ from evergrad.injection.order import logs_of
 from evergrad.injection.patches import Patch, sha256
 from evergrad.injection.plan import Plan
 from evergrad.injection.rewriting import rewritten
-from evergrad.injection.workplace import Progress, Workplace, replace_file
+from evergrad.injection.workplace import Progress, Workplace, check_writable, replace_file
 from evergrad.records import Json
 
 __all__ = ["Digest", "Job", "Outcome", "alter", "prepare"]
@@ -59,8 +59,6 @@ class Outcome:
             raise UsageError(f"{self.log}: there is no folder {str(self.log.parent)!r}")
         if self.out is not None:
             place.check_out(self.out, self.overwrite)
-        elif self.in_place:
-            place.check_writable()
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,8 @@ def prepare(
                 f"{given}: holds compressed data, of which a stored bit is no bit of a tensor: "
                 f"its checksum cannot be left stale. Select other tensors, or let it follow."
             ) from None
+    if outcome.in_place:
+        check_writable(noted.files if patched else place.files, replaced=not patched)
     log = InjectionLog(
         file=str(given.absolute()),
         out="" if outcome.dry_run else str((outcome.out or place.path).absolute()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from evergrad.injection.log import InjectionLog
 from evergrad.injection.plan import plan
 from evergrad.injection.population import population
 from evergrad.injection.sampling import Amount, Sampling, sample
-from evergrad.injection.workplace import Progress
+from evergrad.injection.workplace import Progress, exclusive
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 
@@ -82,32 +83,33 @@ def inject(
         dry_run=dry_run,
     )
     draws = Draws(seed)
-    with rehearsal(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
-        chosen = population(ck, fault, where, types)
-        sites = sample(chosen, amount, sampling, draws)
-        planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)
-        settings: dict[str, Json] = {
-            "amount": amount.to_json(),
-            "where": _told(where),
-            **({"dtypes": [str(kind) for kind in types]} if types is not None else {}),
-            "sampling": sampling,
-            "allow_nonfinite": allow_nonfinite,
-            "seed": seed,
-            "generator": GENERATOR,
-            "digest": digest,
-        }
-        job = prepare(
-            ck,
-            noted,
-            given,
-            planned,
-            outcome,
-            attempts=sites.attempts,
-            fault=fault.to_json(),
-            settings=settings,
-            left_out=chosen.left_out,
-        )
-    return job.carry_out(progress)
+    with exclusive(given) if in_place else nullcontext():
+        with rehearsal(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
+            chosen = population(ck, fault, where, types)
+            sites = sample(chosen, amount, sampling, draws)
+            planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)
+            settings: dict[str, Json] = {
+                "amount": amount.to_json(),
+                "where": _told(where),
+                **({"dtypes": [str(kind) for kind in types]} if types is not None else {}),
+                "sampling": sampling,
+                "allow_nonfinite": allow_nonfinite,
+                "seed": seed,
+                "generator": GENERATOR,
+                "digest": digest,
+            }
+            job = prepare(
+                ck,
+                noted,
+                given,
+                planned,
+                outcome,
+                attempts=sites.attempts,
+                fault=fault.to_json(),
+                settings=settings,
+                left_out=chosen.left_out,
+            )
+        return job.carry_out(progress)
 
 
 def _dtype(name: str) -> DType:

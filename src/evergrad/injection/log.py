@@ -77,7 +77,7 @@ class FileChange:
         return told
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InjectionLog:
     """What one injection did. `path` is where the log is kept, if it is on disk."""
 

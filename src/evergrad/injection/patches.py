@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from evergrad.errors import FileAccessError
+from evergrad.errors import DamagedFile, FileAccessError
 from evergrad.formats.region import file_errors
 from evergrad.formats.rehearsal import Changes
 
@@ -51,6 +51,8 @@ class Patch:
         with file_errors(path), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             touched = _touched(changes)
+            if len(touched) and not (int(touched[0]) >= 0 and int(touched[-1]) * BLOCK < size):
+                raise DamagedFile(path, "ends before what is to be altered", found=f"{size} bytes")
             blocks = distinct(np.sort(np.concatenate([touched, _witnesses(size)])))
             images = np.zeros((len(blocks), BLOCK), np.uint8)
             if size:

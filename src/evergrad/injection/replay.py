@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -20,7 +21,7 @@ from evergrad.injection.execution import Digest, Outcome, prepare
 from evergrad.injection.faults import Fault
 from evergrad.injection.log import InjectionLog
 from evergrad.injection.plan import Plan, levels, present
-from evergrad.injection.workplace import Progress
+from evergrad.injection.workplace import Progress, exclusive
 from evergrad.records import TensorInfo
 
 __all__ = ["Rename", "replay"]
@@ -62,24 +63,25 @@ def replay(
         dry_run=dry_run,
     )
     fault = log.known_fault()
-    with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
-        names = _names(log, ck, rename, source)
-        columns = [_repeat(ck, column, names.get(column.tensor), fault) for column in log.columns]
-        elements = fault.elements if fault is not None else int(str(log.fault.get("elements", 1)))
-        changed = sum(int((column.old != column.new).reshape(-1, elements).any(axis=1).sum()) for column in columns)
-        lost = sum(int((~finite(values(column.new, column.dtype))).sum()) for column in columns)
-        job = prepare(
-            ck,
-            noted,
-            given,
-            Plan(columns, log.injected, changed, lost),
-            outcome,
-            attempts=log.attempts,
-            fault=log.fault,
-            settings={**log.settings, "digest": digest, "replay_of": log.digest},
-            left_out={},
-        )
-    return job.carry_out(progress)
+    with exclusive(given) if in_place else nullcontext():
+        with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
+            names = _names(log, ck, rename, source)
+            columns = [_repeat(ck, column, names.get(column.tensor), fault) for column in log.columns]
+            elements = fault.elements if fault is not None else int(str(log.fault.get("elements", 1)))
+            changed = sum(int((column.old != column.new).reshape(-1, elements).any(axis=1).sum()) for column in columns)
+            lost = sum(int((~finite(values(column.new, column.dtype))).sum()) for column in columns)
+            job = prepare(
+                ck,
+                noted,
+                given,
+                Plan(columns, log.injected, changed, lost),
+                outcome,
+                attempts=log.attempts,
+                fault=log.fault,
+                settings={**log.settings, "digest": digest, "replay_of": log.digest},
+                left_out={},
+            )
+        return job.carry_out(progress)
 
 
 def _names(

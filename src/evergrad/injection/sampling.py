@@ -130,7 +130,7 @@ def _attempts(amount: Amount, population: Population, total: int, draws: Draws) 
 
 def _check_memory(faults: float) -> None:
     if faults > _MAX_FAULTS:
-        raise UsageError(f"{faults:,.0f} faults: expected at most {_MAX_FAULTS:,} in one injection")
+        raise UsageError(f"more than {_MAX_FAULTS:,} faults: expected at most so many in one injection")
 
 
 def _check_share(name: str, value: float | None) -> None:

@@ -24,7 +24,7 @@ from evergrad.injection.log import FileChange, InjectionLog
 from evergrad.injection.order import logs_of
 from evergrad.injection.patches import Patch, sha256
 from evergrad.injection.rewriting import restored
-from evergrad.injection.workplace import Progress, Workplace, replace_file
+from evergrad.injection.workplace import Progress, Workplace, check_writable, exclusive, replace_file
 from evergrad.records import Json
 
 __all__ = ["Undone", "Was", "undo"]
@@ -65,15 +65,17 @@ def undo(
     """
     log = log if isinstance(log, InjectionLog) else InjectionLog.load(log)
     target = _target(log, file)
-    place, found, patches = _look(log, target)
-    _refuse_unless_last(log, place)
-    place.check_writable()
-    if found is not Was.CLEAN:
-        for patch in patches:
-            patch.write()
-        for change in log.files:
-            if change.rewritten:
-                _restore(log, place, change, progress)
+    with exclusive(target):
+        place, found, patches = _look(log, target)
+        _refuse_unless_last(log, place)
+        if found is not Was.CLEAN:
+            changed = [_file(place, change) for change in log.files]
+            check_writable(changed, replaced=any(change.rewritten for change in log.files))
+            for patch in patches:
+                patch.write()
+            for change in log.files:
+                if change.rewritten:
+                    _restore(place, change, progress)
     numbers = sum(len(column.ends()) for column in log.columns) if found is not Was.CLEAN else 0
     return Undone(target, found, numbers)
 
@@ -146,7 +148,8 @@ def _restored(
         either = either and bool(np.all(((now & mask) == old) | ((now & mask) == new)))
         patch.put_rows(addresses, (now & ~mask) | old)
     for offset, before, after in change.seals:
-        either = either and patch.bytes_at(offset, len(before)) in _mixtures(before, after)
+        now_there = patch.bytes_at(offset, len(before))
+        either = either and all(byte in pair for byte, *pair in zip(now_there, before, after, strict=True))
         patch.put(offset, before)
     if not either or patch.digest() != change.before:
         raise _other(path, f"has changed since (digest {found[:12]}…, expected {change.after[:12]}…)")
@@ -156,14 +159,6 @@ def _restored(
     return patch, state
 
 
-def _mixtures(before: bytes, after: bytes) -> set[bytes]:
-    """What a checksum may be while it is being replaced, byte by byte."""
-    found = {b""}
-    for old, new in zip(before, after, strict=True):
-        found = {head + bytes([byte]) for head in found for byte in (old, new)}
-    return found
-
-
 def _state_of_rewritten(path: Path, change: FileChange) -> Was:
     found = sha256(path)
     if found not in (change.before, change.after):
@@ -171,8 +166,11 @@ def _state_of_rewritten(path: Path, change: FileChange) -> Was:
     return Was.INJECTED if found == change.after else Was.CLEAN
 
 
-def _restore(log: InjectionLog, place: Workplace, change: FileChange, progress: Progress | None) -> None:
+def _restore(place: Workplace, change: FileChange, progress: Progress | None) -> None:
     path = _file(place, change)
+    kept = sum(len(image.old) for image in change.images)
+    if change.size > path.stat().st_size + kept or any(i.offset + len(i.old) > change.size for i in change.images):
+        raise _other(path, "cannot have been what the log says")
     if _state_of_rewritten(path, change) is Was.INJECTED:
         alone = Workplace(path, path.parent, (path,))
         with alone.copied(path, progress) as work:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
 from evergrad.formats.region import file_errors
 
-__all__ = ["Progress", "Workplace", "replace_file"]
+__all__ = ["Progress", "Workplace", "check_writable", "exclusive", "replace_file"]
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -74,12 +74,6 @@ class Workplace:
         if self.path.is_dir() and out.resolve().is_relative_to(self.path.resolve()):
             raise UsageError(f"{out}: lies within the folder that is to be copied")
 
-    def check_writable(self) -> None:
-        """Refuse files that may not be altered, before anything is."""
-        for file in self.files:
-            if not os.access(file, os.W_OK, effective_ids=True):
-                raise FileAccessError(file, "cannot be altered: permission denied", hint="Copy it: out=…, or --out.")
-
     @contextmanager
     def copied(self, beside: Path, progress: Progress | None = None) -> Iterator[Workplace]:
         """A copy of everything under a temporary name beside a path; what is left of it goes in the end."""
@@ -127,6 +121,36 @@ class Workplace:
                 _fsync(place)
             os.replace(place, out)  # of a folder, only onto an empty one
             _fsync(out.parent)
+
+
+def check_writable(files: Iterable[Path], *, replaced: bool) -> None:
+    """Refuse files that may not be altered or, if they are to be replaced, folders that may not; nothing is done."""
+    for file in files:
+        for path in (file, file.resolve().parent) if replaced else (file,):
+            if not os.access(path, os.W_OK, effective_ids=True):
+                raise FileAccessError(path, "cannot be altered: permission denied")
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Refuse to alter what another process is altering, or has locked; a lock goes with the process that holds it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # what is not there, or may not be read, is told by whoever opens it
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileAccessError(
+                path, "is locked: another process uses or alters it", hint="Try again later."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(fd)
 
 
 def replace_file(new: Path, old: Path) -> None:
