@@ -29,6 +29,19 @@ def test_the_crc_of_changed_data_is_the_old_one_and_the_change(data: bytes, draw
     assert zlib.crc32(data) ^ change == zlib.crc32(changed)
 
 
+@pytest.mark.parametrize("count", [1, 63, 64, 4095, 4096, 20_000])
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_many_changes_far_apart_add_up(count: int, width: int) -> None:
+    generator = np.random.default_rng(count + width)
+    data = generator.integers(0, 256, 3_000_000, np.uint8)
+    before = zlib.crc32(data)
+    positions = generator.permutation(len(data) // width)[:count] * width
+    rows = generator.integers(0, 256, (count, width), np.uint8)
+    change = CRC32.change(positions, rows, len(data))
+    data[positions[:, None] + np.arange(width)] ^= rows
+    assert before ^ change == zlib.crc32(data)
+
+
 def test_distance_does_not_matter() -> None:
     length = 50_000_000
     data = np.zeros(length, np.uint8)

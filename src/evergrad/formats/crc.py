@@ -3,7 +3,7 @@
 A CRC is linear: the CRC of altered data is the CRC of the original XOR the (zero-started) CRC of the
 difference. The difference is zero almost everywhere, and appending zeros is itself a linear map on the 32-bit
 remainder, whose powers 1, 2, 4, … are kept as tables. So a change costs O(log size), and a million of them
-are a few NumPy passes.
+are a few NumPy passes: when the lower bits of their distances are done, those with the same way left to go are one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ except ImportError:
 __all__ = ["CRC32", "CRC32C", "Crc", "crc32"]
 
 _POWERS = 44  # distances up to 16 TiB
+_MANY = 64  # from here on larger tables pay, a digit of the distance each
+_CROWD = 4096  # from here on merging pays
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,15 @@ class Crc:
             remainder = one_byte[(remainder ^ deltas[:, column]) & 0xFF] ^ (remainder >> np.uint32(8))
         zeros = length - positions.astype(np.int64) - deltas.shape[1]
         assert zeros.min() >= 0, "a change beyond the end of the data"
-        for power in range(int(zeros.max()).bit_length()):
-            moved = (zeros >> power & 1).astype(bool)
-            remainder[moved] = _apply(_zero_tables(self.polynomial, power), remainder[moved])
+        if len(zeros) < _MANY:
+            for power in range(int(zeros.max()).bit_length()):
+                moved = (zeros >> power & 1).astype(bool)
+                remainder[moved] = _apply(_zero_tables(self.polynomial, power), remainder[moved])
+            return int(np.bitwise_xor.reduce(remainder))
+        for digit in range(-(-int(zeros.max()).bit_length() // 8)):
+            tables = _digit_tables(self.polynomial, digit)
+            remainder = _apply_each(tables, zeros & 0xFF, remainder)
+            zeros, remainder = _merged(zeros >> 8, remainder)
         return int(np.bitwise_xor.reduce(remainder))
 
     @cached_property
@@ -78,6 +86,40 @@ def _zero_tables(polynomial: int, power: int) -> npt.NDArray[np.uint32]:
         return np.stack([one_byte[value & np.uint32(0xFF)] ^ (value >> np.uint32(8)) for value in shifted])
     half = _zero_tables(polynomial, power - 1)
     return np.stack([_apply(half, half[byte]) for byte in range(4)])
+
+
+@lru_cache(maxsize=12)
+def _digit_tables(polynomial: int, digit: int) -> npt.NDArray[np.uint32]:
+    """The maps "append d * 256**digit zero bytes" for every d below 256, each as four tables."""
+    tables = np.empty((256, 4, 256), np.uint32)
+    tables[0] = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32)[:, None])
+    for bit in range(8):
+        tables[1 << bit : 2 << bit] = _apply(_zero_tables(polynomial, 8 * digit + bit), tables[: 1 << bit])
+    return tables
+
+
+def _apply_each(
+    tables: npt.NDArray[np.uint32], digits: npt.NDArray[np.int64], remainder: npt.NDArray[np.uint32]
+) -> npt.NDArray[np.uint32]:
+    """To each remainder the map of its digit."""
+    flat, start = tables.reshape(-1), digits * 1024
+    out: npt.NDArray[np.uint32] = flat.take(start + (remainder & np.uint32(0xFF)))
+    for byte in range(1, 4):
+        value = (remainder >> np.uint32(8 * byte)) & np.uint32(0xFF)
+        out ^= flat.take(start + (256 * byte + value))
+    return out
+
+
+def _merged(
+    zeros: npt.NDArray[np.int64], remainder: npt.NDArray[np.uint32]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    """Changes that have the same way to go, as one; few of them are left alone."""
+    if len(zeros) < _CROWD:
+        return zeros, remainder
+    order = np.argsort(zeros, kind="stable")
+    zeros = zeros[order]
+    first = np.flatnonzero(np.diff(zeros, prepend=-1))
+    return zeros[first], np.bitwise_xor.reduceat(remainder[order], first)
 
 
 def _apply(tables: npt.NDArray[np.uint32], remainder: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
