@@ -186,3 +186,8 @@ def test_published_settings_do_what_they_say(folder: Path) -> None:
     assert "6 attempted, 6 injected" in done.stdout
     assert "drawn by tensor first, then element, seed 3" in done.stdout
     assert all("bit 0 (sign)" in line for line in done.stdout.splitlines()[:6])
+    (folder / "other.pt").write_bytes((folder / "model.pt").read_bytes())
+    options = ("--config", "settings.toml", "--out", "bad2.pt", "--count", "2", "--bits", "1", "--sampling", "element")
+    more = evergrad("inject", "other.pt", *options, cwd=folder)
+    assert (more.returncode, more.stderr) == (0, "")
+    assert "2 attempted, 2 injected, 2 changed, 0 non-finite; drawn by element" in more.stdout

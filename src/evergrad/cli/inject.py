@@ -67,8 +67,8 @@ def inject(
         list[str] | None, typer.Option(help="Only these tensors: name, glob, re:…, role:…. Repeatable.")
     ] = None,
     sampling: Annotated[
-        str, typer.Option(help="element, all different; or tensor first, as in the literature.")
-    ] = "element",
+        str | None, typer.Option(help="element (the default), all different; or tensor first, as in the literature.")
+    ] = None,
     finite_only: Annotated[
         bool, typer.Option("--finite-only", help="Draw again what would become NaN or infinite.")
     ] = False,
@@ -96,7 +96,7 @@ def inject(
 
     arguments: dict[str, Any] = {}
     if config is not None:
-        published = injection.PublishedSettings.load(config)
+        published = injection.PublishedSettings.load(config, hdf5_file=file)
         arguments = published.to_inject()
         for note in published.notes:
             print(f"evergrad: {printable(note)}", file=sys.stderr)
@@ -107,10 +107,8 @@ def inject(
     amounts = {"count": count, "fraction": fraction, "rate": rate}
     if any(amount is not None for amount in amounts.values()):
         arguments |= amounts  # also those that are None: they take the place of what the settings say
-    chosen = {"probability": probability, "where": where, "seed": seed}
+    chosen = {"probability": probability, "where": where, "sampling": sampling, "seed": seed}
     arguments |= {name: option for name, option in chosen.items() if option is not None}
-    if config is None or sampling != "element":
-        arguments["sampling"] = sampling
     if finite_only:
         arguments["allow_nonfinite"] = False
     path = file if file is not None else arguments.get("path")

@@ -98,9 +98,11 @@ class PublishedSettings:
             raise UsageError(f"{name} is not served: every log holds its sequence, and evergrad replay repeats it")
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> PublishedSettings:
-        """Read a file: YAML, TOML or JSON, by its ending. Nothing in it is executed."""
-        table = _read(Path(path))
+    def load(cls, path: str | PathLike[str], *, hdf5_file: str | PathLike[str] | None = None) -> PublishedSettings:
+        """Read a file: YAML, TOML or JSON, by its ending; `hdf5_file` stands for the one in it. Nothing is executed."""
+        table = dict(_read(Path(path)))
+        if hdf5_file is not None:
+            table["hdf5_file"] = str(hdf5_file)
         try:
             return cls.from_mapping(table)
         except UsageError as error:
