@@ -42,13 +42,14 @@ def values(bits: Bits, dtype: DType) -> npt.NDArray[Any]:
 def encode(numbers: npt.NDArray[Any], dtype: DType) -> Bits:
     """The bits of the nearest numbers that the type has, as torch rounds; what is too large becomes infinite or NaN.
 
-    Integers are rounded and kept within their type's range. A complex type stands for one of its parts.
+    Integers are rounded and kept within their type's range. A complex type stands for one of its parts. (Below
+    1.5 · 2**-127 torch gives e8m0 the larger of its two smallest numbers; this gives the nearest.)
     """
     layout = dtype.layout
     if layout.kind in ("int", "uint", "bool"):
         return _encode_integers(numbers, dtype)
-    wide = np.asarray(numbers, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
+        wide = np.asarray(numbers, np.float64)
         if dtype in _FP8:
             return _encode_fp8(wide, dtype)
         if dtype is DType.BFLOAT16:

@@ -35,9 +35,12 @@ class Draws:
 
     def __init__(self, seed: int) -> None:
         self._source = np.random.PCG64(seed)
+        self.taken = 0
+        """How many outputs of the generator were used."""
 
     def raw(self, count: int) -> npt.NDArray[np.uint64]:
         """The next outputs of the generator."""
+        self.taken += count
         return np.asarray(self._source.random_raw(count), np.uint64)
 
     def below(self, bound: int | Integers, count: int | None = None) -> Integers:
@@ -72,7 +75,12 @@ class Draws:
         return found
 
     def others(self, population: int, taken: Integers, count: int) -> Integers:
-        """`count` different integers below `population` that are not in the ascending `taken`, in the order drawn."""
+        """`count` different integers below `population` that are not in the ascending `taken`, in no order."""
+        if 2 * len(taken) > population:
+            free = np.ones(population, bool)
+            free[taken] = False
+            places = np.flatnonzero(free)
+            return places[self.subset(len(places), count)]
         chosen: dict[int, None] = {}
         while len(chosen) < count:
             drawn = self.below(population, count - len(chosen))
@@ -83,10 +91,10 @@ class Draws:
 
     def poisson(self, expected: float) -> int:
         """How many of something that happens `expected` times on average; costs as much as it counts."""
-        count, spent = 0, 0.0
+        count, spent, batch = 0, 0.0, int(min(_BATCH, 16 + 2 * expected))
         while True:
             # Times between arrivals, each −ln u, until more time has gone by than there was.
-            waits = np.cumsum(np.concatenate([[spent], -_ln(self._unit(_BATCH))]))[1:]
+            waits = np.cumsum(np.concatenate([[spent], -_ln(self._unit(batch))]))[1:]
             inside = int(np.searchsorted(waits, expected, side="right"))
             count += inside
             if inside < len(waits):
@@ -99,7 +107,10 @@ class Draws:
             return np.arange(population)
         if probability <= 0:
             return np.empty(0, np.int64)
-        rate = float(_ln_ratio(np.array([-probability / (2 - probability)]))[0])  # ln(1 − p)
+        if probability < 0.5:  # ln(1 − p), also where 1 − p is 1 to a double
+            rate = float(_ln_ratio(np.array([-probability / (2 - probability)]))[0])
+        else:
+            rate = float(_ln(np.array([1 - probability]))[0])
         pieces: list[Integers] = []
         place = -1
         while place < population:

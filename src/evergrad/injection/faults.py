@@ -18,9 +18,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
@@ -33,6 +35,7 @@ from evergrad.records import Json
 __all__ = ["FAULTS", "BitFlip", "BitMask", "Fault", "Scale", "SetValue", "StuckAt", "fault_from_json"]
 
 _MAX_ELEMENTS = 1 << 20
+_MAX_STRIDE = 1 << 40
 
 
 class Fault(ABC):
@@ -60,7 +63,10 @@ class Fault(ABC):
 
     def to_json(self) -> dict[str, Json]:
         """Kind and settings, as the log keeps them."""
-        told: dict[str, Json] = {"kind": type(self).__name__.lower()}
+        name = type(self).__name__.lower()
+        ours = FAULTS.get(name) is type(self)
+        told: dict[str, Json] = {"kind": name if ours else f"{type(self).__module__}.{type(self).__qualname__}"}
+        told.update(elements=self.elements, stride=self.stride)
         if hasattr(self, "__dataclass_fields__"):
             for field in fields(self):  # type: ignore[arg-type]  # a subclass may be a dataclass, and need not be
                 told[field.name] = _plain(getattr(self, field.name))
@@ -140,8 +146,8 @@ class StuckAt(Fault):
     stride: int = 1
 
     def __post_init__(self) -> None:
-        if self.value not in (0, 1):
-            raise UsageError(f"stuck at {self.value!r}: expected 0 or 1")
+        if type(self.value) is not int or self.value not in (0, 1):
+            raise UsageError(f"stuck at {self.value!r:.60}: expected 0 or 1")
         object.__setattr__(self, "bits", check_bits(self.bits))
         _check_shape(self, self.burst)
 
@@ -167,8 +173,7 @@ class Scale(Fault):
     stride: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.factor, (int, float)) or isinstance(self.factor, bool):
-            raise UsageError(f"factor {self.factor!r}: expected a number")
+        _check_number("factor", self.factor)
         object.__setattr__(self, "factor", float(self.factor))
         _check_shape(self)
 
@@ -183,11 +188,10 @@ class Scale(Fault):
     def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
         """The product, rounded once."""
         numbers = values(old, dtype)
-        if numbers.dtype.kind in "iu" and self.factor.is_integer():  # exact, also beyond 2**53
-            product = np.array([int(n) * int(self.factor) for n in numbers.tolist()], object)
-            return encode(_clipped(product, dtype), dtype)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return encode(numbers.astype(np.float64) * self.factor, dtype)
+        if numbers.dtype.kind in "iu" and math.isfinite(self.factor):  # exact, also beyond 2**53
+            exact = Fraction(self.factor)
+            return encode(_clipped([round(n * exact) for n in numbers.tolist()], dtype), dtype)
+        return encode(_product(numbers, self.factor, exact=dtype.layout.part_bytes == 8), dtype)
 
 
 @dataclass(frozen=True)
@@ -199,8 +203,7 @@ class SetValue(Fault):
     stride: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.value, (int, float)) or isinstance(self.value, bool):
-            raise UsageError(f"value {self.value!r}: expected a number")
+        _check_number("value", self.value)
         _check_shape(self)
 
     def fits(self, dtype: DType) -> bool:
@@ -247,7 +250,7 @@ def fault_from_json(told: dict[str, Json]) -> Fault | None:
             if isinstance(settings.get(key), str):  # NaN and infinities, which JSON does not have
                 settings[key] = float(settings[key])
         return kind(**settings)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"fault {told!r:.200}: {error}") from None
 
 
@@ -261,18 +264,52 @@ def _all_bits(dtype: DType) -> int:
     return (1 << width(dtype)) - 1
 
 
-def _clipped(numbers: np.ndarray, dtype: DType) -> np.ndarray:
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise UsageError(f"{name} {value!r:.60}: expected a number")
+    try:
+        float(value)
+    except OverflowError:
+        raise UsageError(f"{name}: expected a number that a double can hold") from None
+
+
+def _product(numbers: npt.NDArray[Any], factor: float, *, exact: bool) -> npt.NDArray[np.float64]:
+    """The product as a double; unless that is what is wanted, rounded to odd, so that rounding it again is right.
+
+    What a double product loses is found by Dekker's splitting, with operations that are the same everywhere.
+    """
+    with np.errstate(all="ignore"):
+        wide = numbers.astype(np.float64)
+        product = wide * factor
+        if exact:
+            return product
+        a, b = _halves(wide), _halves(np.array([factor]))
+        lost = ((a[0] * b[0] - product) + a[0] * b[1] + a[1] * b[0]) + a[1] * b[1]
+        inexact = np.isfinite(product) & np.isfinite(lost) & (lost != 0)
+        toward_zero = np.where(np.signbit(lost) == np.signbit(product), product, np.nextafter(product, 0.0))
+        odd = (toward_zero.view(np.uint64) | np.uint64(1)).view(np.float64)
+        return np.where(inexact, odd, product)
+
+
+def _halves(numbers: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Each double as the sum of two of half its precision."""
+    shifted = numbers * 134217729.0  # 2**27 + 1
+    high = shifted - (shifted - numbers)
+    return high, numbers - high
+
+
+def _clipped(numbers: list[int], dtype: DType) -> npt.NDArray[Any]:
     info = np.iinfo(f"{'i' if dtype.layout.kind == 'int' else 'u'}{dtype.layout.part_bytes}")
     return np.array([min(max(n, info.min), info.max) for n in numbers], info.dtype)
 
 
 def _check_shape(fault: Fault, burst: int = 1) -> None:
     if type(burst) is not int or not 1 <= burst <= 64:
-        raise UsageError(f"burst {burst!r}: expected 1 to 64 adjacent bits")
+        raise UsageError(f"burst {burst!r:.60}: expected 1 to 64 adjacent bits")
     if type(fault.elements) is not int or not 1 <= fault.elements <= _MAX_ELEMENTS:
-        raise UsageError(f"elements {fault.elements!r}: expected 1 to {_MAX_ELEMENTS:,}")
-    if type(fault.stride) is not int or fault.stride < 1:
-        raise UsageError(f"stride {fault.stride!r}: expected 1 or more")
+        raise UsageError(f"elements {fault.elements!r:.60}: expected 1 to {_MAX_ELEMENTS:,}")
+    if type(fault.stride) is not int or not 1 <= fault.stride <= _MAX_STRIDE:
+        raise UsageError(f"stride {fault.stride!r:.60}: expected 1 or more, and no more than a tensor has")
 
 
 def _plain(value: object) -> Json:

@@ -34,14 +34,15 @@ def check_bits(bits: object) -> Bitspec:
         if text in FIELDS:
             return text
         first, dash, last = text.partition("-")
-        if first.strip().isdigit() and (not dash or last.strip().isdigit()):
-            bits = range(int(first), int(last) + 1) if dash else int(first)
+        numbers = [part.strip() for part in ((first, last) if dash else (first,))]
+        if all(part.isascii() and part.isdigit() and len(part) <= 4 for part in numbers):
+            bits = range(int(numbers[0]), int(numbers[1]) + 1) if dash else int(numbers[0])
     if bits is None or (type(bits) is int and 0 <= bits < 64):
         return bits
-    if isinstance(bits, range) and len(bits) and min(bits) >= 0 and max(bits) < 64:
+    if isinstance(bits, range) and bits and all(0 <= end < 64 for end in (bits[0], bits[-1])):
         return bits
     expected = f"a number from 0 (the sign) to 63, a range such as 1-8, or one of {', '.join(FIELDS)}"
-    raise UsageError(f"bits {bits!r}: expected {expected}")
+    raise UsageError(f"bits {bits!r:.60}: expected {expected}")
 
 
 def places(bits: Bitspec, dtype: DType, burst: int = 1) -> list[int]:

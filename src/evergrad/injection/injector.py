@@ -26,6 +26,7 @@ from evergrad.state.selection import Where
 __all__ = ["inject"]
 
 _MAX_SEED = 1 << 128
+_FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 
 def inject(
@@ -71,7 +72,8 @@ def inject(
     if type(seed) is not int or not 0 <= seed < _MAX_SEED:
         raise UsageError(f"seed {seed!r}: expected a whole number from 0 to 2**128 − 1")
     amount = Amount(count, fraction, rate, hours, probability)
-    types = None if dtypes is None else [_dtype(name) for name in dtypes]
+    types = None if dtypes is None else _dtypes(dtypes)
+    where = _items(where)
     given = Path(path)
     outcome = Outcome(
         out=None if out is None else Path(out),
@@ -112,19 +114,33 @@ def inject(
         return job.carry_out(progress)
 
 
-def _dtype(name: str) -> DType:
-    found = DType.named(str(name))
-    if found is None:
-        raise UsageError(f"unknown dtype {name!r}. Expected one of {', '.join(DType)}.")
-    return found
+def _dtypes(names: Iterable[str]) -> list[DType]:
+    found = [DType.named(name) for name in ([names] if isinstance(names, str) else names)]
+    if not found or None in found:
+        raise UsageError(f"dtypes {names!r:.100}: expected one or more of {', '.join(DType)}")
+    return [kind for kind in found if kind is not None]
 
 
-def _told(where: Where) -> Json:
+def _items(where: Where) -> list[str | re.Pattern[str] | Role] | None:
+    """The selection as a list, which can be read twice."""
+    if where is None:
+        return None
+    if isinstance(where, (str, re.Pattern)):
+        return [where]
+    if not isinstance(where, Iterable):
+        raise UsageError(f"where {where!r:.100}: expected a name, a pattern, a role or a list of these")
+    return list(where)
+
+
+def _told(where: list[str | re.Pattern[str] | Role] | None) -> Json:
     """The selection as text that selects the same again."""
     if where is None:
         return None
-    items = [where] if isinstance(where, (str, re.Pattern)) else list(where)
-    return [
-        f"re:{item.pattern}" if isinstance(item, re.Pattern) else f"role:{item}" if isinstance(item, Role) else item
-        for item in items
-    ]
+    told: list[Json] = []
+    for item in where:
+        if isinstance(item, re.Pattern):
+            flags = "".join(sign for sign, flag in _FLAGS.items() if item.flags & flag)
+            told.append(f"re:{f'(?{flags})' if flags else ''}{item.pattern}")
+        else:
+            told.append(f"role:{item}" if isinstance(item, Role) else item)
+    return told

@@ -111,8 +111,8 @@ class _Maker:
             stuck = self._run(batch)
             if not len(stuck):
                 return batch
+            where = self._name(batch, int(stuck[0]))
             self._move(batch, stuck)
-        where = self._name(batch, int(stuck[0]))
         raise UsageError(
             f"{self.ck.path}: of {count:,} faults {len(stuck):,} found no place in {_SITE_ROUNDS} where the bits that "
             f"are allowed leave a finite value (the last: {where}). Allow non-finite values, or choose other bits."
@@ -150,10 +150,10 @@ class _Maker:
         for _ in range(_BIT_ROUNDS):
             if not len(bad):
                 break
-            again = self.fault.draw(batch.dtype, len(bad), self.draws)
-            if np.array_equal(again, batch.aim[bad]):
-                break  # there is no other choice
-            batch.aim[bad] = again
+            before = self.draws.taken
+            batch.aim[bad] = self.fault.draw(batch.dtype, len(bad), self.draws)
+            if self.draws.taken == before:
+                break  # nothing was left to chance: there is no other choice
             batch.new[bad] = self._alter(batch, bad)
             bad = bad[~_finite(batch.new[bad].reshape(-1), batch.dtype).reshape(len(bad), -1).all(axis=1)]
         return bad

@@ -108,7 +108,7 @@ def _each_byte_once(ck: Checkpoint, infos: list[TensorInfo], span: int) -> Itera
     for info in infos:
         if info.place is not None:
             yield info, settled[info.name]
-        elif _repeats_itself(ck, info):
+        elif _may_repeat_itself(ck, info):
             yield info, next(iter(_byte_by_byte(ck, [info], span).values()))
         else:
             yield info, _room(info, span)
@@ -125,7 +125,7 @@ def _settle(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, S
         touching = [(a, b) for a, b in owners if a < stop and start < b]
         if any(a <= start and stop <= b for a, b in touching):
             found[info.name] = None
-        elif touching or stop - start != info.nbytes:
+        elif touching or stop - start != info.nbytes or _may_repeat_itself(ck, info):
             return _byte_by_byte(ck, members, span)
         else:
             owners.append((start, stop))
@@ -135,16 +135,13 @@ def _settle(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, S
 
 def _byte_by_byte(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, Starts | None]:
     """Views that overlap in part, interleave or repeat themselves: every element whose bytes are still free."""
-    places = {info.name: ck.addresses(info.name) for info in members}
-    low = min((int(where.min()) for where in places.values() if where is not None), default=0)
-    high = max((int(where.max()) for where in places.values() if where is not None), default=0)
+    places = {info.name: _addresses(ck, info) for info in members}
+    low = min(int(where.min()) for where in places.values())
+    high = max(int(where.max()) for where in places.values())
     taken = np.zeros(high - low + 16, bool)
     found: dict[str, Starts | None] = {}
     for info in members:
         where = places[info.name]
-        if where is None:
-            found[info.name] = _room(info, span)
-            continue
         first = np.zeros(len(where), bool)
         first[np.unique(where, return_index=True)[1]] = True  # of elements in the same bytes, one
         bytes_of = (where - low)[:, None] + np.arange(info.dtype.itemsize)
@@ -160,10 +157,24 @@ def _byte_by_byte(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[
     return found
 
 
-def _repeats_itself(ck: Checkpoint, info: TensorInfo) -> bool:
-    """Whether elements of one tensor lie in the same bytes, as in an expanded one."""
+def _addresses(ck: Checkpoint, info: TensorInfo) -> Integers:
+    """The byte at which each element begins; where the format has none to tell, one after the other."""
+    found = ck.addresses(info.name)
+    start = info.place.start if info.place is not None else 0
+    return start + np.arange(info.numel) * info.dtype.itemsize if found is None else found
+
+
+def _may_repeat_itself(ck: Checkpoint, info: TensorInfo) -> bool:
+    """Whether elements of one tensor may lie in the same bytes, as in an expanded or unfolded one."""
     view = ck.skeleton.sharing.views.get(info.name)
-    return view is not None and any(step == 0 and size > 1 for size, step in zip(info.shape, view.stride, strict=False))
+    if view is None or len(view.stride) != len(info.shape):
+        return False
+    reach = 0  # how far the axes with smaller steps go
+    for step, size in sorted((step, size) for size, step in zip(info.shape, view.stride, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def _room(info: TensorInfo, span: int) -> int:

@@ -67,7 +67,9 @@ def replay(
         with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
             names = _names(log, ck, rename, source)
             columns = [_repeat(ck, column, names.get(column.tensor), fault) for column in log.columns]
-            elements = fault.elements if fault is not None else int(str(log.fault.get("elements", 1)))
+            elements: object = fault.elements if fault is not None else log.fault.get("elements", 1)
+            if type(elements) is not int or elements < 1 or any(len(column) % elements for column in columns):
+                raise UsageError(f"{log.path}: its faults are not runs of {elements!r:.60} elements, as it says")
             changed = sum(int((column.old != column.new).reshape(-1, elements).any(axis=1).sum()) for column in columns)
             lost = sum(int((~finite(values(column.new, column.dtype))).sum()) for column in columns)
             job = prepare(

@@ -44,13 +44,14 @@ class Amount:
         if not given and self.probability is None:
             raise UsageError("how many faults? Give count, fraction, rate or probability")
         if self.count is not None and (type(self.count) is not int or self.count < 0):
-            raise UsageError(f"count {self.count!r}: expected a whole number from 0 on")
+            raise UsageError(f"count {self.count!r:.60}: expected a whole number from 0 on")
         _check_share("fraction", self.fraction)
         _check_share("probability", self.probability)
         for name in ("rate", "hours"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise UsageError(f"{name} {value!r}: expected a number from 0 on")
+            sound = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+            if not sound and (value is not None or name == "hours"):
+                raise UsageError(f"{name} {value!r:.60}: expected a number from 0 on")
 
     def to_json(self) -> dict[str, Json]:
         """What was given."""
@@ -85,6 +86,7 @@ def sample(population: Population, amount: Amount, sampling: Sampling, draws: Dr
         assert amount.probability is not None
         _check_memory(total * amount.probability)
         return split(sizes, total, draws.hits(total, amount.probability))
+    _check_memory(total if alone else 0)
     attempts = total if alone else _attempts(amount, population, total, draws)
     if sampling == "element":
         if attempts > total:
