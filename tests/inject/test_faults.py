@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import evergrad as eg
@@ -217,11 +217,10 @@ def test_a_scaled_integer_is_exact_and_stays_in_its_range(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 0x7F7F), st.floats(1e-3, 1e3))
-def test_a_scaled_float_is_rounded_once(dtype: DType, pattern: int, factor: float) -> None:
-    old = np.array([pattern << (16 if dtype is DType.FLOAT32 else 0)], dtype.bits)
+@given(st.floats(0.01, 40), st.floats(0.01, 1000))
+def test_a_scaled_float_is_rounded_once(dtype: DType, number: float, factor: float) -> None:
+    old = encode(np.array([number]), dtype)
     number = float(values(old, dtype)[0])
-    assume(math.isfinite(number) and 1e-30 < number and 1e-4 < number * factor < 6e4)
     exact = Fraction(number) * Fraction(factor)
     new = int(eg.Scale(factor).alter(old, old, dtype)[0])
     near = values(np.array([new - 1, new, new + 1], dtype.bits), dtype).astype(np.float64)
