@@ -54,8 +54,8 @@ def appearing(path: Path) -> Iterator[Path]:
             os.link(temporary, path)  # unlike a rename, never over an existing file
         except FileExistsError:
             raise
-        except OSError:  # a file system without links
-            if path.exists():
+        except OSError:  # a file system without links, or a name that cannot be
+            if os.path.lexists(path):
                 raise FileExistsError(str(path)) from None
             with file_errors(path, "cannot be written"):
                 os.rename(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -107,8 +108,8 @@ class Hit:
             "bits": list(self.bits),
             "old": f"{self.old:0{digits}x}",
             "new": f"{self.new:0{digits}x}",
-            "old_value": self.old_value,
-            "new_value": self.new_value,
+            "old_value": _plain(self.old_value),
+            "new_value": _plain(self.new_value),
         }
 
 
@@ -154,6 +155,10 @@ class Column:
         whole = np.zeros((len(elements), parts), self.dtype.bits)
         whole[rows, self.numbers % parts] = patterns
         return elements, whole
+
+
+def _plain(value: float | int) -> Json:
+    return value if math.isfinite(value) else str(value)  # JSON has neither NaN nor infinities
 
 
 def _value(bits: int, dtype: DType) -> float | int:

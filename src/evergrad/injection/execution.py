@@ -6,6 +6,7 @@ in a copy, which then takes its place in one step; its log holds the bytes that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Literal
 
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
+from evergrad.formats.region import file_errors
 from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal
 from evergrad.injection.columns import Column
 from evergrad.injection.log import FileChange, InjectionLog, default_place, existing
@@ -42,6 +44,9 @@ class Outcome:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
+        for path in (self.out, self.log):
+            if path is not None and "\0" in str(path):
+                raise UsageError(f"{str(path)!r:.100}: is no path")
         if self.out is not None and self.in_place:
             raise UsageError("out and in_place are two places for the result: choose one")
         if self.out is None and not self.in_place and not self.dry_run:
@@ -53,12 +58,17 @@ class Outcome:
 
     def check(self, place: Workplace) -> None:
         """Refuse, before anything is written, what cannot be."""
-        if self.log is not None and self.log.exists():
-            raise existing(self.log)
-        if self.log is not None and not self.log.parent.is_dir():
-            raise UsageError(f"{self.log}: there is no folder {str(self.log.parent)!r}")
+        if self.log is not None:
+            with file_errors(self.log, "cannot be written"):
+                if os.path.lexists(self.log):
+                    raise existing(self.log)
+                if not self.log.parent.is_dir():
+                    raise UsageError(f"{self.log}: there is no folder {str(self.log.parent)!r}")
+                if self.out is not None and self.out.resolve() == self.log.resolve():
+                    raise UsageError(f"{self.log}: is the place of the result, and the log needs one of its own")
         if self.out is not None:
-            place.check_out(self.out, self.overwrite)
+            with file_errors(self.out, "cannot be written"):
+                place.check_out(self.out, self.overwrite)
 
 
 @dataclass(frozen=True)
@@ -109,8 +119,8 @@ def prepare(
         patched = False
         if outcome.stale_checksum:
             raise UsageError(
-                f"{given}: holds compressed data, of which a stored bit is no bit of a tensor: "
-                f"its checksum cannot be left stale. Select other tensors, or let it follow."
+                f"{given}: what is to be hit has no place of its own in the file (it is compressed, compact or was "
+                f"never written): a checksum cannot be left stale there. Select other tensors, or let it follow."
             ) from None
     if outcome.in_place:
         check_writable(noted.files if patched else place.files, replaced=not patched)
@@ -200,7 +210,7 @@ def _keep(log: InjectionLog, place: Workplace, outcome: Outcome) -> InjectionLog
     """Make the log durable: from here on, whatever happens can be undone."""
     target = outcome.out if outcome.out is not None else place.path
     if outcome.in_place:
-        log = replace(log, follows=tuple(digest for _, digest, _ in logs_of(place.path, outcome.log)))
+        log = replace(log, follows=tuple(known.digest for known in logs_of(place.path, outcome.log)))
     return log.kept_at(outcome.log or default_place(target), numbered=outcome.log is None)
 
 

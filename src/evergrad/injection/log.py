@@ -29,10 +29,15 @@ from evergrad.injection.columns import Column, Hit
 from evergrad.injection.faults import Fault, fault_from_json
 from evergrad.records import Json
 
-__all__ = ["FileChange", "Image", "InjectionLog", "default_place", "existing"]
+__all__ = ["END", "MAGIC", "MARK", "FileChange", "Image", "InjectionLog", "default_place", "existing"]
 
 SCHEMA_VERSION = 1
 KIND = "injection log"
+MAGIC = b'{"evergrad": "injection log"'
+MARK = b'{"undone": true}\n'
+"""Stands behind the last line of a log that is undone."""
+END = b'\n{"end": '
+"""How the last line begins, behind the end of the one before."""
 
 _CHUNK = 1 << 20
 
@@ -188,7 +193,7 @@ _BITS = (("bits", "aim"), ("old", "old"), ("new", "new"))
 
 def default_place(target: str | PathLike[str]) -> Path:
     """Where the log of an injection into this file or folder is kept: `<target>.faults.jsonl`."""
-    path = Path(os.path.normpath(target))
+    path = Path(os.path.abspath(target)) if Path(target).name in ("", "..") else Path(os.path.normpath(target))
     return path.with_name(f"{path.name}.faults.jsonl")
 
 
@@ -205,14 +210,19 @@ def _hex(bits: Bits) -> str:
 
 
 def _parse(path: Path, text: bytes) -> InjectionLog:
-    if not text.startswith(b'{"evergrad": "injection log"'):
+    if not text.startswith(MAGIC):
         raise DamagedFile(path, "is no injection log", expected='a first line with "evergrad": "injection log"')
-    head, _, end = text.rstrip(b"\n").rpartition(b"\n")
-    last = json.loads(end)
+    place = text.rfind(END)
+    if place < 0:
+        raise DamagedFile(path, "is torn: its last line is missing")
+    head = text[:place]
+    last = json.loads(text[place + 1 :].partition(b"\n")[0])  # what stands behind it may be torn: a mark, at most
     digest = hashlib.sha256(head + b"\n").hexdigest()
-    if not isinstance(last, dict) or last.get("digest") != digest:
+    if last["digest"] != digest:
         raise DamagedFile(path, "is torn or was altered: its digest does not hold")
     lines = [json.loads(line) for line in head.split(b"\n")]
+    if last.get("end") != len(lines):
+        raise DamagedFile(path, "is cut", expected=f"{last.get('end')} lines", found=len(lines))
     header = lines[0]
     if header["schema_version"] != SCHEMA_VERSION:
         what = f"is of schema version {header['schema_version']!r}"

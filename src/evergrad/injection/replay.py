@@ -66,7 +66,8 @@ def replay(
     with exclusive(given) if in_place else nullcontext():
         with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
             names = _names(log, ck, rename, source)
-            columns = [_repeat(ck, column, names.get(column.tensor), fault) for column in log.columns]
+            aimed = [_aimed(ck, column, names.get(column.tensor)) for column in log.columns]
+            columns = [_repeat(ck, column, fault) for column in _each_byte_once(ck, aimed)]
             elements: object = fault.elements if fault is not None else log.fault.get("elements", 1)
             if type(elements) is not int or elements < 1 or any(len(column) % elements for column in columns):
                 raise UsageError(f"{log.path}: its faults are not runs of {elements!r:.60} elements, as it says")
@@ -114,27 +115,77 @@ def _names(
     return {a: b if isinstance(b, Match) else Match(a, b) for a, b in rename.items()}
 
 
-def _repeat(ck: Checkpoint, column: Column, pair: Match | None, fault: Fault | None) -> Column:
-    """The column as it is here: the same elements, what they hold here, and what becomes of that."""
+def _aimed(ck: Checkpoint, column: Column, pair: Match | None) -> Column:
+    """The column with the name and the numbers that it has here."""
     name = pair.b if pair is not None else column.tensor
     info = ck.tensors.get(name)
     if info is None:
         hint = f"{ck.path} (say what it is called there: rename={{…}} or 'auto', --rename)"
         raise UnknownTensor(name, ck.tensors, where=hint)
-    axes = pair.axes if pair is not None else None
     if info.dtype is not column.dtype:
         raise UsageError(
             f"{ck.path}: {name} is {info.dtype} (the log has {column.dtype}): bits mean something else there"
         )
-    numbers = _moved(ck, column, info, axes)
-    cells, rows = np.unique(numbers, return_inverse=True)
-    now = present(ck, info, cells)
+    numbers = _moved(ck, column, info, pair.axes if pair is not None else None)
+    return Column(info.name, info.dtype, info.shape, numbers, column.aim, column.old, column.new)
+
+
+def _each_byte_once(ck: Checkpoint, columns: list[Column]) -> list[Column]:
+    """One column a tensor, also where two names are one here; what else lies in the same bytes is refused."""
+    found: dict[str, list[Column]] = {}
+    for column in columns:
+        alike = (name for name in found if _are_one(ck, name, column.tensor))
+        found.setdefault(next(alike, column.tensor), []).append(column)
+    chains: dict[int, list[str]] = {}
+    for name in found:
+        if ck.tensors[name].place is not None:
+            chains.setdefault(id(ck.tensors[name].neighbours), []).append(name)
+    for names in chains.values():
+        taken: set[int] = set()
+        for name in names if len(names) > 1 else ():
+            where = ck.addresses(name)
+            assert where is not None, "only tensors with places share bytes in part"
+            elements = np.unique(
+                np.concatenate([column.numbers for column in found[name]]) // found[name][0].dtype.parts
+            )
+            mine = set((where[elements][:, None] + np.arange(found[name][0].dtype.itemsize)).reshape(-1).tolist())
+            if taken & mine:
+                raise UsageError(
+                    f"{ck.path}: faults of the log meet in {name}, which shares bytes with {names[0]} there"
+                )
+            taken |= mine
+    return [_joined(name, parts) for name, parts in found.items()]
+
+
+def _are_one(ck: Checkpoint, a: str, b: str) -> bool:
+    """Whether two names stand for the same elements in the same bytes."""
+    if a == b:
+        return True
+    one, two = ck.tensors[a], ck.tensors[b]
+    if one.place is None or two.place is None or one.neighbours is not two.neighbours:
+        return False
+    same = (one.shape, one.dtype, one.place.start) == (two.shape, two.dtype, two.place.start)
+    return same and np.array_equal(ck.addresses(a), ck.addresses(b))  # type: ignore[arg-type]  # None equals None
+
+
+def _joined(name: str, parts: list[Column]) -> Column:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    rows = ([getattr(part, what) for part in parts] for what in ("numbers", "aim", "old", "new"))
+    return Column(name, first.dtype, first.shape, *(np.concatenate(pieces) for pieces in rows))
+
+
+def _repeat(ck: Checkpoint, column: Column, fault: Fault | None) -> Column:
+    """What the numbers hold here, and what becomes of that."""
+    cells, rows = np.unique(column.numbers, return_inverse=True)
+    now = present(ck, ck.tensors[column.tensor], cells)
     old, new = np.empty_like(column.old), np.empty_like(column.new)
     for step in levels(rows.reshape(-1, 1), len(cells)):
         old[step] = now[rows[step]]
         new[step] = _altered(column, step, old[step], fault)
         now[rows[step]] = new[step]
-    return Column(info.name, info.dtype, info.shape, numbers, column.aim, old, new)
+    return Column(column.tensor, column.dtype, column.shape, column.numbers, column.aim, old, new)
 
 
 def _altered(column: Column, rows: npt.NDArray[np.int64], old: Bits, fault: Fault | None) -> Bits:
@@ -146,6 +197,8 @@ def _altered(column: Column, rows: npt.NDArray[np.int64], old: Bits, fault: Faul
 
 def _moved(ck: Checkpoint, column: Column, info: TensorInfo, axes: tuple[int, ...] | None) -> npt.NDArray[np.int64]:
     """The numbers of the same elements where the axes have another order."""
+    if axes is not None and sorted(axes) != list(range(len(column.shape))):
+        raise UsageError(f"{column.tensor}: axes {axes} are no order of the axes of shape {column.shape}")
     shape = column.shape if axes is None else tuple(column.shape[axis] for axis in axes)
     if info.shape != shape:
         expected = f"{shape}" + ("" if axes is None else f", axes {axes} of {column.shape}")

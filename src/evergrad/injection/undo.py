@@ -7,7 +7,7 @@ changed since, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from os import PathLike
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from evergrad.errors import DamagedFile, FileAccessError, UsageError
+from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.contract import Bits
+from evergrad.formats.region import file_errors
 from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal, rehearsal
 from evergrad.injection.columns import Column
 from evergrad.injection.log import FileChange, InjectionLog
-from evergrad.injection.order import logs_of
+from evergrad.injection.order import logs_of, mark_undone
 from evergrad.injection.patches import Patch, sha256
 from evergrad.injection.rewriting import restored
 from evergrad.injection.workplace import Progress, Workplace, check_writable, exclusive, replace_file
@@ -66,8 +67,8 @@ def undo(
     log = log if isinstance(log, InjectionLog) else InjectionLog.load(log)
     target = _target(log, file)
     with exclusive(target):
+        _refuse_unless_last(log, target)
         place, found, patches = _look(log, target)
-        _refuse_unless_last(log, place)
         if found is not Was.CLEAN:
             changed = [_file(place, change) for change in log.files]
             check_writable(changed, replaced=any(change.rewritten for change in log.files))
@@ -76,6 +77,8 @@ def undo(
             for change in log.files:
                 if change.rewritten:
                     _restore(place, change, progress)
+        if log.path is not None and _is_its_own(log, target):
+            mark_undone(log.path)
     numbers = sum(len(column.ends()) for column in log.columns) if found is not Was.CLEAN else 0
     return Undone(target, found, numbers)
 
@@ -83,15 +86,22 @@ def undo(
 def _target(log: InjectionLog, file: str | PathLike[str] | None) -> Path:
     if file is not None:
         return Path(file)
-    if not log.out:
+    if not log.out or "\0" in log.out:
         raise UsageError("a dry run changed nothing: there is nothing to undo")
     out = Path(log.out)
-    if out.exists() or log.path is None:
-        return out
-    beside = log.path.parent / out.name  # moved, log and all
-    if not beside.exists():
-        raise FileAccessError(out, "is not there any more", hint="Say where it is: evergrad undo LOG FILE.")
-    return beside
+    with file_errors(out):
+        if out.exists() or log.path is None:
+            return out
+        beside = log.path.parent / out.name  # moved, log and all
+        if not beside.exists():
+            raise FileAccessError(out, "is not there any more", hint="Say where it is: evergrad undo LOG FILE.")
+        return beside
+
+
+def _is_its_own(log: InjectionLog, target: Path) -> bool:
+    """Whether this is the file that the log names, and not a copy of it."""
+    out = Path(log.out)
+    return not out.exists() or out.resolve() == target.resolve()
 
 
 def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]:
@@ -99,23 +109,23 @@ def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]
     if any(change.rewritten for change in log.files):
         with open_checkpoint(target) as ck:
             place = Workplace.of(ck, target)
-        states = {_state_of_rewritten(_file(place, change), change) for change in log.files}
-        return place, _together(states), []
+        states = [_state_of_rewritten(_file(place, change), change) for change in log.files]
+        return place, _together(log.files, states), []
     kinds: list[Rehearsal] = []
     # The same addresses three times: which bytes were meant, what stood there, and what stands there now.
     for pick in (_mask, lambda column: column.old, lambda column: column.new):
         place, noted = _rehearsed(log, target, pick)
         kinds.append(noted)
-    states, patches = set(), []
+    states, patches = [], []
     for change in log.files:
         path = _file(place, change)
         masks, olds, news = ([rows for _, rows in kind.of(path).rows] for kind in kinds)
         addresses = [where for where, _ in kinds[0].of(path).rows]
         changes = Changes(list(zip(addresses, masks, strict=True)), {at: old for at, old, _ in change.seals})
         patch, state = _restored(path, change, changes, olds, news)
-        states.add(state)
+        states.append(state)
         patches.append(patch)
-    return place, _together(states), patches
+    return place, _together(log.files, states), patches
 
 
 def _rehearsed(log: InjectionLog, target: Path, pick: Callable[[Column], Bits]) -> tuple[Workplace, Rehearsal]:
@@ -155,7 +165,7 @@ def _restored(
         raise _other(path, f"has changed since (digest {found[:12]}…, expected {change.after[:12]}…)")
     if change.full_before and (whole := sha256(path, patch)) != change.full_before:
         raise _other(path, f"has changed since (without the faults sha256 {whole}, expected {change.full_before})")
-    state = Was.INJECTED if found == change.after else Was.CLEAN if found == change.before else Was.PARTLY
+    state = Was.CLEAN if found == change.before else Was.INJECTED if found == change.after else Was.PARTLY
     return patch, state
 
 
@@ -163,7 +173,7 @@ def _state_of_rewritten(path: Path, change: FileChange) -> Was:
     found = sha256(path)
     if found not in (change.before, change.after):
         raise _other(path, f"has changed since (sha256 {found}, expected {change.after[:12]}…)")
-    return Was.INJECTED if found == change.after else Was.CLEAN
+    return Was.CLEAN if found == change.before else Was.INJECTED
 
 
 def _restore(place: Workplace, change: FileChange, progress: Progress | None) -> None:
@@ -178,25 +188,23 @@ def _restore(place: Workplace, change: FileChange, progress: Progress | None) ->
             replace_file(work.path, path)
 
 
-def _refuse_unless_last(log: InjectionLog, place: Workplace) -> None:
+def _refuse_unless_last(log: InjectionLog, target: Path) -> None:
     """An injection may only be undone once those that followed it are."""
-    later = [
-        (path, digest, follows) for path, digest, follows in logs_of(place.path, log.path) if log.digest in follows
-    ]
-    waiting = {digest: (path, follows) for path, digest, follows in later if _is_in_effect(path, place)}
-    followed = {before for _, follows in waiting.values() for before in follows}
-    newest = [path for digest, (path, _) in waiting.items() if digest not in followed]
+    later = [known for known in logs_of(target, log.path) if log.digest in known.follows and not known.undone]
+    waiting = [known for known in later if _is_in_effect(known.path, target)]
+    followed = {digest for known in waiting for digest in known.follows}
+    newest = [known.path for known in waiting if known.digest not in followed]
     if newest:
-        raise UsageError(
-            f"{place.path}: a later injection is still in effect. Undo that one first: evergrad undo {newest[0]}"
-        )
+        hint = f"Undo that one first: evergrad undo {newest[0]}"
+        raise UsageError(f"{target}: a later injection is still in effect. {hint}")
 
 
-def _is_in_effect(path: Path, place: Workplace) -> bool:
+def _is_in_effect(path: Path, target: Path) -> bool:
+    """Whether the file is as that injection left it: the last of those in effect is always known by that."""
     try:
-        return _look(InjectionLog.load(path), place.path)[1] is not Was.CLEAN
-    except (DamagedFile, UsageError):
-        return True  # whatever it is by now, it is not as it was before that injection
+        return _look(InjectionLog.load(path), target)[1] is not Was.CLEAN
+    except EvergradError:
+        return False
 
 
 def _check_tensor(ck: Checkpoint, column: Column) -> None:
@@ -221,5 +229,7 @@ def _other(path: Path, what: str) -> UsageError:
     )
 
 
-def _together(states: set[Was]) -> Was:
-    return states.pop() if len(states) == 1 else Was.PARTLY if states else Was.CLEAN
+def _together(files: Sequence[FileChange], states: Sequence[Was]) -> Was:
+    """The state of all files together; what did not change at all tells nothing."""
+    telling = {state for change, state in zip(files, states, strict=True) if change.before != change.after}
+    return telling.pop() if len(telling) == 1 else Was.PARTLY if telling else Was.CLEAN

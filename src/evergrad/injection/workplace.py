@@ -17,6 +17,7 @@ from pathlib import Path
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
+from evergrad.formats.durable import replacing
 from evergrad.formats.region import file_errors
 
 __all__ = ["Progress", "Workplace", "check_writable", "exclusive", "replace_file"]
@@ -58,8 +59,8 @@ class Workplace:
 
     def check_out(self, out: Path, overwrite: bool) -> None:
         """Refuse a place for the copy that is taken, or is not there."""
-        if out.exists():
-            if any(out.samefile(file) for file in (self.path, *self.files) if file.exists()):
+        if os.path.lexists(out):
+            if out.exists() and any(out.samefile(file) for file in (self.path, *self.files) if file.exists()):
                 raise UsageError(f"{out}: is the source. To alter it itself: in_place=True, or --in-place.")
             if out.is_dir() or not self.single:
                 raise UsageError(
@@ -93,7 +94,7 @@ class Workplace:
                 if self.single:
                     copy(str(self.path), str(place))
                 elif self.path.is_dir():
-                    shutil.copytree(self.path, place, copy_function=copy)
+                    shutil.copytree(self.path, place, copy_function=copy, ignore_dangling_symlinks=True)
                 else:
                     place.mkdir()
                     for file in self.files:
@@ -135,8 +136,8 @@ def check_writable(files: Iterable[Path], *, replaced: bool) -> None:
 def exclusive(path: Path) -> Iterator[None]:
     """Refuse to alter what another process is altering, or has locked; a lock goes with the process that holds it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # what is not there, or may not be read, is told by whoever opens it
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
+    except (OSError, ValueError):  # what is not there, or may not be read, is told by whoever opens it
         yield
         return
     try:
@@ -159,7 +160,13 @@ def replace_file(new: Path, old: Path) -> None:
         target = old.resolve()
         shutil.copymode(target, new)
         _fsync(new)
-        os.replace(new, target)
+        try:
+            os.replace(new, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            with replacing(target) as beside:  # a link that leads to another file system
+                shutil.copyfile(new, beside)
         _fsync(target.parent)
 
 
