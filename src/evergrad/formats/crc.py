@@ -9,7 +9,8 @@ are a few NumPy passes: when the lower bits of their distances are done, those w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
+from operator import xor
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ except ImportError:
 __all__ = ["CRC32", "CRC32C", "Crc", "crc32"]
 
 _POWERS = 44  # distances up to 16 TiB
-_MANY = 64  # from here on larger tables pay, a digit of the distance each
+_MANY = 48  # from here on NumPy pays, with larger tables: a digit of the distance each
 _CROWD = 4096  # from here on merging pays
 
 
@@ -39,22 +40,33 @@ class Crc:
         """
         if not len(positions):
             return 0
+        zeros = length - positions.astype(np.int64) - deltas.shape[1]
+        assert zeros.min() >= 0, "a change beyond the end of the data"
+        if len(zeros) < _MANY:
+            changes = zip(deltas.tolist(), zeros.tolist(), strict=True)
+            return reduce(xor, (self._one(row, distance) for row, distance in changes))
         one_byte = self._byte_table
         remainder = np.zeros(len(positions), np.uint32)
         for column in range(deltas.shape[1]):
             remainder = one_byte[(remainder ^ deltas[:, column]) & 0xFF] ^ (remainder >> np.uint32(8))
-        zeros = length - positions.astype(np.int64) - deltas.shape[1]
-        assert zeros.min() >= 0, "a change beyond the end of the data"
-        if len(zeros) < _MANY:
-            for power in range(int(zeros.max()).bit_length()):
-                moved = (zeros >> power & 1).astype(bool)
-                remainder[moved] = _apply(_zero_tables(self.polynomial, power), remainder[moved])
-            return int(np.bitwise_xor.reduce(remainder))
         for digit in range(-(-int(zeros.max()).bit_length() // 8)):
             tables = _digit_tables(self.polynomial, digit)
             remainder = _apply_each(tables, zeros & 0xFF, remainder)
             zeros, remainder = _merged(zeros >> 8, remainder)
         return int(np.bitwise_xor.reduce(remainder))
+
+    def _one(self, row: list[int], zeros: int) -> int:
+        """The remainder of a few bytes with zeros behind them."""
+        table, remainder = _lists(self.polynomial, 0), 0
+        for byte in row:
+            remainder = table[0][(remainder ^ byte) & 0xFF] ^ remainder >> 8
+        power = 0
+        while zeros and remainder:
+            if zeros & 1:
+                a, b, c, d = _lists(self.polynomial, power)
+                remainder = a[remainder & 255] ^ b[remainder >> 8 & 255] ^ c[remainder >> 16 & 255] ^ d[remainder >> 24]
+            zeros, power = zeros >> 1, power + 1
+        return remainder
 
     @cached_property
     def _byte_table(self) -> npt.NDArray[np.uint32]:
@@ -86,6 +98,13 @@ def _zero_tables(polynomial: int, power: int) -> npt.NDArray[np.uint32]:
         return np.stack([one_byte[value & np.uint32(0xFF)] ^ (value >> np.uint32(8)) for value in shifted])
     half = _zero_tables(polynomial, power - 1)
     return np.stack([_apply(half, half[byte]) for byte in range(4)])
+
+
+@lru_cache(maxsize=2 * _POWERS)
+def _lists(polynomial: int, power: int) -> list[list[int]]:
+    """The same tables as plain integers: for a few changes much faster."""
+    found: list[list[int]] = _zero_tables(polynomial, power).tolist()
+    return found
 
 
 @lru_cache(maxsize=12)
