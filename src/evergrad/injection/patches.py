@@ -30,8 +30,11 @@ Integers = npt.NDArray[np.int64]
 Octets = npt.NDArray[np.uint8]
 
 _READ_BYTES = 1 << 22
-_SHORT_RUNS = 4096
-"""Up to so many blocks are written one by one; more through a map."""
+_DENSE_BYTES = 1 << 14
+"""Blocks that are closer than this on average are written through a map, others one by one.
+
+A map is faster for each block, but the kernel writes all of a large page of which a byte was changed through it.
+"""
 
 
 @dataclass(slots=True)
@@ -103,7 +106,7 @@ class Patch:
                     raise FileAccessError(self.path, f"has {now.st_size:,} bytes (expected {self.size:,}): it changed")
                 blocks, images = self.blocks[self.touched], self.images[self.touched]
                 sparse = now.st_blocks * 512 < now.st_size  # a map's page in a hole has no place on a full disk
-                if len(blocks) <= _SHORT_RUNS or sparse:
+                if sparse or len(blocks) * _DENSE_BYTES < self.size:
                     for block, image in zip(blocks.tolist(), images, strict=True):
                         start = block * BLOCK
                         os.pwrite(fd, image[: self.size - start].data, start)
