@@ -145,6 +145,11 @@ def test_every_fault_and_amount_has_its_options(folder: Path, options: list[str]
         (["--count", "1", "--factor", "2", "--out", "bad.pt"], "--factor is not for bitflip"),
         (["--count", "1", "--sampling", "row", "--out", "bad.pt"], "expected element or tensor"),
         (["--count", "1", "--digest", "md5", "--out", "bad.pt"], "expected blocks or full"),
+        (["--count", "1", "--hours", "5", "--out", "bad.pt"], "hours are hours at a rate"),
+        (
+            ["--count", "1", "--bits", "exponent", "--burst", "9", "--out", "bad.pt"],
+            "no burst of 9 bits lies in the exp",
+        ),
         (["--count", "1", "--seed", "-1", "--out", "bad.pt"], "seed -1"),
         (["--count", "1", "--out", "bad.pt", "--log", "model.pt"], "exists already, and a log is never written over"),
         (["--config", "model.pt", "--out", "bad.pt"], "model.pt"),
@@ -188,6 +193,8 @@ def test_published_settings_do_what_they_say(folder: Path) -> None:
     assert all("bit 0 (sign)" in line for line in done.stdout.splitlines()[:6])
     (folder / "other.pt").write_bytes((folder / "model.pt").read_bytes())
     options = ("--config", "settings.toml", "--out", "bad2.pt", "--count", "2", "--bits", "1", "--sampling", "element")
+    wrong = evergrad("inject", "--config", "settings.toml", "--out", "bad3.pt", "--factor", "2", cwd=folder)
+    assert "--factor is not for bitflip" in wrong.stderr
     more = evergrad("inject", "other.pt", *options, cwd=folder)
     assert (more.returncode, more.stderr) == (0, "")
     assert "2 attempted, 2 injected, 2 changed, 0 non-finite; drawn by element" in more.stdout

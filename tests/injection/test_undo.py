@@ -130,7 +130,7 @@ def test_compressed_files_are_undone_newest_first_too(tmp_path: Path) -> None:
 def test_undoing_twice_says_that_it_was_clean(path: Path) -> None:
     before = path.read_bytes()
     log = flips(path, 0)
-    assert (eg.undo(log).was, eg.undo(log.path).was, eg.undo(log).numbers) == ("injected", "clean", 0)
+    assert (eg.undo(log).was, eg.undo(log.path).was, eg.undo(log).elements) == ("injected", "clean", 0)
     assert path.read_bytes() == before
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,14 +30,15 @@ EPILOG = (
 )
 
 _SHOWN = 10
-# What each fault takes: the option of the command line → the argument of its class.
+# The options that each fault takes, as its class calls them; and those that all of them take.
 _TAKES = {
-    "bitflip": {"bits": "bits", "burst": "burst"},
-    "bitmask": {"mask": "mask"},
-    "scale": {"factor": "factor"},
-    "stuckat": {"value": "value", "bits": "bits", "burst": "burst"},
-    "setvalue": {"value": "value"},
+    "bitflip": ("bits", "burst"),
+    "bitmask": ("mask",),
+    "scale": ("factor",),
+    "stuckat": ("value", "bits", "burst"),
+    "setvalue": ("value",),
 }
+_ALL_TAKE = ("elements", "stride")
 _NEEDS = {"bitmask": "mask", "scale": "factor", "stuckat": "value", "setvalue": "value"}
 
 
@@ -69,6 +72,7 @@ def inject(
     sampling: Annotated[
         str | None, typer.Option(help="element (the default), all different; or tensor first, as in the literature.")
     ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only tensors of this type. Repeatable.")] = None,
     finite_only: Annotated[
         bool, typer.Option("--finite-only", help="Draw again what would become NaN or infinite.")
     ] = False,
@@ -102,12 +106,14 @@ def inject(
             print(f"evergrad: {printable(note)}", file=sys.stderr)
     given = {"bits": bits, "burst": burst, "mask": mask, "factor": factor, "value": value}
     given |= {"elements": elements, "stride": stride}
-    if config is None or fault is not None or any(option is not None for option in given.values()):
+    if config is None or fault is not None:
         arguments["fault"] = _fault(fault or "bitflip", given)
+    else:
+        arguments["fault"] = _changed(arguments["fault"], given)
     amounts = {"count": count, "fraction": fraction, "rate": rate}
     if any(amount is not None for amount in amounts.values()):
         arguments |= amounts  # also those that are None: they take the place of what the settings say
-    chosen = {"probability": probability, "where": where, "sampling": sampling, "seed": seed}
+    chosen = {"probability": probability, "where": where, "sampling": sampling, "dtypes": dtype, "seed": seed}
     arguments |= {name: option for name, option in chosen.items() if option is not None}
     if finite_only:
         arguments["allow_nonfinite"] = False
@@ -154,7 +160,16 @@ def report(log: InjectionLog, as_json: bool, out: Path) -> None:
     if log.path is None:
         print("dry run: nothing was changed")
     else:
-        print(f"{printable(out)}: to undo it, evergrad undo {printable(log.path)}")
+        undo = (
+            f"to undo it, evergrad undo {printable(shlex.quote(str(log.path)))}" if log.injected else "nothing was hit"
+        )
+        print(f"{printable(out)}: {undo}")
+
+
+def _changed(fault: Fault, given: dict[str, Any]) -> Fault:
+    """The fault that settings say, with what the command line says otherwise."""
+    settings = _settings(type(fault).__name__.lower(), given)
+    return replace(fault, **settings)  # type: ignore[type-var]
 
 
 def _fault(name: str, given: dict[str, Any]) -> Fault:
@@ -165,14 +180,20 @@ def _fault(name: str, given: dict[str, Any]) -> Fault:
         close = nearest(name, _TAKES, count=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UsageError(f"unknown fault {name!r} (expected {', '.join(_TAKES)}).{hint}")
-    takes = {**_TAKES[name], "elements": "elements", "stride": "stride"}
-    settings = {option: value for option, value in given.items() if value is not None}
-    wrong = next((option for option in settings if option not in takes), None)
-    if wrong is not None:
-        raise UsageError(f"--{wrong} is not for {name} (it takes {', '.join('--' + option for option in takes)})")
+    settings = _settings(name, given)
     needed = _NEEDS.get(name)
     if needed is not None and needed not in settings:
         raise UsageError(f"{name} needs --{needed}")
-    if name == "stuckat" and settings["value"] in (0, 1):
+    return FAULTS[name](**settings)
+
+
+def _settings(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, if the fault takes them."""
+    settings = {option: value for option, value in given.items() if value is not None}
+    takes = (*_TAKES[name], *_ALL_TAKE)
+    wrong = next((option for option in settings if option not in takes), None)
+    if wrong is not None:
+        raise UsageError(f"--{wrong} is not for {name} (it takes {', '.join('--' + option for option in takes)})")
+    if name == "stuckat" and settings.get("value") in (0, 1):
         settings["value"] = int(settings["value"])
-    return FAULTS[name](**{takes[option]: value for option, value in settings.items()})
+    return settings

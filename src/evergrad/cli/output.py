@@ -11,7 +11,8 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from evergrad.records import Json
 
-__all__ = ["JsonOption", "console", "print_json", "printable", "progress", "safe_streams", "shape", "size"]
+__all__ = ["JsonOption", "console", "near", "print_json", "printable", "progress", "safe_streams", "shape", "size"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -40,6 +41,13 @@ def printable(text: object) -> str:
     fc\x1b[2J\nbias µ
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def near(path: Path) -> Path:
+    """A path as a person here would write it: from the current folder on, if it lies below."""
+    with suppress(ValueError, OSError):
+        return path.absolute().relative_to(Path.cwd())
+    return path
 
 
 def safe_streams() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, print_json, printable, progress
+from evergrad.cli.output import JsonOption, near, print_json, printable, progress
 
 __all__ = ["EPILOG", "undo"]
 
@@ -34,9 +34,10 @@ def undo(
     if as_json:
         print_json(done.to_json())
     elif done.was is injection.Was.CLEAN:
-        print(f"{printable(done.path)}: nothing to undo, it is as it was before the injection")
+        print(f"{printable(near(done.path))}: nothing to undo, it is as it was before the injection")
     else:
         found = "was injected only in part; " if done.was is injection.Was.PARTLY else ""
-        what = f"{done.numbers:,} element{'s' if done.numbers != 1 else ''} restored"
-        print(f"{printable(done.path)}: {found}{what}, byte for byte as before")
+        where = printable(near(done.path))
+        what = f"{done.elements:,} element{'s' if done.elements != 1 else ''} restored"
+        print(f"{where}: {found}{what}, byte for byte as before")
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evergrad.formats.region import file_errors
 
-__all__ = ["appearing", "replacing"]
+__all__ = ["appearing", "fsync", "replacing", "temporary_name"]
 
 
 @contextmanager
@@ -32,9 +32,9 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             if target.exists():
                 os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
-            _fsync(temporary)
+            fsync(temporary)
             os.replace(temporary, target)
-            _fsync(target.parent)
+            fsync(target.parent)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
@@ -49,7 +49,7 @@ def appearing(path: Path) -> Iterator[Path]:
     try:
         with file_errors(path, "cannot be written"):
             yield temporary
-            _fsync(temporary)
+            fsync(temporary)
         try:
             os.link(temporary, path)  # unlike a rename, never over an existing file
         except FileExistsError:
@@ -60,23 +60,29 @@ def appearing(path: Path) -> Iterator[Path]:
             with file_errors(path, "cannot be written"):
                 os.rename(temporary, path)
         with file_errors(path, "cannot be made durable"):
-            _fsync(path.parent)
+            fsync(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink()
 
 
-def _temporary(target: Path) -> Path:
-    """A new file beside the target that nobody takes for one."""
+def temporary_name(target: Path) -> Path:
+    """A name beside the target that nobody takes for it."""
     stem = target.name.encode()[:100].decode("utf-8", "ignore")
-    temporary = target.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    return temporary
+    return target.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial")
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file or folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _temporary(target: Path) -> Path:
+    """A new, empty file beside the target."""
+    temporary = temporary_name(target)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    return temporary

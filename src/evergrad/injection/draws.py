@@ -111,6 +111,8 @@ class Draws:
             rate = float(_ln_ratio(np.array([-probability / (2 - probability)]))[0])
         else:
             rate = float(_ln(np.array([1 - probability]))[0])
+        if rate == 0:  # too small for a double
+            return np.empty(0, np.int64)
         pieces: list[Integers] = []
         place = -1
         while place < population:

@@ -7,6 +7,7 @@ in a copy, which then takes its place in one step; its log holds the bytes that 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -158,11 +159,11 @@ def _patch(log: InjectionLog, place: Workplace, work: Workplace, noted: Rehearsa
         patches.append(patch)
         files.append(change)
     log = _keep(replace(log, files=tuple(files)), place, outcome)
-    with _undone_or_told(log, outcome):
+    with _undone_or_told(log, work, outcome):
         for patch in patches:
             patch.write()
         if outcome.out is not None:
-            work.appear_as(outcome.out)
+            work.appear_as(outcome.out, overwrite=outcome.overwrite)
     return log
 
 
@@ -197,9 +198,9 @@ def _rewrite(log: InjectionLog, place: Workplace, work: Workplace, outcome: Outc
     changes = [(file, rewritten(file, work.file(place.name(file)), place.name(file))) for file in place.files]
     kept = [(file, change) for file, change in changes if change is not None]
     log = _keep(replace(log, files=tuple(change for _, change in kept)), place, outcome)
-    with _undone_or_told(log, outcome):
+    with _undone_or_told(log, work, outcome):
         if outcome.out is not None:
-            work.appear_as(outcome.out)
+            work.appear_as(outcome.out, overwrite=outcome.overwrite)
         else:
             for file, change in kept:
                 replace_file(work.file(change.name), file)
@@ -215,15 +216,17 @@ def _keep(log: InjectionLog, place: Workplace, outcome: Outcome) -> InjectionLog
 
 
 @contextmanager
-def _undone_or_told(log: InjectionLog, outcome: Outcome) -> Iterator[None]:
-    """An error once the log is there: in a copy nothing has happened, in place the log undoes what has."""
+def _undone_or_told(log: InjectionLog, work: Workplace, outcome: Outcome) -> Iterator[None]:
+    """An error once the log is there: without its copy it is of no use, in place it undoes what has happened."""
     try:
         yield
     except BaseException as error:
         assert log.path is not None
         if outcome.out is not None:
-            with suppress(OSError):
-                log.path.unlink()
+            if work.path.exists():  # the copy is still under its temporary name, and goes with it
+                with suppress(OSError):
+                    log.path.unlink()
         elif isinstance(error, EvergradError):
-            raise EvergradError(f"{error}. Undo what was done: evergrad undo {log.path}") from error
+            hint = f"Undo what was done: evergrad undo {shlex.quote(str(log.path))}"
+            raise EvergradError(f"{error}. {hint}") from error
         raise

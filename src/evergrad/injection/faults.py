@@ -65,11 +65,11 @@ class Fault(ABC):
         """Kind and settings, as the log keeps them."""
         name = type(self).__name__.lower()
         ours = FAULTS.get(name) is type(self)
-        told: dict[str, Json] = {"kind": name if ours else f"{type(self).__module__}.{type(self).__qualname__}"}
-        told.update(elements=self.elements, stride=self.stride)
+        told: dict[str, Json] = {"kind": "", "elements": self.elements, "stride": self.stride}
         if hasattr(self, "__dataclass_fields__"):
             for field in fields(self):  # type: ignore[arg-type]  # a subclass may be a dataclass, and need not be
                 told[field.name] = _plain(getattr(self, field.name))
+        told["kind"] = name if ours else f"{type(self).__module__}.{type(self).__qualname__}"
         return told
 
 
@@ -281,6 +281,7 @@ def _product(numbers: npt.NDArray[Any], factor: float, *, exact: bool) -> npt.ND
     with np.errstate(all="ignore"):
         wide = numbers.astype(np.float64)
         product = wide * factor
+        product[np.isnan(product)] = np.nan  # which NaN comes of 0 · ∞ depends on the processor
         if exact:
             return product
         a, b = _halves(wide), _halves(np.array([factor]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from evergrad.injection.log import InjectionLog
 from evergrad.injection.plan import plan
 from evergrad.injection.population import population
 from evergrad.injection.sampling import Amount, Sampling, sample
-from evergrad.injection.workplace import Progress, exclusive
+from evergrad.injection.workplace import Progress, Workplace, exclusive
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 
@@ -85,8 +85,10 @@ def inject(
         dry_run=dry_run,
     )
     draws = Draws(seed)
-    with exclusive(given) if in_place else nullcontext():
+    with ExitStack() as locks:
         with rehearsal(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
+            if in_place:
+                locks.enter_context(exclusive(Workplace.of(ck, given).files))
             chosen = population(ck, fault, where, types)
             sites = sample(chosen, amount, sampling, draws)
             planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)

@@ -211,7 +211,9 @@ def _hex(bits: Bits) -> str:
 
 def _parse(path: Path, text: bytes) -> InjectionLog:
     if not text.startswith(MAGIC):
-        raise DamagedFile(path, "is no injection log", expected='a first line with "evergrad": "injection log"')
+        beside = default_place(path)
+        hint = f"Did you mean {str(beside)!r}?" if beside.exists() else ""
+        raise DamagedFile(path, "is no injection log", expected=f"a first line that begins {MAGIC.decode()}", hint=hint)
     place = text.rfind(END)
     if place < 0:
         raise DamagedFile(path, "is torn: its last line is missing")

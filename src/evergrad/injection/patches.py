@@ -6,6 +6,7 @@ the file, are taken in to witness that it is still the same file: all of them wh
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -30,8 +31,9 @@ Integers = npt.NDArray[np.int64]
 Octets = npt.NDArray[np.uint8]
 
 _READ_BYTES = 1 << 22
+_FEW = 1024
 _DENSE_BYTES = 1 << 14
-"""Blocks that are closer than this on average are written through a map, others one by one.
+"""Blocks that are closer than this on average are written through a map, others, and a few, one by one.
 
 A map is faster for each block, but the kernel writes all of a large page of which a byte was changed through it.
 """
@@ -106,10 +108,9 @@ class Patch:
                     raise FileAccessError(self.path, f"has {now.st_size:,} bytes (expected {self.size:,}): it changed")
                 blocks, images = self.blocks[self.touched], self.images[self.touched]
                 sparse = now.st_blocks * 512 < now.st_size  # a map's page in a hole has no place on a full disk
-                if sparse or len(blocks) * _DENSE_BYTES < self.size:
+                if sparse or len(blocks) <= _FEW or len(blocks) * _DENSE_BYTES < self.size:
                     for block, image in zip(blocks.tolist(), images, strict=True):
-                        start = block * BLOCK
-                        os.pwrite(fd, image[: self.size - start].data, start)
+                        _write_all(fd, image[: self.size - block * BLOCK].data, block * BLOCK)
                 else:
                     _write_mapped(fd, self.size, blocks, images)
                 os.fsync(fd)
@@ -151,6 +152,14 @@ def distinct(ascending: Integers) -> Integers:
 def _rows(data: Octets) -> npt.NDArray[np.void]:
     """All whole blocks, each as one item: much faster to gather and to scatter than rows of bytes."""
     return data[: len(data) // BLOCK * BLOCK].view(f"V{BLOCK}")
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while count := os.pwrite(fd, data, offset):
+        data, offset = data[count:], offset + count
+        if not data:
+            return
+    raise OSError(errno.EIO, "nothing more was written")
 
 
 def _write_mapped(fd: int, size: int, blocks: Integers, images: Octets) -> None:

@@ -103,7 +103,7 @@ class _Maker:
     def make(self, dtype: DType, sites: Sites, mine: npt.NDArray[np.bool_]) -> _Batch:
         """The faults on tensors of one type, with what they meet and what they leave."""
         count = int(mine.sum())
-        aim = self.fault.draw(dtype, count, self.draws)
+        aim = self._draw(dtype, count)
         none: Bits = np.empty((0, 0), dtype.bits)
         keys = np.empty((0, 0), np.int64)
         batch = _Batch(dtype, sites.tensors[mine], sites.places[mine], aim, keys, none, none, np.empty(0, np.int64))
@@ -151,7 +151,7 @@ class _Maker:
             if not len(bad):
                 break
             before = self.draws.taken
-            batch.aim[bad] = self.fault.draw(batch.dtype, len(bad), self.draws)
+            batch.aim[bad] = self._draw(batch.dtype, len(bad))
             if self.draws.taken == before:
                 break  # nothing was left to chance: there is no other choice
             batch.new[bad] = self._alter(batch, bad)
@@ -161,13 +161,22 @@ class _Maker:
     def _alter(self, batch: _Batch, rows: Integers) -> Bits:
         old = batch.old[rows]
         aims = np.repeat(batch.aim[rows], old.shape[1])
-        new = np.asarray(self.fault.alter(old.reshape(-1), aims, batch.dtype))
-        if new.shape != aims.shape or new.dtype != batch.dtype.bits:
+        new = self.fault.alter(old.reshape(-1), aims, batch.dtype)
+        return self._checked("alter", new, batch.dtype, len(aims)).reshape(old.shape)
+
+    def _draw(self, dtype: DType, count: int) -> Bits:
+        """What is aimed at; a copy, which may be altered."""
+        return self._checked("draw", self.fault.draw(dtype, count, self.draws), dtype, count).copy()
+
+    def _checked(self, what: str, bits: object, dtype: DType, count: int) -> Bits:
+        """What a fault gave: a user's own may give anything, and the log has to hold it."""
+        found = np.asarray(bits)
+        if found.shape != (count,) or found.dtype != dtype.bits:
             raise UsageError(
-                f"{type(self.fault).__name__}.alter gave {new.dtype} of shape {new.shape} "
-                f"(expected {batch.dtype.bits} of shape {aims.shape})"
+                f"{type(self.fault).__name__}.{what} gave {found.dtype} of shape {found.shape} "
+                f"(expected {dtype.bits} of shape {(count,)})"
             )
-        return new.reshape(old.shape)
+        return found
 
     def _move(self, batch: _Batch, stuck: Integers) -> None:
         """Give other places, in tensors of the same type, to faults that cannot stay where they are."""
@@ -190,7 +199,7 @@ class _Maker:
             among = np.flatnonzero(alike)
             batch.tensors[stuck] = among[self.draws.below(len(among), len(stuck))]
             batch.places[stuck] = self.draws.below(self.sizes[batch.tensors[stuck]])
-        batch.aim[stuck] = self.fault.draw(batch.dtype, len(stuck), self.draws)
+        batch.aim[stuck] = self._draw(batch.dtype, len(stuck))
         by_place = (batch.places, batch.tensors) if self.sampling == "element" else (batch.tensors,)
         order = np.lexsort(by_place)
         batch.tensors, batch.places, batch.aim = batch.tensors[order], batch.places[order], batch.aim[order]

@@ -90,6 +90,9 @@ def _misfit(info: TensorInfo, fault: Fault, span: int, only: frozenset[DType] | 
         bits = getattr(fault, "bits", None)
         if isinstance(bits, str) and not info.dtype.is_float:
             return f"{bits!r} means floats, not {info.dtype}"
+        burst = getattr(fault, "burst", 1)
+        if isinstance(bits, str) and burst > 1:
+            return f"no burst of {burst} bits lies in the {bits} of {info.dtype}"
         return f"does not fit {info.dtype} ({width(info.dtype)} bits)"
     if info.numel * info.dtype.parts < span:
         return f"fewer than the {span} elements of one fault"

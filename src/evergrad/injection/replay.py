@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -21,7 +21,7 @@ from evergrad.injection.execution import Digest, Outcome, prepare
 from evergrad.injection.faults import Fault
 from evergrad.injection.log import InjectionLog
 from evergrad.injection.plan import Plan, levels, present
-from evergrad.injection.workplace import Progress, exclusive
+from evergrad.injection.workplace import Progress, Workplace, exclusive
 from evergrad.records import TensorInfo
 
 __all__ = ["Rename", "replay"]
@@ -63,8 +63,10 @@ def replay(
         dry_run=dry_run,
     )
     fault = log.known_fault()
-    with exclusive(given) if in_place else nullcontext():
+    with ExitStack() as locks:
         with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
+            if in_place:
+                locks.enter_context(exclusive(Workplace.of(ck, given).files))
             names = _names(log, ck, rename, source)
             aimed = [_aimed(ck, column, names.get(column.tensor)) for column in log.columns]
             columns = [_repeat(ck, column, fault) for column in _each_byte_once(ck, aimed)]

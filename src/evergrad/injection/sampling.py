@@ -43,6 +43,8 @@ class Amount:
             raise UsageError(f"{' and '.join(given)} are two ways to say how many: choose one")
         if not given and self.probability is None:
             raise UsageError("how many faults? Give count, fraction, rate or probability")
+        if self.rate is None and self.hours != 1.0:
+            raise UsageError("hours are hours at a rate: give rate too, or leave them out")
         if self.count is not None and (type(self.count) is not int or self.count < 0):
             raise UsageError(f"count {self.count!r:.60}: expected a whole number from 0 on")
         _check_share("fraction", self.fraction)

@@ -7,6 +7,7 @@ changed since, and is refused.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,12 +46,12 @@ class Undone:
 
     path: Path
     was: Was
-    numbers: int
-    """How many numbers have their old bits again; 0 if they had them already."""
+    elements: int
+    """How many elements have their old bits again; 0 if they had them already."""
 
     def to_json(self) -> dict[str, Json]:
         """What `evergrad undo --json` prints."""
-        return {"file": str(self.path), "was": self.was.value, "restored": self.numbers}
+        return {"file": str(self.path), "was": self.was.value, "restored": self.elements}
 
 
 def undo(
@@ -66,7 +67,9 @@ def undo(
     """
     log = log if isinstance(log, InjectionLog) else InjectionLog.load(log)
     target = _target(log, file)
-    with exclusive(target):
+    with open_checkpoint(target) as ck:
+        files = Workplace.of(ck, target).files
+    with exclusive(files):
         _refuse_unless_last(log, target)
         place, found, patches = _look(log, target)
         if found is not Was.CLEAN:
@@ -79,8 +82,14 @@ def undo(
                     _restore(place, change, progress)
         if log.path is not None and _is_its_own(log, target):
             mark_undone(log.path)
-    numbers = sum(len(column.ends()) for column in log.columns) if found is not Was.CLEAN else 0
-    return Undone(target, found, numbers)
+    restored = sum(_changed(column) for column in log.columns) if found is not Was.CLEAN else 0
+    return Undone(target, found, restored)
+
+
+def _changed(column: Column) -> int:
+    """Elements with other bits than before."""
+    ends = column.ends()
+    return len(np.unique(ends.numbers[ends.old != ends.new] // column.dtype.parts))
 
 
 def _target(log: InjectionLog, file: str | PathLike[str] | None) -> Path:
@@ -195,7 +204,7 @@ def _refuse_unless_last(log: InjectionLog, target: Path) -> None:
     followed = {digest for known in waiting for digest in known.follows}
     newest = [known.path for known in waiting if known.digest not in followed]
     if newest:
-        hint = f"Undo that one first: evergrad undo {newest[0]}"
+        hint = f"Undo that one first: evergrad undo {shlex.quote(str(newest[0]))}"
         raise UsageError(f"{target}: a later injection is still in effect. {hint}")
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
-from evergrad.formats.durable import replacing
+from evergrad.formats.durable import fsync, replacing, temporary_name
 from evergrad.formats.region import file_errors
 
 __all__ = ["Progress", "Workplace", "check_writable", "exclusive", "replace_file"]
@@ -78,8 +77,7 @@ class Workplace:
     @contextmanager
     def copied(self, beside: Path, progress: Progress | None = None) -> Iterator[Workplace]:
         """A copy of everything under a temporary name beside a path; what is left of it goes in the end."""
-        stem = beside.name.encode()[:100].decode("utf-8", "ignore")
-        place = beside.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+        place = temporary_name(beside)
         done, total = 0, sum(file.stat().st_size for file in self.files)
 
         def copy(source: str, target: str) -> None:
@@ -94,7 +92,7 @@ class Workplace:
                 if self.single:
                     copy(str(self.path), str(place))
                 elif self.path.is_dir():
-                    shutil.copytree(self.path, place, copy_function=copy, ignore_dangling_symlinks=True)
+                    shutil.copytree(self.path, place, copy_function=copy, ignore=_dangling)
                 else:
                     place.mkdir()
                     for file in self.files:
@@ -110,18 +108,21 @@ class Workplace:
                 with suppress(OSError):
                     place.unlink()
 
-    def appear_as(self, out: Path) -> None:
-        """Move a copy, durably, to where it belongs."""
+    def appear_as(self, out: Path, *, overwrite: bool) -> None:
+        """Move a copy, durably, to where it belongs; not over what has come there since, unless `overwrite`."""
         place = self.path if self.single else self.root
         with file_errors(out, "cannot be written"):
             for folder, _, names in os.walk(place) if place.is_dir() else ():
                 for name in names:
-                    _fsync(Path(folder) / name)
-                _fsync(Path(folder))
+                    fsync(Path(folder) / name)
+                fsync(Path(folder))
             if self.single:
-                _fsync(place)
-            os.replace(place, out)  # of a folder, only onto an empty one
-            _fsync(out.parent)
+                fsync(place)
+            if self.single and not overwrite and not _linked(place, out):
+                raise FileExistsError(errno.EEXIST, "exists by now")
+            if os.path.lexists(place):
+                os.replace(place, out)  # of a folder, only onto an empty one
+            fsync(out.parent)
 
 
 def check_writable(files: Iterable[Path], *, replaced: bool) -> None:
@@ -133,13 +134,18 @@ def check_writable(files: Iterable[Path], *, replaced: bool) -> None:
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Refuse to alter what another process is altering, or has locked; a lock goes with the process that holds it."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
-    except (OSError, ValueError):  # what is not there, or may not be read, is told by whoever opens it
+def exclusive(files: Iterable[Path]) -> Iterator[None]:
+    """Refuse to alter files that another process is altering, or has locked; locks go with the process."""
+    with ExitStack() as stack:
+        for path in sorted({file.resolve() for file in files}):
+            stack.enter_context(_locked(path))
         yield
-        return
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with file_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,7 +165,7 @@ def replace_file(new: Path, old: Path) -> None:
     with file_errors(old, "cannot be replaced"):
         target = old.resolve()
         shutil.copymode(target, new)
-        _fsync(new)
+        fsync(new)
         try:
             os.replace(new, target)
         except OSError as error:
@@ -167,7 +173,24 @@ def replace_file(new: Path, old: Path) -> None:
                 raise
             with replacing(target) as beside:  # a link that leads to another file system
                 shutil.copyfile(new, beside)
-        _fsync(target.parent)
+        fsync(target.parent)
+
+
+def _dangling(folder: str, names: list[str]) -> list[str]:
+    """Links that lead nowhere: there is nothing to copy."""
+    return [name for name in names if not (Path(folder) / name).exists()]
+
+
+def _linked(place: Path, out: Path) -> bool:
+    """Give a file its place unless there is one; False if there is. Where there are no links, the caller moves it."""
+    try:
+        os.link(place, out)
+        place.unlink()
+    except FileExistsError:
+        return False
+    except OSError:
+        return not os.path.lexists(out)
+    return True
 
 
 def _copy_file(source: Path, target: Path) -> None:
@@ -199,11 +222,3 @@ def _write_all(fd: int, data: bytes) -> int:
     while view:
         view = view[os.write(fd, view) :]
     return len(data)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
