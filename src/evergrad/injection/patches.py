@@ -32,7 +32,7 @@ Octets = npt.NDArray[np.uint8]
 
 _READ_BYTES = 1 << 22
 _FEW = 1024
-_DENSE_BYTES = 1 << 14
+_DENSE_BYTES = 1 << 16
 """Blocks that are closer than this on average are written through a map, others, and a few, one by one.
 
 A map is faster for each block, but the kernel writes all of a large page of which a byte was changed through it.
