@@ -167,7 +167,10 @@ def _are_one(ck: Checkpoint, a: str, b: str) -> bool:
     if one.place is None or two.place is None or one.neighbours is not two.neighbours:
         return False
     same = (one.shape, one.dtype, one.place.start) == (two.shape, two.dtype, two.place.start)
-    return same and np.array_equal(ck.addresses(a), ck.addresses(b))  # type: ignore[arg-type]  # None equals None
+    first, second = ck.addresses(a), ck.addresses(b)
+    if first is None or second is None:
+        return same and first is second
+    return same and np.array_equal(first, second)
 
 
 def _joined(name: str, parts: list[Column]) -> Column:
