@@ -23,9 +23,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"errors", "dtypes", "records"},
     "formats": {"errors", "dtypes", "records", "state"},
     "injection": {"errors", "dtypes", "records", "state", "formats"},
-    "testing": {"errors", "dtypes", "records", "state", "formats", "injection"},
-    "cli": {"evergrad", "errors", "dtypes", "records", "state", "formats", "injection"},
-    "__init__": {"errors", "records", "state", "formats", "injection"},
+    "checkpoint": {"errors", "dtypes", "records", "state", "formats"},
+    "testing": {"errors", "dtypes", "records", "state", "formats", "injection", "checkpoint"},
+    "cli": {"evergrad", "errors", "dtypes", "records", "state", "formats", "injection", "checkpoint"},
+    "__init__": {"errors", "records", "state", "formats", "injection", "checkpoint"},
     "__main__": {"cli"},
 }
 

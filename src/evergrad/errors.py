@@ -5,7 +5,12 @@
     │   ├── AmbiguousMatch    tensors of two files that cannot be told apart
     │   ├── UnknownTensor     a name or pattern that matches nothing; suggests the nearest
     │   └── ConversionLoss    a conversion that would lose something; lists what
-    ├── StateError            a live state holds something that cannot be named and stored
+    ├── StateError            a live state holds something that cannot be named and stored, or does not fit a checkpoint
+    ├── CheckpointError       a running job could not save or restore
+    │   ├── SaveRefused       both arenas are in use, or another trainer took over
+    │   ├── TierError         a tier that cannot be written or read: full, read-only, gone
+    │   ├── AgentError        the agent cannot be started or reached
+    │   └── RestoreError      versions exist, and none of them can be restored
     └── FormatError           a file or folder that cannot be served
         ├── FileAccessError   missing, not readable, not writable, disk full
         ├── UnknownFormat     no format recognises the content
@@ -24,14 +29,19 @@ from collections.abc import Iterable
 from os import PathLike
 
 __all__ = [
+    "AgentError",
     "AmbiguousMatch",
+    "CheckpointError",
     "ConversionLoss",
     "DamagedFile",
     "EvergradError",
     "FileAccessError",
     "FormatError",
     "LimitExceeded",
+    "RestoreError",
+    "SaveRefused",
     "StateError",
+    "TierError",
     "UnknownFormat",
     "UnknownTensor",
     "UnsupportedContent",
@@ -81,6 +91,26 @@ class ConversionLoss(UsageError):
 
 class StateError(EvergradError):
     """A live state holds something that has no name, or no form that can be stored."""
+
+
+class CheckpointError(EvergradError):
+    """A running job could not save or restore."""
+
+
+class SaveRefused(CheckpointError):
+    """Nothing was captured: both arenas are still in use, or another trainer has taken the job over."""
+
+
+class TierError(CheckpointError):
+    """A tier cannot be written or read: full, read-only, gone. Training may go on."""
+
+
+class AgentError(CheckpointError):
+    """The agent cannot be started or reached."""
+
+
+class RestoreError(CheckpointError):
+    """Versions exist, and none of them can be restored; starting anew must be decided by a person."""
 
 
 class FormatError(EvergradError):

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from evergrad import __version__
-from evergrad.cli import convert, demo, diff, inject, inspect, replay, undo, verify
+from evergrad.cli import agent, convert, demo, diff, inject, inspect, replay, undo, verify
 from evergrad.cli.output import printable, safe_streams
 from evergrad.errors import EvergradError
 
@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for _verb in (demo, inspect, verify, diff, convert, inject, undo, replay):
+for _verb in (demo, inspect, verify, diff, convert, inject, undo, replay, agent):
     _name = _verb.__name__.rsplit(".", 1)[-1]
     app.command(_name, epilog=_verb.EPILOG)(getattr(_verb, _name))
 

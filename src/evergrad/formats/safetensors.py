@@ -29,7 +29,7 @@ SKELETON_KEY = "evergrad.skeleton"
 DTYPES_KEY = "evergrad.dtypes"  # name → [true dtype, true shape]
 ALIASES_KEY = "evergrad.aliases"  # name → name of the tensor it is tied to
 
-_DTYPES: dict[str, DType] = {
+DTYPES: dict[str, DType] = {
     "F64": DType.FLOAT64,
     "F32": DType.FLOAT32,
     "F16": DType.FLOAT16,
@@ -51,7 +51,7 @@ _DTYPES: dict[str, DType] = {
     "C64": DType.COMPLEX64,
 }
 # The library writes F8_E8M0 and cannot load it again, so it goes as U8 too.
-_WRITTEN = {dtype: code for code, dtype in _DTYPES.items() if code != "F8_E8M0"}
+WRITTEN = {dtype: code for code, dtype in DTYPES.items() if code != "F8_E8M0"}
 
 
 class Safetensors(Format):
@@ -151,7 +151,7 @@ def _region(path: Path, file: DataFile, name: str, entry: Any, start: int, true_
         raise DamagedFile(path, f"{name!r}: impossible shape {shape!s:.80} or offsets {begin!s:.40}, {end!s:.40}")
     if start + end > file.size:
         raise DamagedFile(path, f"{name!r}: data lies beyond the end", expected=f"{start + end} bytes", found=file.size)
-    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         return f"a tensor of {code!s:.40}, which is not served"
     if true_type is not None:
@@ -206,7 +206,7 @@ def _header(source: Checkpoint, tensors_only: bool) -> tuple[bytes, list[TensorI
         offsets[info.name] = end
         end += info.nbytes
     metadata = {"format": "pt", **source.metadata}
-    foreign = {info.name: [info.dtype.value, list(info.shape)] for info in stored if info.dtype not in _WRITTEN}
+    foreign = {info.name: [info.dtype.value, list(info.shape)] for info in stored if info.dtype not in WRITTEN}
     if foreign:
         metadata[DTYPES_KEY] = json.dumps(foreign, separators=(",", ":"))
     if aliases:
@@ -218,8 +218,8 @@ def _header(source: Checkpoint, tensors_only: bool) -> tuple[bytes, list[TensorI
     for info in stored:
         begin = offsets[info.name]
         header[info.name] = {
-            "dtype": _WRITTEN.get(info.dtype, "U8"),
-            "shape": list(info.shape) if info.dtype in _WRITTEN else [info.nbytes],
+            "dtype": WRITTEN.get(info.dtype, "U8"),
+            "shape": list(info.shape) if info.dtype in WRITTEN else [info.nbytes],
             "data_offsets": [begin, begin + info.nbytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Test suites for what users add to Evergrad; nothing in Evergrad imports this package.
+"""Test suites for what users add to Evergrad, and faults for their tests; nothing in Evergrad imports this package.
 
 >>> class TestMyFormat(FormatContract):                                 # doctest: +SKIP
 ...     format = "mine"
@@ -9,6 +9,23 @@
 ...         return my_library.load(path)
 """
 
+from evergrad.testing.crashes import (
+    FullStorage,
+    ReadOnlyStorage,
+    SlowStorage,
+    StorageCall,
+    StorageCalls,
+    kill_after,
+)
 from evergrad.testing.format_contract import FormatContract, raw_bytes
 
-__all__ = ["FormatContract", "raw_bytes"]
+__all__ = [
+    "FormatContract",
+    "FullStorage",
+    "ReadOnlyStorage",
+    "SlowStorage",
+    "StorageCall",
+    "StorageCalls",
+    "kill_after",
+    "raw_bytes",
+]

@@ -1,0 +1,45 @@
+"""Checkpoints of a running job: captured in one copy, finished by an agent, restored from the nearest intact tier.
+
+Names are loaded when they are first used: the agent imports from here, and needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evergrad.checkpoint.board import Pending
+    from evergrad.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+    from evergrad.checkpoint.rng import rng_state
+    from evergrad.checkpoint.tiers import Local, Memory
+    from evergrad.checkpoint.version import Version, VersionRecord
+
+_HOMES = {
+    "CheckpointWarning": "checkpointer",
+    "Checkpointer": "checkpointer",
+    "Local": "tiers",
+    "Memory": "tiers",
+    "Pending": "board",
+    "Version": "version",
+    "VersionRecord": "version",
+    "rng_state": "rng",
+}
+
+__all__ = [
+    "CheckpointWarning",
+    "Checkpointer",
+    "Local",
+    "Memory",
+    "Pending",
+    "Version",
+    "VersionRecord",
+    "rng_state",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'evergrad.checkpoint' has no attribute {name!r}")
+    value = getattr(import_module(f"evergrad.checkpoint.{home}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,253 @@
+"""The agent: the process, one a node and job, that finishes versions whatever becomes of the trainers.
+
+It listens on a Unix socket in the folder of the arenas, which only its user can open, and asks the kernel who has
+connected all the same. Trainers send one JSON line a message and get events back:
+
+    {"op": "attach", "attempt": 2, "tiers": […], "modules": […]}      → attached, then free and committed; or refused
+    {"op": "captured", "rank": 3, "index": 0, "generation": 17}         → committed or failed, and free, when it is so
+    {"op": "settle", "question": 5}                                   → settled, when all that is captured can be found
+
+What is captured is also in the arena's ticket, so that nothing depends on a message getting through. It imports no
+torch, and leaves when nothing is owed and no trainer has been connected for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from evergrad.checkpoint.arena import LOCK, arena_folder, remove_orphans
+from evergrad.checkpoint.chain import load_module
+from evergrad.checkpoint.engine import Engine
+from evergrad.checkpoint.events import Attached, Event, Refused, Settled
+from evergrad.checkpoint.job import Job
+from evergrad.errors import AgentError, EvergradError, UsageError
+
+__all__ = ["LINGER_S", "SOCKET", "linger_seconds", "run_agent", "socket_address"]
+
+LINGER_S = 60.0
+"""How long an agent stays without work and without a trainer."""
+SOCKET = "agent.sock"
+
+_log = logging.getLogger(__name__)
+_LOCK_PATIENCE_S = 10.0
+_MESSAGE_LIMIT = 1 << 20
+
+
+def linger_seconds(given: float | None) -> float:
+    """How long to stay: as given, else EVERGRAD_LINGER, else a minute."""
+    text = os.environ.get("EVERGRAD_LINGER")
+    try:
+        linger = given if given is not None else float(text) if text else LINGER_S
+    except ValueError:
+        raise UsageError(f"EVERGRAD_LINGER={text!r}: expected seconds") from None
+    if not linger >= 0:
+        raise UsageError(f"linger_s={linger!r}: expected 0 or more seconds")
+    return linger
+
+
+def run_agent(
+    job: Job, *, linger_s: float = LINGER_S, detach: bool = False, ready: Callable[[], None] | None = None
+) -> bool:
+    """Serve until there is nothing left to do; False if another agent of this job serves the node already.
+
+    With `detach` this returns, True, when the agent serves, in a process and session of its own. `ready` is called
+    when trainers can connect.
+    """
+    folder = arena_folder(job)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if not _take(lock, folder):
+        os.close(lock)
+        return False
+    listener = _listen(folder)
+    if detach and not _detach(job):
+        # The child has the lock and listens: whoever waited for this process can connect now.
+        listener.close()
+        os.close(lock)
+        return True
+    if ready is not None and not detach:
+        ready()
+    for gone in remove_orphans():
+        _log.info("arenas of job %s removed: its run folder is gone", gone)
+    try:
+        asyncio.run(_Agent(job, listener, linger_s).serve())
+    finally:
+        with suppress(OSError):
+            os.unlink(folder / SOCKET)
+        os.close(lock)
+    if detach:
+        os._exit(0)
+    return True
+
+
+def socket_address(folder: Path) -> tuple[int, str]:
+    """A descriptor of the folder, to be closed, and a path for the socket through it: paths may be too long for one."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return fd, f"/proc/self/fd/{fd}/{SOCKET}"
+
+
+class _Agent:
+    def __init__(self, job: Job, listener: socket.socket, linger_s: float) -> None:
+        self._job, self._listener, self._linger_s = job, listener, linger_s
+        self._trainers: dict[asyncio.StreamWriter, int] = {}
+        self._leaving = asyncio.Event()
+        self._idle_since = time.monotonic()
+
+    async def serve(self) -> None:
+        """Until nothing is owed and nobody has been there for a while, or someone asks it to stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._leaving.set)
+        self._engine = Engine(self._job, lambda event: _ignore_closed(loop, self._tell, event))
+        _log.info("agent %d of job %s serves node %s", os.getpid(), self._job.id, self._job.node)
+        await asyncio.to_thread(self._engine.recover)  # first, so that whoever asks already hears of what was found
+        server = await asyncio.start_unix_server(self._talk, sock=self._listener, limit=_MESSAGE_LIMIT)
+        while not self._leaving.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), min(0.25, self._linger_s / 4 or 0.01))
+            if self._trainers or self._engine.owed:
+                self._idle_since = time.monotonic()
+            elif time.monotonic() - self._idle_since >= self._linger_s:
+                self._leaving.set()
+        server.close()
+        await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._engine.clean)
+        for writer in self._trainers:
+            writer.close()
+        _log.info("agent %d leaves: nothing is owed", os.getpid())
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pid, user = _peer(writer.get_extra_info("socket"))
+        if user != os.getuid():
+            _log.warning("user %d is not served", user)
+            writer.close()
+            return
+        self._trainers[writer] = 0
+        try:
+            while line := await reader.readline():
+                await self._hear(json.loads(line), writer)
+        except ConnectionError:
+            pass  # killed
+        except (ValueError, KeyError) as error:
+            _log.warning("trainer %d said something that is no message: %s", pid, error)
+        finally:
+            if not self._leaving.is_set():  # it may have died between capturing and saying so
+                await asyncio.to_thread(self._engine.recover)
+            del self._trainers[writer]
+            self._idle_since = time.monotonic()
+            writer.close()
+
+    async def _hear(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        try:
+            if message["op"] == "attach":
+                modules = [load_module(spec) for spec in message["modules"]]
+                _say(writer, Attached(os.getpid()))
+                self._trainers[writer] = attempt = message["attempt"]
+                await asyncio.to_thread(self._engine.attach, attempt, message["tiers"], modules)
+                self._supersede(attempt)
+            elif message["op"] == "captured":
+                place = message["rank"], message["index"], message["generation"]
+                await asyncio.to_thread(self._engine.submit, *place)
+            elif message["op"] == "settle":
+                await asyncio.to_thread(self._engine.settle)
+                _say(writer, Settled(message["question"]))
+        except EvergradError as error:
+            _log.warning("refused: %s", error)
+            _say(writer, Refused(str(error)))
+
+    def _supersede(self, attempt: int) -> None:
+        for writer, theirs in self._trainers.items():
+            if 0 < theirs < attempt:
+                _say(writer, Refused(f"attempt {theirs} of the job is over: attempt {attempt} runs it now"))
+
+    def _tell(self, event: Event) -> None:
+        for writer in self._trainers:
+            _say(writer, event)
+
+
+def _say(writer: asyncio.StreamWriter, event: Event) -> None:
+    if not writer.is_closing():
+        writer.write(event.to_json().encode() + b"\n")
+
+
+def _ignore_closed(loop: asyncio.AbstractEventLoop, call: Any, event: Event) -> None:
+    with suppress(RuntimeError):  # the loop has ended: there is nobody left to tell
+        loop.call_soon_threadsafe(call, event)
+
+
+def _take(lock: int, folder: Path) -> bool:
+    """Become the node's agent; False if there is one that answers. One that is leaving is waited for."""
+    end = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if _answers(folder):
+                return False
+            if time.monotonic() > end:
+                raise AgentError(f"{folder / LOCK}: held by an agent that does not answer") from None
+            time.sleep(0.02)
+
+
+def _answers(folder: Path) -> bool:
+    fd, address = socket_address(folder)
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(address)
+            return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _listen(folder: Path) -> socket.socket:
+    fd, address = socket_address(folder)
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(folder / SOCKET)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        os.chmod(folder / SOCKET, 0o600)
+        listener.listen(128)
+        return listener
+    finally:
+        os.close(fd)
+
+
+def _detach(job: Job) -> bool:
+    """Go on in a child of its own session, with nothing of the caller's open; False in the parent."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fork():
+        return False
+    os.setsid()
+    os.chdir("/")
+    log = os.open(job.run_dir / "agents" / f"{job.node_folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)
+    return True
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Who has connected, as the kernel knows it: process and user."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", data)
+    return pid, user

@@ -1,0 +1,314 @@
+"""Arenas: blocks of shared memory, laid out as the shard file will be, that outlive the trainer.
+
+Each rank has two, used in turns. An arena is three files in a folder that only its user can open:
+
+    rank-00003.0.safetensors   the shard itself, exactly as long as it has to be
+    rank-00003.0.ticket        what is in it: a generation counter, *copying* or *captured*, the version, its tiers
+    rank-00003.0.json          its manifest, once digested: the arena then is the checkpoint of the memory tier
+
+The trainer alone writes the shard and the ticket; whoever finishes the version alone writes the manifest. A ticket
+is one small write with a digest of its own: torn, it counts as *copying*. A manifest holds for one generation only,
+so that a reused arena never passes for what was in it before. The trainer holds a lock on the ticket while it lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from evergrad.checkpoint import storage
+from evergrad.checkpoint.job import Job, read_identity
+from evergrad.checkpoint.manifest import shard_name
+from evergrad.checkpoint.version import Version
+from evergrad.errors import CheckpointError, TierError
+
+__all__ = [
+    "LOCK",
+    "Arena",
+    "ArenaFiles",
+    "Ticket",
+    "arena_folder",
+    "arenas_root",
+    "find_arenas",
+    "is_locked",
+    "populate",
+    "remove_orphans",
+]
+
+LOCK = "agent.lock"
+"""Held by the agent of a node while it lives."""
+
+_MAGIC = b"EGTICKET"
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a trainer says of an arena."""
+
+    generation: int
+    captured: bool
+    step: int = 0
+    attempt: int = 0
+    rank: int = 0
+    world_size: int = 1
+    size: int = 0
+    time: str = ""
+    parent: str | None = None
+    tiers: list[dict[str, Any]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def version(self) -> Version:
+        """The version that the arena holds a shard of."""
+        return Version(self.step, self.attempt)
+
+    def to_bytes(self) -> bytes:
+        """Magic, length, digest, JSON."""
+        text = json.dumps(asdict(self)).encode()
+        return _MAGIC + len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Ticket | None:
+        """None for a torn or foreign ticket."""
+        size = int.from_bytes(data[8:16], "little")
+        text = data[32 : 32 + size]
+        if data[:8] != _MAGIC or len(text) != size or data[16:32] != xxhash.xxh3_128_digest(text):
+            return None
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaFiles:
+    """The three files of one arena."""
+
+    folder: Path
+    rank: int
+    index: int
+
+    @property
+    def shard(self) -> Path:
+        """The shard."""
+        return self.folder / f"{shard_name(self.rank)}.{self.index}.safetensors"
+
+    @property
+    def ticket(self) -> Path:
+        """What the trainer says of it."""
+        return self.folder / f"{shard_name(self.rank)}.{self.index}.ticket"
+
+    @property
+    def manifest(self) -> Path:
+        """Its digests."""
+        return self.folder / f"{shard_name(self.rank)}.{self.index}.json"
+
+    def read_ticket(self) -> Ticket | None:
+        """What is in the arena now; None if that cannot be told."""
+        with suppress(OSError):
+            return Ticket.from_bytes(self.ticket.read_bytes())
+        return None
+
+    def is_locked(self) -> bool:
+        """Whether a living trainer holds it."""
+        return is_locked(self.ticket)
+
+    def remove(self) -> None:
+        """Give its memory back: the manifest first, so that nothing half removed passes for a checkpoint."""
+        for path in (self.manifest, self.shard, self.ticket):
+            storage.remove(path)
+
+
+class Arena:
+    """An arena as its trainer holds it: mapped for writing, locked until `close`."""
+
+    def __init__(self, files: ArenaFiles, fd: int) -> None:
+        self.files = files
+        self._fd = fd
+        self.buffer: mmap.mmap | None = None
+        # Counting starts where none has been: whoever remembers an arena of this name must not mistake this for it.
+        self.ticket = files.read_ticket() or Ticket(generation=time.time_ns(), captured=False)
+
+    @classmethod
+    def lease(cls, folder: Path, rank: int, index: int) -> Arena | None:
+        """Lock an arena, made if need be; None if another trainer holds it."""
+        files = ArenaFiles(folder, rank, index)
+        while True:
+            fd = os.open(files.ticket, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(files.ticket)):
+                    return cls(files, fd)
+            except FileNotFoundError:
+                pass  # cleaned away between opening and locking
+            except OSError as error:
+                os.close(fd)
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    return None
+                raise
+            os.close(fd)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are reserved and mapped."""
+        return len(self.buffer) if self.buffer is not None else 0
+
+    def reserve(self, size: int) -> None:
+        """Make the arena exactly so long: pages reserved, faulted in, mapped. Costs nothing if it is already."""
+        if self.size == size:
+            return
+        self.buffer = None
+        if self.ticket.captured:
+            self.begin()
+        # A new file, never the old one cut or stretched: whoever still reads that one must not fall off its end.
+        storage.remove(self.files.shard)
+        try:
+            fd = os.open(self.files.shard, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _too_small(self.files.folder, size, error) from error
+        try:
+            os.ftruncate(fd, size)
+            # A hole in /dev/shm that cannot be filled later would end the trainer with SIGBUS: fill it now.
+            os.posix_fallocate(fd, 0, size)
+            self.buffer = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.buffer.madvise(mmap.MADV_DONTFORK)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(fd, 0)
+            raise _too_small(self.files.folder, size, error) from error
+        finally:
+            os.close(fd)
+
+    def begin(self) -> None:
+        """From here on the arena holds nothing, until `captured`."""
+        self._say(Ticket(generation=self.ticket.generation + 1, captured=False))
+
+    def captured(self, ticket: Ticket) -> None:
+        """All bytes are there: what they are."""
+        self._say(replace(ticket, generation=self.ticket.generation, captured=True))
+
+    def close(self) -> None:
+        """Let go of it; what is in it stays."""
+        self.buffer = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _say(self, ticket: Ticket) -> None:
+        storage.write(self._fd, ticket.to_bytes(), 0)
+        self.ticket = ticket
+
+
+def arenas_root() -> Path:
+    """Where this user's arenas are: below EVERGRAD_SHM, or /dev/shm."""
+    return Path(os.environ.get("EVERGRAD_SHM") or "/dev/shm") / f"evergrad-{os.getuid()}"
+
+
+def arena_folder(job: Job) -> Path:
+    """The folder of a job's arenas on this node, made if need be, and refused if others could look into it."""
+    root = arenas_root()
+    folder = root / job.id / job.node_folder
+    try:
+        for path in (root, root / job.id, folder):
+            storage.make_folder(path, 0o700)
+            status = os.lstat(path)
+            if status.st_uid != os.getuid() or status.st_mode & 0o077 or not path.is_dir() or path.is_symlink():
+                raise CheckpointError(
+                    f"{path}: is not a folder that only user {os.getuid()} can open. Remove it, or set EVERGRAD_SHM "
+                    "to a tmpfs of your own."
+                )
+        home = root / job.id / "run"
+        if not home.exists():
+            storage.publish(home, f"{job.run_dir}\n".encode())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: no place for arenas: {(error.strerror or str(error)).lower()}. Set EVERGRAD_SHM to a tmpfs."
+        ) from error
+    return folder
+
+
+def find_arenas(folder: Path, rank: int | None = None) -> list[ArenaFiles]:
+    """The arenas that there are, of all ranks or of one."""
+    found = []
+    with suppress(OSError):
+        for entry in sorted(os.listdir(folder)):
+            stem, _, ending = entry.rpartition(".")
+            name, _, index = stem.rpartition(".")
+            if ending == "ticket" and name.startswith("rank-") and name[5:].isdigit() and index.isdigit():
+                files = ArenaFiles(folder, int(name[5:]), int(index))
+                if rank is None or files.rank == rank:
+                    found.append(files)
+    return found
+
+
+def remove_orphans(root: Path | None = None) -> list[str]:
+    """Give back the memory of jobs whose run folder is gone and which nobody uses; the names of those jobs."""
+    removed = []
+    root = arenas_root() if root is None else root
+    with suppress(OSError):
+        for job in sorted(entry for entry in os.listdir(root)):
+            home = root / job / "run"
+            with suppress(OSError, CheckpointError):
+                if read_identity(Path(home.read_text().rstrip("\n"))) != job and _remove_job(root / job):
+                    removed.append(job)
+    return removed
+
+
+def _remove_job(folder: Path) -> bool:
+    nodes = [path for path in folder.iterdir() if path.is_dir()]
+    locks = [node / LOCK for node in nodes if (node / LOCK).exists()]
+    if any(files.is_locked() for node in nodes for files in find_arenas(node)) or any(map(is_locked, locks)):
+        return False
+    for node in nodes:
+        for files in find_arenas(node):
+            files.remove()
+        for name in os.listdir(node):
+            storage.remove(node / name)
+        storage.remove_folder(node)
+    for name in sorted(os.listdir(folder)):  # hidden leftovers first, "run" last
+        storage.remove(folder / name)
+    storage.remove_folder(folder)
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds a lock on a file."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def populate(buffer: mmap.mmap) -> None:
+    """Map the pages of a file that are in memory now, all at once instead of one fault each."""
+    with suppress(OSError, ValueError):
+        buffer.madvise(_POPULATE_READ)
+
+
+def _too_small(folder: Path, size: int, error: OSError) -> TierError:
+    status = os.statvfs(folder)
+    free, whole = (blocks * status.f_frsize / 1e9 for blocks in (status.f_bavail, status.f_blocks))
+    return TierError(
+        f"{arenas_root().parent}: an arena of {size / 1e9:.3f} GB does not fit "
+        f"({(error.strerror or str(error)).lower()}): {free:.3f} GB of {whole:.3f} GB are free, and each rank needs two. "
+        "Enlarge it (mount -o remount,size=…; docker run --shm-size=…), or set EVERGRAD_SHM "
+        "to a larger tmpfs."
+    )

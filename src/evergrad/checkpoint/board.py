@@ -1,0 +1,173 @@
+"""What a trainer knows of its versions: filled by events, waited on by `Pending`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from evergrad.checkpoint.events import Committed, Event, Failed, Free, Refused, Settled
+from evergrad.checkpoint.version import Version
+from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
+
+__all__ = ["Board", "Pending"]
+
+_log = logging.getLogger(__name__)
+_REMEMBERED = 256
+
+
+class Board:
+    """Verdicts on versions, free arenas, and failures that nobody has been told yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._verdicts: dict[tuple[Version, str], str | None] = {}
+        """None: committed; else why it never will be. The first verdict stays."""
+        self._free: dict[int, int] = {}
+        self._knows_free = False
+        self._settled = 0
+        self._rank = -1
+        self._refused: str | None = None
+        self._broken: str | None = None
+        self._errors: list[str] = []
+
+    def follow(self, rank: int) -> None:
+        """The rank whose arenas are of interest; starts with none of them free."""
+        with self._changed:
+            self._rank, self._free, self._knows_free, self._refused = rank, {}, False, None
+
+    def take(self, event: Event) -> None:
+        """An event arrived."""
+        with self._changed:
+            if isinstance(event, Committed):
+                self._verdicts.setdefault((event.version, event.tier), None)
+            elif isinstance(event, Failed):
+                if (event.version, event.tier) not in self._verdicts:
+                    self._verdicts[event.version, event.tier] = event.why
+                    self._errors.append(f"{event.version} is not in tier {event.tier}: {event.why}")
+            elif isinstance(event, Free) and event.rank == self._rank:
+                self._free.update((int(index), generation) for index, generation in event.arenas.items())
+                self._knows_free = True
+            elif isinstance(event, Settled):
+                self._settled = max(self._settled, event.question)
+            elif isinstance(event, Refused):
+                self._refused = event.why
+            while len(self._verdicts) > _REMEMBERED:
+                del self._verdicts[next(iter(self._verdicts))]
+            self._changed.notify_all()
+
+    def report(self, message: str) -> None:
+        """Something went wrong in the background; the next save says so."""
+        _log.warning("%s", message)
+        with self._changed:
+            self._errors.append(message)
+
+    def break_off(self, message: str | None) -> None:
+        """Nobody finishes versions at the moment, and why; None: someone does again."""
+        with self._changed:
+            self._broken = message
+            self._changed.notify_all()
+
+    def errors(self) -> list[str]:
+        """What went wrong since this was last asked."""
+        with self._changed:
+            errors, self._errors = self._errors, []
+            return errors
+
+    def refusal(self) -> str | None:
+        """Why this trainer is not served any more, if it is not."""
+        with self._changed:
+            return self._refused
+
+    def knows_free(self) -> bool:
+        """Whether it is known which arenas are free."""
+        with self._changed:
+            return self._knows_free
+
+    def is_settled(self, question: int) -> bool:
+        """Whether that question was answered."""
+        with self._changed:
+            return self._settled >= question
+
+    def is_free(self, index: int, generation: int) -> bool:
+        """Whether an arena may be overwritten, holding that generation."""
+        with self._changed:
+            return self._free.get(index) == generation
+
+    def verdict(self, version: Version, tier: str) -> tuple[bool, str | None]:
+        """Whether it is known what became of a version, and what went wrong with it."""
+        with self._changed:
+            key = (version, tier)
+            return key in self._verdicts, self._verdicts.get(key)
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until something is so, whoever changes it; False after the timeout, an error if it cannot be."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not ready():
+                if self._refused is not None:
+                    raise SaveRefused(self._refused)
+                if self._broken is not None:
+                    raise CheckpointError(self._broken)
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+
+class Pending:
+    """A version on its way: captured, and being made durable by someone else."""
+
+    def __init__(self, version: Version, tiers: Sequence[str], tier: str, board: Board) -> None:
+        self.version = version
+        self._tiers, self._tier, self._board = tuple(tiers), tier, board
+
+    @property
+    def step(self) -> int:
+        """The step that was saved."""
+        return self.version.step
+
+    def captured(self) -> None:
+        """Return when the state may change again: on a CPU that was so when `save` returned."""
+
+    def done(self, tier: str | None = None) -> bool:
+        """Whether it is decided what becomes of it: committed, or failed."""
+        return self._board.verdict(self.version, self._named(tier))[0]
+
+    def wait(self, tier: str | None = None, timeout: float | None = None) -> Version:
+        """Wait until every rank's shard is complete in a tier: by default the first that survives a reboot.
+
+        Raises `TierError` if it never will be, and `TimeoutError` after `timeout` seconds.
+        """
+        name = self._named(tier)
+        if not self._board.wait(lambda: self._board.verdict(self.version, name)[0], timeout):
+            raise TimeoutError(f"{self.version} is not in tier {name} after {timeout} s")
+        why = self._board.verdict(self.version, name)[1]
+        if why is not None:
+            raise TierError(f"{self.version} is not in tier {name}: {why}")
+        return self.version
+
+    def result(self, timeout: float | None = None) -> Version:
+        """As `wait`: the version, once it is durable."""
+        return self.wait(timeout=timeout)
+
+    def exception(self, timeout: float | None = None) -> CheckpointError | None:
+        """Why it failed, or None, once that is decided."""
+        try:
+            self.wait(timeout=timeout)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def __repr__(self) -> str:
+        known, why = self._board.verdict(self.version, self._tier)
+        return f"<Pending {self.version}: {'in flight' if not known else why or f'in tier {self._tier}'}>"
+
+    def _named(self, tier: str | None) -> str:
+        if tier is None:
+            return self._tier
+        if tier not in self._tiers:
+            raise UsageError(f"unknown tier {tier!r}. This version goes to {', '.join(self._tiers)}.")
+        return tier

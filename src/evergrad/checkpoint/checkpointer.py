@@ -1,0 +1,362 @@
+"""The public face: save, wait, restore."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Literal
+
+from evergrad.checkpoint.agent import linger_seconds
+from evergrad.checkpoint.arena import Arena, Ticket, arena_folder
+from evergrad.checkpoint.board import Board, Pending
+from evergrad.checkpoint.capture import Gathered, Plan, Target
+from evergrad.checkpoint.chain import Module
+from evergrad.checkpoint.completion import Completion
+from evergrad.checkpoint.job import Job, now
+from evergrad.checkpoint.link import AgentLink, Link, ThreadLink
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.ranks import Ranks
+from evergrad.checkpoint.restore import Request, Restored, list_versions, restore
+from evergrad.checkpoint.tiers import Local, Memory, Site, Tier
+from evergrad.checkpoint.version import Version, VersionRecord
+from evergrad.errors import CheckpointError, FormatError, SaveRefused, TierError, UsageError
+from evergrad.state import Where
+
+__all__ = ["CheckpointWarning", "Checkpointer"]
+
+_log = logging.getLogger(__name__)
+_ARENAS = 2
+_SAY_SO_AFTER_S = 10.0
+
+
+class CheckpointWarning(UserWarning):
+    """Something went wrong in the background since the last save; training can go on."""
+
+
+class Checkpointer:
+    """Saves a job's state without making it wait, and brings it back.
+
+    >>> import torch, tempfile
+    >>> model, folder = torch.nn.Linear(2, 2), tempfile.TemporaryDirectory()
+    >>> with Checkpointer(folder.name, agent=False) as ck:
+    ...     pending = ck.save(10, {"model": model})     # returns after the copy
+    ...     _ = pending.wait()                          # on disk, for good
+    ...     ck.restore({"model": model})
+    10
+
+    `save` copies the state into shared memory and returns; an agent, one process a node, does the rest, and goes on
+    when the trainer is killed. Each rank needs two arenas of its state's size in /dev/shm. All ranks call `save` and
+    `restore` alike; the default process group is looked up each time. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        tiers: Sequence[Tier] | None = None,
+        *,
+        reserve: object = None,
+        agent: bool = True,
+        when_busy: Literal["wait", "refuse"] = "wait",
+        modules: Sequence[Module] = (),
+        linger_s: float | None = None,
+        node: str | None = None,
+    ) -> None:
+        """Find or start the job of a run folder, which all nodes share.
+
+        - `tiers`: where versions go, nearest first; by default memory and the run folder's own disk.
+        - `reserve`: a state like those that will be saved. Its arenas are then made now, not at the first save.
+        - `agent`: False does the work in a thread of this process instead.
+        - `when_busy`: what a save does when both arenas are in use.
+        - `modules`: your own links in the agent's chain; it must be able to import them.
+        - `linger_s`: how long an agent that this starts stays without work; EVERGRAD_LINGER, or 60 s.
+        - `node`: the failure domain that this process is in; EVERGRAD_NODE, or the host's name.
+        """
+        self._tiers = _checked_tiers(tiers)
+        if when_busy not in ("wait", "refuse"):
+            raise UsageError(f"when_busy={when_busy!r}: expected 'wait' or 'refuse'")
+        self._when_busy = when_busy
+        self._job = Job.open(run_dir, node)
+        self._pid = os.getpid()
+        self._folder = arena_folder(self._job)
+        self._site = Site(self._job.id, self._job.node_folder, self._folder, self._job.run_dir)
+        self._stores = [tier.store(self._site) for tier in self._tiers]
+        for store in self._stores:
+            store.check()
+        self._board = Board()
+        self._plan: Plan | None = None
+        self._arenas: list[Arena] = []
+        self._targets: dict[int, tuple[Plan, Target]] = {}
+        self._rank = -1
+        self._attached: Ranks | None = None
+        self._attempt = self._last_step = -1
+        self._parent: str | None = None
+        self._restored: Restored | None = None
+        self._closed = False
+        self._link: Link = (
+            AgentLink(self._job, self._board, modules, linger_seconds(linger_s))
+            if agent
+            else ThreadLink(self._job, self._board, modules)
+        )
+        if reserve is not None:
+            try:
+                self._reserve(Plan.of(reserve, self._record(0, Ranks.now())), Ranks.now().rank)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def memory_bytes(self) -> int:
+        """Shared memory that this rank's arenas take. Besides them, a save needs a few buffers of fixed size."""
+        return sum(arena.size for arena in self._arenas)
+
+    @property
+    def restored(self) -> Restored | None:
+        """What the last `restore` found: version, tier, notes."""
+        return self._restored
+
+    def save(self, step: int, state: object, *, meta: Mapping[str, Any] | None = None) -> Pending:
+        """Capture the state of this rank and return; the version is finished in the background.
+
+        `state` is anything that `flatten` takes: nested dicts and lists of tensors and plain values, and objects with
+        `state_dict()`. `meta` is noted with the version: JSON only. Something that failed in the background since the
+        last save is said now, as a `CheckpointWarning`.
+        """
+        self._check_usable()
+        step, notes = _checked_step(step), _checked_meta(meta)
+        ranks = Ranks.now()
+        self._attach(ranks, step)
+        for message in self._board.errors():
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+        if refusal := self._board.refusal():
+            raise SaveRefused(refusal)
+        record = self._record(step, ranks)
+        plan, gathered, header = self._gather(state, record)
+        arena = self._free_arena()
+        arena.begin()
+        arena.reserve(plan.layout.size)
+        assert arena.buffer is not None
+        self._target(arena, plan).copy(gathered)
+        arena.buffer[: len(header)] = header
+        arena.captured(
+            Ticket(
+                0, True, step, self._attempt, ranks.rank, ranks.world_size, plan.layout.size, now(), self._parent,
+                [tier.to_json() for tier in self._tiers], notes,
+            )
+        )  # fmt: skip
+        self._last_step = step
+        self._link.captured(ranks.rank, arena.files.index, arena.ticket.generation)
+        kinds = [tier.kind for tier in self._tiers]
+        durable = next((tier.kind for tier in self._tiers if tier.survives_reboot), kinds[0])
+        return Pending(Version(step, self._attempt), kinds, durable, self._board)
+
+    def restore(
+        self,
+        state: object,
+        *,
+        version: Version | int | None = None,
+        strict: bool = True,
+        where: Where | None = None,
+    ) -> int | None:
+        """Put the newest version that all ranks can obtain into the state, in place; its step, or None.
+
+        Every digest is checked first. A corrupt or torn version is passed over for the one before, and that is
+        logged. `version` asks for one, by step or exactly. With `strict=False` what does not fit is left out and
+        logged; `where` restores only some tensors (names, globs, roles: as `select`). `RestoreError` if there are
+        versions and none of them is intact.
+        """
+        self._check_usable()
+        ranks = Ranks.now()
+        ranks.together(self._link.settle)
+        request = Request(state, version, strict, where)
+        self._restored = restore(request, self._job.id, self._stores, ranks)
+        if self._restored is None:
+            return None
+        self._parent = self._restored.version.name
+        self._attached = None  # what is saved from here on is another attempt
+        return self._restored.version.step
+
+    def versions(self) -> list[VersionRecord]:
+        """The versions that this rank could restore now, newest first."""
+        completion = Completion(self._job.run_dir, None)
+        completion.refresh()
+        for store in self._stores:
+            for copy in store.find():
+                with suppress(FormatError, OSError):
+                    completion.note(copy.version, copy.tier, copy.rank, Manifest.read(copy.manifest).world_size)
+        return list_versions(self._job.id, self._stores, completion.is_complete, Ranks.now().rank)
+
+    def close(self) -> None:
+        """Let go of arenas and agent. What was captured still becomes durable; with `agent=False` this waits for it."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._link.close()
+        self._board.break_off("the Checkpointer was closed before this was known: ask one on the same run folder")
+        self._let_go()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this Checkpointer belongs to process {self._pid}: make one of your own in a forked process"
+            )
+        if self._closed:
+            raise UsageError("this Checkpointer is closed")
+
+    def _attach(self, ranks: Ranks, step: int) -> None:
+        """Make sure that this process group has an attempt of its own, in which this step comes next."""
+        if ranks == self._attached and step > self._last_step:
+            return
+        mine = ranks.together(lambda: self._begin_attempt(ranks))
+        attempt = ranks.gather(mine)[0]
+        ranks.together(lambda: self._check_shared(attempt))
+        if ranks.rank != self._rank:
+            self._lease(ranks.rank)
+        self._attempt, self._last_step = attempt, -1
+        self._board.follow(ranks.rank)
+        self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
+        self._attached = ranks
+
+    def _begin_attempt(self, ranks: Ranks) -> int:
+        if ranks.rank:
+            return 0
+        return self._job.begin_attempt(world_size=ranks.world_size, parent=self._parent)
+
+    def _check_shared(self, attempt: int) -> None:
+        if not self._job.sees_attempt(attempt):
+            raise CheckpointError(
+                f"{self._job.run_dir}: node {self._job.node} does not see what rank 0 wrote there. "
+                "All nodes must share the run folder."
+            )
+
+    def _lease(self, rank: int) -> None:
+        """Two arenas of this rank: those that were left, if no living trainer holds them."""
+        self._let_go()
+        index = 0
+        while len(self._arenas) < _ARENAS:
+            arena = Arena.lease(self._folder, rank, index)
+            if arena is not None:
+                self._arenas.append(arena)
+            index += 1
+        self._rank = rank
+
+    def _let_go(self) -> None:
+        self._targets.clear()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas, self._rank = [], -1
+
+    def _reserve(self, plan: Plan, rank: int) -> None:
+        """Make both arenas now. One that holds a version from before is left alone until it may be overwritten."""
+        if rank != self._rank:
+            self._lease(rank)
+        made: list[Arena] = []
+        try:
+            for arena in self._arenas:
+                if not arena.ticket.captured:
+                    arena.reserve(plan.layout.size)
+                    made.append(arena)
+        except TierError:
+            for arena in made:
+                arena.files.remove()
+            raise
+        for arena in made:
+            self._target(arena, plan)
+        self._plan = plan
+        _log.info("rank %d: two arenas of %.3f GB in %s", rank, plan.layout.size / 1e9, self._folder)
+
+    def _record(self, step: int, ranks: Ranks) -> dict[str, Any]:
+        return {
+            "schema_version": 1, "job": self._job.id, "step": step, "attempt": self._attempt,
+            "rank": ranks.rank, "world_size": ranks.world_size,
+        }  # fmt: skip
+
+    def _gather(self, state: object, record: dict[str, Any]) -> tuple[Plan, Gathered, bytes]:
+        """Today's tensors and header, by the plan of the last save if it still holds."""
+        if self._plan is not None:
+            gathered = self._plan.gather(state)
+            if gathered is not None and (header := self._plan.header(gathered, record)) is not None:
+                return self._plan, gathered, header
+        self._plan = plan = Plan.of(state, record)
+        gathered = plan.gather(state)
+        header = plan.header(gathered, record) if gathered is not None else None
+        if gathered is None or header is None:
+            raise UsageError("the state changed while it was read: state_dict() gives something else each time")
+        return plan, gathered, header
+
+    def _target(self, arena: Arena, plan: Plan) -> Target:
+        known = self._targets.get(arena.files.index)
+        if known is None or known[0] is not plan:
+            assert arena.buffer is not None
+            known = self._targets[arena.files.index] = (plan, Target(plan, arena.buffer))
+        return known[1]
+
+    def _free_arena(self) -> Arena:
+        """The arena to overwrite: one that holds nothing, else the one with the older version, once it may be."""
+        for arena in self._arenas:
+            if not arena.ticket.captured:
+                return arena
+        self._board.wait(self._board.knows_free, None)
+        oldest_first = sorted(self._arenas, key=lambda arena: arena.ticket.version.age())
+
+        def free() -> Arena | None:
+            for arena in oldest_first:
+                if self._board.is_free(arena.files.index, arena.ticket.generation):
+                    return arena
+            return None
+
+        if free() is None and self._when_busy == "refuse":
+            versions = " and ".join(str(arena.ticket.version) for arena in oldest_first)
+            raise SaveRefused(f"both arenas are in use: {versions} are not finished. Save less often, or wait.")
+        start = time.monotonic()
+        while not self._board.wait(lambda: free() is not None, _SAY_SO_AFTER_S):
+            waited = time.monotonic() - start
+            _log.warning(
+                "rank %d: a save has waited %.0f s for an arena: storage or a rank is slow", self._rank, waited
+            )
+        found = free()
+        assert found is not None
+        return found
+
+
+def _checked_tiers(tiers: Sequence[Tier] | None) -> list[Tier]:
+    chosen = [Memory(), Local()] if tiers is None else list(tiers)
+    for tier in chosen:
+        if not isinstance(tier, Tier):
+            raise UsageError(f"tiers: {tier!r} is no tier (expected eg.Memory(), eg.Local(path), …)")
+    kinds = [tier.kind for tier in chosen]
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise UsageError(f"tiers: expected at least one, each kind once, found {', '.join(kinds) or 'none'}")
+    return chosen
+
+
+def _checked_step(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise UsageError(f"step: expected a whole number, found {step!r}") from None
+    if isinstance(step, bool) or not 0 <= number < 1 << 63:
+        raise UsageError(f"step: expected 0 or more, found {step!r}")
+    return number
+
+
+def _checked_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        notes: dict[str, Any] = json.loads(json.dumps(dict(meta or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"meta: expected what JSON can hold: {error}") from None
+    return notes

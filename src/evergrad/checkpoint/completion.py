@@ -1,0 +1,159 @@
+"""Which versions are complete: every rank's shard is there, whatever node it was written on.
+
+Whoever finishes shards notes each in a journal of its own in the run folder, `complete/<node>.jsonl`, and reads the
+others'. The journals only carry the news from node to node; what exists is decided by the manifests in the tiers.
+A journal is made anew when its writer starts, from what it finds there. One that cannot be written, on a full disk,
+is so later: on one node nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evergrad.checkpoint.version import Version
+
+__all__ = ["Completion"]
+
+_log = logging.getLogger(__name__)
+SCHEMA_VERSION = 1
+_TOO_LONG = 1 << 20
+
+
+@dataclass(slots=True)
+class _Shards:
+    """What is known of one version in one tier."""
+
+    world_size: int
+    ranks: set[int] = field(default_factory=set)
+    failure: str | None = None
+
+
+class Completion:
+    """The ranks whose shards are complete, for each version and tier. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, run_dir: Path, writer: str | None) -> None:
+        """Without a writer, to read only."""
+        self._folder = run_dir / "complete"
+        self._own = self._folder / f"{writer}.jsonl" if writer is not None else None
+        self._known: dict[tuple[Version, str], _Shards] = {}
+        self._read: dict[str, tuple[int, int]] = {}
+        self.seen = 0
+        """Grows with every line that another writer noted."""
+        self._lines: dict[tuple[Version, str, int], bytes] = {}
+        self._behind = self._own is not None
+        """Whether the journal has to be made anew."""
+        self._catch_up()
+
+    def note(self, version: Version, tier: str, rank: int, world_size: int, failure: str | None = None) -> None:
+        """A shard is complete in a tier, or never will be."""
+        self._take(version, tier, rank, world_size, failure)
+        if self._own is None:
+            return
+        line = {
+            "schema_version": SCHEMA_VERSION,
+            "version": version.name,
+            "tier": tier,
+            "rank": rank,
+            "world_size": world_size,
+        }
+        if failure is not None:
+            line["failure"] = failure
+        self._lines[version, tier, rank] = text = json.dumps(line).encode() + b"\n"
+        if not self._behind:
+            try:
+                with self._own.open("ab") as out:
+                    out.write(text)
+                    self._behind = out.tell() > _TOO_LONG
+            except OSError as error:
+                _log.warning("%s: cannot be written now: %s", self._own, error)
+                self._behind = True
+        self._catch_up()
+
+    def refresh(self) -> None:
+        """Read what others have noted since."""
+        self._catch_up()
+        with suppress(OSError):
+            for entry in os.scandir(self._folder):
+                if entry.name.endswith(".jsonl") and (self._own is None or entry.name != self._own.name):
+                    with suppress(OSError):
+                        self._follow(Path(entry.path))
+
+    def is_complete(self, version: Version, tier: str) -> bool:
+        """Whether every rank's shard is there."""
+        shards = self._known.get((version, tier))
+        return shards is not None and len(shards.ranks) == shards.world_size
+
+    def failure(self, version: Version, tier: str) -> str | None:
+        """Why a version will never be complete there, if some rank said so."""
+        shards = self._known.get((version, tier))
+        return None if shards is None else shards.failure
+
+    def complete(self, tier: str | None = None) -> list[Version]:
+        """The complete versions of a tier, or of any, oldest first."""
+        found = {version for version, name in self._known if tier in (None, name) and self.is_complete(version, name)}
+        return sorted(found, key=Version.age)
+
+    def missing(self, version: Version, tier: str) -> list[int]:
+        """The ranks whose shards are not there."""
+        shards = self._known.get((version, tier))
+        return [] if shards is None else sorted(set(range(shards.world_size)) - shards.ranks)
+
+    def incomplete(self) -> Iterator[tuple[Version, str]]:
+        """What is begun, not complete, and has not failed."""
+        for (version, tier), shards in self._known.items():
+            if shards.failure is None and len(shards.ranks) < shards.world_size:
+                yield version, tier
+
+    def failed(self) -> Iterator[tuple[Version, str]]:
+        """What will never be complete."""
+        return ((version, tier) for (version, tier), shards in self._known.items() if shards.failure is not None)
+
+    def forget(self, version: Version, tier: str) -> None:
+        """A version was removed from a tier, or has been told of and does not matter any more."""
+        shards = self._known.pop((version, tier), None)
+        for rank in range(shards.world_size) if shards is not None else ():
+            self._lines.pop((version, tier, rank), None)
+
+    def _take(self, version: Version, tier: str, rank: int, world_size: int, failure: str | None) -> None:
+        shards = self._known.setdefault((version, tier), _Shards(world_size))
+        if failure is not None:
+            shards.failure = f"rank {rank}: {failure}"
+        elif 0 <= rank < shards.world_size == world_size:
+            shards.ranks.add(rank)
+
+    def _catch_up(self) -> None:
+        """The journal with what still matters; a new file, so that readers start from its beginning."""
+        if self._own is None or not self._behind:
+            return
+        temporary = self._own.with_suffix(".partial")
+        try:
+            temporary.write_bytes(b"".join(self._lines.values()))
+            os.replace(temporary, self._own)
+            self._behind = False
+        except OSError as error:
+            _log.warning("%s: cannot be written now: %s", self._own, error)
+
+    def _follow(self, path: Path) -> None:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            inode, offset = self._read.get(path.name, (status.st_ino, 0))
+            if inode != status.st_ino or offset > status.st_size:
+                offset = 0  # made anew by a writer that started again
+            file.seek(offset)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1  # a line that is being written is read next time
+        for line in data[:whole].splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                version = Version.parse(record["version"])
+                if version is not None and record["schema_version"] == SCHEMA_VERSION:
+                    rank, world_size = int(record["rank"]), int(record["world_size"])
+                    self._take(version, str(record["tier"]), rank, world_size, record.get("failure"))
+                    self.seen += 1
+        self._read[path.name] = (status.st_ino, offset + whole)

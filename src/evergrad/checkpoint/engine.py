@@ -1,0 +1,397 @@
+"""Finishes captured shards: runs the chain, sees versions become complete, retires old ones, frees arenas.
+
+The agent runs one for all ranks of a node; with `agent=False` each trainer runs one for its own rank. It needs no
+torch. It keeps no state of its own that matters: whatever it is told, it could also find in the arenas and the tiers,
+and that is what `recover` does after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from evergrad.checkpoint.arena import ArenaFiles, Ticket, arena_folder, find_arenas, populate
+from evergrad.checkpoint.chain import Module, Put, arrange, run_chain
+from evergrad.checkpoint.completion import Completion
+from evergrad.checkpoint.events import Committed, Event, Failed, Free
+from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
+from evergrad.checkpoint.version import Version
+from evergrad.errors import EvergradError, FormatError, SaveRefused
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger(__name__)
+_QUICK_S, _SLOW_S = 0.02, 1.0
+
+
+class Engine:
+    """Everything that happens to a version after it was captured. Methods may be called from any thread."""
+
+    def __init__(self, job: Job, notify: Callable[[Event], None], *, rank: int | None = None) -> None:
+        self._job, self._notify, self._rank = job, notify, rank
+        self._site = Site(job.id, job.node_folder, arena_folder(job), job.run_dir)
+        writer = job.node_folder if rank is None else f"{job.node_folder}.{shard_name(rank)}"
+        self._completion = Completion(job.run_dir, writer)
+        self._lock = threading.RLock()
+        self._workers: dict[int, ThreadPoolExecutor] = {}
+        self._owed = 0
+        self._unsettled: set[tuple[int, int, int]] = set()
+        """(rank, index, generation) of what is captured and in no tier yet."""
+        self._settled = threading.Condition(self._lock)
+        self._taken: dict[tuple[int, int], int] = {}
+        """(rank, index) → the generation of the arena that was last taken up."""
+        self._finished: dict[tuple[int, int], int] = {}
+        """(rank, index) → the generation of the arena whose chain has ended."""
+        self._attempt = 0
+        self._tiers: dict[str, tuple[Tier, Store]] = {}
+        """By settings; the last that were used of a kind are those that retire old versions."""
+        self._modules: Sequence[Module] = ()
+        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+        self._told: set[tuple[type[Event], Version, str]] = set()
+        self._news = threading.Event()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="evergrad-watch", daemon=True).start()
+
+    @property
+    def owed(self) -> int:
+        """Captured shards whose chain has not ended."""
+        return self._owed
+
+    def recover(self) -> None:
+        """Take up what was captured and not finished: after a crash of the trainer, of an agent, or of both."""
+        for files in find_arenas(self._site.arenas, self._rank):
+            ticket = files.read_ticket()
+            if ticket is None or not ticket.captured or self._is_taken(files, ticket):
+                continue
+            try:
+                self._survey(ticket.tiers)
+                missing = self._missing_tiers(ticket)
+            except EvergradError as error:  # such as a tier that this Evergrad does not know
+                _log.error("%s: found in memory, and left there: %s", self._where(ticket), error)
+                continue
+            if missing:
+                _log.info("%s: found in memory, going on", self._where(ticket))
+                self._queue(files, ticket)
+            else:
+                with self._lock:
+                    self._taken[files.rank, files.index] = ticket.generation
+                    self._finished[files.rank, files.index] = ticket.generation
+        self._evaluate()
+
+    def attach(self, attempt: int, tiers: Sequence[dict[str, Any]], modules: Sequence[Module] = ()) -> None:
+        """A trainer begins; refused if a later attempt of the job is known."""
+        with self._lock:
+            if attempt < self._attempt:
+                raise SaveRefused(
+                    f"attempt {attempt} of job {self._job.id} is over: attempt {self._attempt} runs it now"
+                )
+            self._attempt = attempt
+            self._modules = tuple(modules)
+            arrange(
+                {tier.kind: tier.store(self._site) for tier in read_tiers(tiers)}, modules
+            )  # says what is wrong now
+        self._survey(tiers)
+        with self._lock:
+            self._completion.refresh()
+            self._told.clear()  # the newcomer has been told nothing
+        self.recover()  # what the trainer before it captured, and was killed before it could say so
+
+    def submit(self, rank: int, index: int, generation: int) -> None:
+        """An arena was captured."""
+        files = ArenaFiles(self._site.arenas, rank, index)
+        ticket = files.read_ticket()
+        if ticket is not None and (ticket.generation > generation or self._is_taken(files, ticket)):
+            return  # old news, told again to an agent that was started again: found by itself, or done with
+        if ticket is None or not ticket.captured or ticket.generation != generation:
+            raise SaveRefused(f"arena {index} of rank {rank} does not hold what was announced")
+        if ticket.attempt < self._attempt:
+            raise SaveRefused(f"{self._where(ticket)}: attempt {self._attempt} runs the job now")
+        self._queue(files, ticket)
+
+    def settle(self) -> None:
+        """Wait until all that has been captured is in its nearest tier, or has failed."""
+        self.recover()
+        with self._settled:
+            self._settled.wait_for(lambda: not self._unsettled)
+
+    def close(self) -> None:
+        """Finish what is owed, and stop."""
+        with self._lock:
+            workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            worker.shutdown(wait=True)
+        self._closed.set()
+        self._news.set()
+
+    def free_arenas(self, rank: int) -> dict[str, int]:
+        """The arenas of a rank that may be overwritten: what they held is finished, and is not all that there is.
+
+        The newest complete version stays, if memory is the only place that has it; so does one that other ranks are
+        still completing in memory.
+        """
+        free: dict[str, int] = {}
+        with self._lock:
+            complete = self._completion.complete()
+            for files in find_arenas(self._site.arenas, rank):
+                ticket = files.read_ticket()
+                if ticket is None or not ticket.captured:
+                    continue  # its trainer knows best
+                if self._finished.get((rank, files.index)) == ticket.generation and not self._needed(ticket, complete):
+                    free[str(files.index)] = ticket.generation
+        return free
+
+    def clean(self) -> None:
+        """Give back the memory of arenas that nobody needs: unlocked, finished, and not a rank's newest version."""
+        with self._lock:
+            self._completion.refresh()
+            complete = self._completion.complete("memory")
+            newest: dict[int, Version] = {}
+            tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
+            for files, ticket in tickets:
+                if ticket is not None and ticket.captured and any(tier["kind"] == "memory" for tier in ticket.tiers):
+                    newest[files.rank] = max(ticket.version, newest.get(files.rank, ticket.version), key=Version.age)
+            for files, ticket in tickets:
+                if ticket is not None and ticket.captured:
+                    kept = {newest.get(files.rank), complete[-1] if complete else None}
+                    if ticket.version in kept or self._missing_tiers(ticket):
+                        continue
+                if not files.is_locked():
+                    files.remove()
+
+    def _needed(self, ticket: Ticket, complete: list[Version]) -> bool:
+        version = ticket.version
+        kinds = [tier["kind"] for tier in ticket.tiers]
+        if "memory" not in kinds:
+            return False
+        elsewhere = any(self._completion.is_complete(version, kind) for kind in kinds if kind != "memory")
+        if self._completion.is_complete(version, "memory"):
+            return bool(complete) and version == complete[-1] and not elsewhere
+        overtaken = bool(complete) and complete[-1].age() > version.age()
+        failed = self._completion.failure(version, "memory") is not None
+        return not (overtaken or failed or version.attempt < self._attempt)
+
+    def _is_taken(self, files: ArenaFiles, ticket: Ticket) -> bool:
+        with self._lock:
+            return self._taken.get((files.rank, files.index)) == ticket.generation
+
+    def _queue(self, files: ArenaFiles, ticket: Ticket) -> None:
+        with self._lock:
+            if self._is_taken(files, ticket):
+                return
+            self._taken[files.rank, files.index] = ticket.generation
+            worker = self._workers.get(files.rank)
+            if worker is None:
+                worker = ThreadPoolExecutor(1, thread_name_prefix=f"evergrad-{shard_name(files.rank)}")
+                self._workers[files.rank] = worker
+            self._owed += 1
+            self._unsettled.add((files.rank, files.index, ticket.generation))
+            worker.submit(self._finish, files, ticket)
+
+    def _finish(self, files: ArenaFiles, ticket: Ticket) -> None:
+        """Run the chain on one shard."""
+        try:
+            # What was captured later is announced later; an arena is never reused before its chain has ended.
+            if self._finished.get((files.rank, files.index)) != ticket.generation:
+                self._run(files, ticket)
+        except Exception as error:
+            _log.exception("%s: not finished", self._where(ticket))
+            for tier in read_tiers(ticket.tiers):
+                self._note(ticket, tier.kind, f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._finished[files.rank, files.index] = ticket.generation
+                self._owed -= 1
+            self._settle(files, ticket)
+            self._evaluate()
+
+    def _settle(self, files: ArenaFiles, ticket: Ticket) -> None:
+        with self._settled:
+            self._unsettled.discard((files.rank, files.index, ticket.generation))
+            self._settled.notify_all()
+
+    def _run(self, files: ArenaFiles, ticket: Ticket) -> None:
+        stores = {tier.kind: self._store(tier)[1] for tier in read_tiers(ticket.tiers)}
+        manifest = Manifest(
+            job=self._job.id, version=ticket.version, rank=ticket.rank, world_size=ticket.world_size,
+            size=ticket.size, data_start=0, time=ticket.time, header="", digests={}, node=self._job.node,
+            parent=ticket.parent, meta=ticket.meta,
+        )  # fmt: skip
+        try:  # taken before a crash: digests of what was captured, not of what may have happened to it since
+            earlier = Manifest.read(files.manifest)
+            if earlier.generation == ticket.generation and earlier.version == ticket.version:
+                manifest = earlier
+        except (FormatError, FileNotFoundError):
+            pass
+        work = Work(ticket, files, self._mapped(files, ticket.size), self._site, manifest)
+
+        def report(module: Module, error: Exception | None) -> None:
+            if error is not None:
+                _log.error("%s: %s: %s", self._where(ticket), module.name, error)
+            if isinstance(module, Put):
+                self._note(ticket, module.name, None if error is None else str(error))
+                if error is None:
+                    self._settle(files, ticket)
+            elif error is not None:
+                # Without digests nothing is stored; any other module is reported for itself.
+                kinds = stores if module.name == "digest" else [module.name]
+                for kind in kinds:
+                    self._note(ticket, kind, f"{module.name}: {error}")
+            self._evaluate()
+
+        try:
+            run_chain(arrange(stores, self._modules), work, report)
+        finally:
+            work.shard.release()
+
+    def _note(self, ticket: Ticket, tier: str, failure: str | None) -> None:
+        with self._lock:
+            self._completion.note(ticket.version, tier, ticket.rank, ticket.world_size, failure)
+
+    def _evaluate(self) -> None:
+        """Tell what is complete now or never will be, retire what is no longer needed, say which arenas are free."""
+        news: list[Event] = []
+        with self._lock:
+            kinds = {tier.kind for tier, _ in self._tiers.values()}
+            for kind in kinds:
+                complete = self._completion.complete(kind)
+                for version in complete:
+                    self._tell(news, Committed(version.step, version.attempt, kind), version, kind)
+                if complete:
+                    self._overtake(news, kind, complete[-1])
+            for version, tier in list(self._completion.failed()):
+                why = self._completion.failure(version, tier) or ""
+                self._tell(news, Failed(version.step, version.attempt, tier, why), version, tier)
+            ranks = {files.rank for files in find_arenas(self._site.arenas, self._rank)}
+            if any(isinstance(event, Committed) for event in news):
+                self._retain()
+        for event in (*news, *(Free(rank, self.free_arenas(rank)) for rank in sorted(ranks))):
+            self._notify(event)
+        self._news.set()
+
+    def _overtake(self, news: list[Event], kind: str, newest: Version) -> None:
+        for version, tier in list(self._completion.incomplete()):
+            if tier == kind and version.age() < newest.age():
+                ranks = ", ".join(map(str, self._completion.missing(version, tier)))
+                why = f"overtaken by {newest}: no shard of rank {ranks} came"
+                self._tell(news, Failed(version.step, version.attempt, tier, why), version, tier)
+                self._forget(version, tier)
+
+    def _forget(self, version: Version, tier: str) -> None:
+        self._completion.forget(version, tier)
+        for kind in (Committed, Failed):
+            self._told.discard((kind, version, tier))
+
+    def _tell(self, news: list[Event], event: Event, version: Version, tier: str) -> None:
+        if (type(event), version, tier) not in self._told:
+            self._told.add((type(event), version, tier))
+            news.append(event)
+
+    def _retain(self) -> None:
+        """Drop what is older than the versions that a tier keeps, and what was never completed before them."""
+        for tier, store in {tier.kind: (tier, store) for tier, store in self._tiers.values()}.values():
+            complete = self._completion.complete(tier.kind)
+            if not complete:
+                continue
+            kept, newest = complete[-tier.keep :], complete[-1]
+            try:
+                for copy in store.find(self._rank) if tier.kind != "memory" else ():  # arenas are overwritten
+                    if copy.version not in kept and copy.version.age() < newest.age():
+                        store.drop(copy)
+            except EvergradError as error:
+                _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
+                continue
+            failed = [version for version, kind in self._completion.failed() if kind == tier.kind]
+            for version in (*complete, *failed):
+                if version not in kept and version.age() < newest.age():
+                    self._forget(version, tier.kind)
+
+    def _survey(self, specs: Sequence[dict[str, Any]]) -> None:
+        """Note every complete shard in tiers that were not looked at yet."""
+        for tier in read_tiers(specs):
+            new = json.dumps(tier.to_json()) not in self._tiers
+            store = self._store(tier)[1]
+            if not new:
+                continue
+            try:
+                for copy in store.find(self._rank):
+                    self._note_copy(copy)
+            except EvergradError as error:
+                _log.warning("tier %s: %s", tier.kind, error)
+
+    def _note_copy(self, copy: Copy) -> None:
+        try:
+            manifest = Manifest.read(copy.manifest)
+        except (FormatError, FileNotFoundError) as error:
+            _log.warning("tier %s: %s", copy.tier, error)
+            return
+        if manifest.job == self._job.id and manifest.version == copy.version:
+            with self._lock:
+                self._completion.note(copy.version, copy.tier, copy.rank, manifest.world_size)
+
+    def _store(self, tier: Tier) -> tuple[Tier, Store]:
+        key = json.dumps(tier.to_json())
+        with self._lock:
+            found = self._tiers.pop(key, None) or (tier, tier.store(self._site))
+            self._tiers[key] = found  # the last used comes last
+            return found
+
+    def _missing_tiers(self, ticket: Ticket) -> list[str]:
+        """The tiers that this shard should be in, and is not, as far as can be seen."""
+        missing = []
+        for tier in read_tiers(ticket.tiers):
+            try:
+                copies = self._store(tier)[1].find(ticket.rank)
+            except EvergradError:  # trying to put it there will tell
+                copies = []
+            if not any(copy.version == ticket.version for copy in copies):
+                missing.append(tier.kind)
+        return missing
+
+    def _mapped(self, files: ArenaFiles, size: int) -> memoryview:
+        """The arena's bytes; the map is kept, because faulting it in costs as much as hashing it."""
+        fd = os.open(files.shard, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if status.st_size != size:
+                raise SaveRefused(f"{files.shard}: has {status.st_size} bytes, {size} were announced")
+            inode, kept = self._maps.get(files.shard.name, (0, None))
+            if kept is None or inode != status.st_ino or len(kept) != size:
+                kept = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+                populate(kept)
+                self._maps[files.shard.name] = (status.st_ino, kept)
+            return memoryview(kept)
+        finally:
+            os.close(fd)
+
+    def _watch(self) -> None:
+        """Look for what other nodes have completed, often at first, then less so."""
+        pause = _QUICK_S
+        while not self._closed.is_set():
+            with self._lock:
+                waiting = any(version.attempt == self._attempt for version, _ in self._completion.incomplete())
+            if not waiting:
+                self._news.wait()
+                pause = _QUICK_S
+            self._news.clear()
+            if self._closed.is_set():
+                return
+            self._news.wait(pause)
+            pause = min(pause * 1.5, _SLOW_S)
+            with self._lock:
+                before = self._completion.seen
+                self._completion.refresh()
+                changed = self._completion.seen != before
+            if changed:
+                pause = _QUICK_S
+                self._evaluate()
+
+    def _where(self, ticket: Ticket) -> str:
+        return f"{ticket.version}, rank {ticket.rank} of {ticket.world_size}"

@@ -1,0 +1,99 @@
+"""What whoever finishes versions tells the trainers: small records, one JSON line each on the agent's socket."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from evergrad.checkpoint.version import Version
+from evergrad.errors import AgentError
+
+__all__ = ["Attached", "Committed", "Event", "Failed", "Free", "Refused", "Settled", "read_event"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a trainer should know."""
+
+    kind: ClassVar[str]
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({"event": self.kind, **asdict(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class Attached(Event):
+    """The agent serves this trainer."""
+
+    kind: ClassVar[str] = "attached"
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed(Event):
+    """Every rank's shard of a version is complete in a tier."""
+
+    kind: ClassVar[str] = "committed"
+    step: int
+    attempt: int
+    tier: str
+
+    @property
+    def version(self) -> Version:
+        """Which version."""
+        return Version(self.step, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """A version will never be complete in a tier, and why; an empty tier stands for all of them."""
+
+    kind: ClassVar[str] = "failed"
+    step: int
+    attempt: int
+    tier: str
+    why: str
+
+    @property
+    def version(self) -> Version:
+        """Which version."""
+        return Version(self.step, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Free(Event):
+    """The arenas of a rank that may be overwritten: index → the generation that is done with."""
+
+    kind: ClassVar[str] = "free"
+    rank: int
+    arenas: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Event):
+    """This trainer is not served any more: a later attempt runs the job."""
+
+    kind: ClassVar[str] = "refused"
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(Event):
+    """Everything that was captured before the question can be found in a tier by now, or never will be."""
+
+    kind: ClassVar[str] = "settled"
+    question: int
+
+
+_KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (Attached, Committed, Failed, Free, Refused, Settled)}
+
+
+def read_event(line: str | bytes) -> Event:
+    """The event of a line."""
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        return _KINDS[fields.pop("event")](**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AgentError(f"the agent said something that is no event: {line!r:.80} ({error})") from None

@@ -1,0 +1,230 @@
+"""How a shard lies in its file, and so in the arena: a padded JSON header, then tensors without gaps.
+
+A shard is an ordinary safetensors file. Wide elements come first, so that every tensor is aligned, and tensors that
+are alike lie side by side, so that many small ones can be copied by one call. The header is padded with spaces to a
+multiple of 4 KiB, with room to spare: values that grow a little between two saves do not move the tensors.
+
+Besides the keys of `formats/safetensors.py` its metadata holds `evergrad.shard`: a record of whose shard it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from json.encoder import encode_basestring_ascii as quote
+from os import PathLike
+from typing import Any, NamedTuple
+
+from evergrad.dtypes import DType
+from evergrad.errors import DamagedFile, StateError
+from evergrad.formats.safetensors import ALIASES_KEY, DTYPES, DTYPES_KEY, MAX_HEADER_BYTES, SKELETON_KEY, WRITTEN
+from evergrad.records import Json
+from evergrad.state import Skeleton
+
+__all__ = ["ALIGNMENT", "SHARD_KEY", "Entry", "Header", "Layout", "Parsed", "Spec", "escaped", "parse", "uncollected"]
+
+ALIGNMENT = 4096
+SHARD_KEY = "evergrad.shard"
+_SPARE_BYTES = 1024  # for a step with more digits, a learning rate with more places, a longer note
+_SPARE_SHARE = 32  # or this part of the header, if that is more: long histories grow faster
+
+
+class Spec(NamedTuple):
+    """A tensor that is to be stored."""
+
+    path: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Entry(NamedTuple):
+    """A stored tensor; `offset` counts from the start of the file."""
+
+    path: str
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything in a shard is."""
+
+    entries: tuple[Entry, ...]
+    """The stored tensors in the order of their bytes, without gaps."""
+    aliases: Mapping[str, str]
+    """Tied tensors: path → path of the entry that holds the bytes."""
+    data_start: int
+    """Where the header ends and the tensors begin: a multiple of 4096."""
+    size: int
+    """Bytes of the whole file."""
+
+
+class Header:
+    """The header's text, rendered once but for what changes between two saves.
+
+    `skeleton` is the skeleton's JSON cut where values belong; `render` puts today's values there, and the shard
+    record. Everything else of it, tens of thousands of entries, is only joined.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        aliases: Mapping[str, str],
+        skeleton: Sequence[str],
+        values: Sequence[bytes],
+        shard: Mapping[str, Json],
+    ) -> None:
+        if any(spec.path == "__metadata__" for spec in specs):
+            raise StateError("a tensor cannot be called '__metadata__' in a safetensors file")
+        texts = {}
+        foreign: dict[str, Json] = {s.path: [s.dtype.value, list(s.shape)] for s in specs if s.dtype not in WRITTEN}
+        if foreign:
+            texts[DTYPES_KEY] = _compact(foreign)
+        if aliases:
+            texts[ALIASES_KEY] = _compact(dict(aliases))
+        known = "".join(f"{quote(key)}:{quote(text)}," for key, text in texts.items())
+        self._opening = f'{{"__metadata__":{{"format":"pt",{known}"{SHARD_KEY}":"'.encode()
+        pieces = [escaped(piece) for piece in skeleton]
+        pieces[0] = b'","' + SKELETON_KEY.encode() + b'":"' + pieces[0]
+        self._between = pieces
+        order = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.dtype.value, spec.shape))
+        # Offsets in the header count from its end: they are known before its length is.
+        begins = dict(
+            zip((spec.path for spec in order), accumulate((s.nbytes for s in order), initial=0), strict=False)
+        )
+        rows = "".join(_row(spec, begins[spec.path]) for spec in specs)
+        self._closing = f'"}}{rows}}}'.encode()
+        length = len(self._opening) + len(self._closing) + sum(map(len, pieces)) + sum(map(len, values))
+        length += len(escaped(_compact(dict(shard))))
+        length += max(_SPARE_BYTES, length // _SPARE_SHARE)
+        data_start = -(-(8 + length) // ALIGNMENT) * ALIGNMENT
+        if data_start - 8 > MAX_HEADER_BYTES:
+            raise StateError(
+                f"names and values besides tensors take {length} bytes as JSON, and a safetensors file has room for "
+                f"{MAX_HEADER_BYTES}: put long lists of numbers into tensors"
+            )
+        self._length = (data_start - 8).to_bytes(8, "little")
+        entries = tuple(Entry(*spec[:3], data_start + begins[spec.path], spec.nbytes) for spec in order)
+        self.layout = Layout(entries, aliases, data_start, data_start + sum(spec.nbytes for spec in order))
+        """Where every tensor goes."""
+
+    def render(self, values: Sequence[bytes], shard: Mapping[str, Json]) -> bytes | None:
+        """Everything before the tensors, exactly `data_start` bytes; None if today's values no longer fit."""
+        parts = [self._length, self._opening, escaped(_compact(dict(shard))), self._between[0]]
+        for value, piece in zip(values, self._between[1:], strict=True):
+            parts += (value, piece)
+        parts.append(self._closing)
+        spare = self.layout.data_start - sum(map(len, parts))
+        if spare < 0:
+            return None
+        parts.append(b" " * spare)
+        return b"".join(parts)
+
+
+class Parsed(NamedTuple):
+    """What the header of a shard says."""
+
+    layout: Layout
+    skeleton: Skeleton
+    shard: dict[str, Any]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python's collector off: it would walk tens of thousands of new containers, again and again, for nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def escaped(text: str) -> bytes:
+    """JSON text as it stands inside a JSON string. Piece by piece gives the same as the whole."""
+    return quote(text)[1:-1].encode()
+
+
+def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
+    """Read the header of a mapped shard; `DamagedFile`, naming `path`, if it contradicts itself or the file.
+
+    The buffer may be longer than the shard, as an arena may be.
+    """
+    view = memoryview(buffer).cast("B")
+    length = int.from_bytes(view[:8], "little")
+    data_start = 8 + length
+    if len(view) < 8 or length > MAX_HEADER_BYTES or data_start > len(view):
+        raise DamagedFile(path, "the header is cut short", expected=f"{data_start} bytes", found=len(view))
+    try:
+        with uncollected():
+            header = json.loads(bytes(view[8:data_start]))
+            metadata = header.pop("__metadata__")
+            shard = {**json.loads(metadata[SHARD_KEY])}
+            skeleton = Skeleton.loads(metadata[SKELETON_KEY])
+            entries = _entries(header, {**json.loads(metadata.get(DTYPES_KEY, "{}"))}, data_start)
+            aliases = {**json.loads(metadata.get(ALIASES_KEY, "{}"))}
+            tied = all(alias not in header and name in header for alias, name in aliases.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateError) as error:
+        raise DamagedFile(path, f"not the header of a shard: {type(error).__name__}: {error}") from None
+    end = data_start
+    for entry in entries:
+        if entry.offset != end:
+            raise DamagedFile(path, f"{entry.path!r}: a gap or an overlap", expected=f"byte {end}", found=entry.offset)
+        end += entry.nbytes
+    if end > len(view):
+        raise DamagedFile(path, "tensors lie beyond the end", expected=f"{end} bytes", found=len(view))
+    if not tied:
+        raise DamagedFile(path, "a tied tensor is stored as well, or tied to none that is")
+    return Parsed(Layout(tuple(entries), aliases, data_start, end), skeleton, shard)
+
+
+def _row(spec: Spec, begin: int) -> str:
+    """A tensor's entry in the header, with the comma before it."""
+    path, dtype, shape, nbytes = spec
+    code = WRITTEN.get(dtype)
+    if code is None:
+        code, shape = "U8", (nbytes,)
+    sizes = ",".join(map(str, shape))
+    return f',{quote(path)}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{begin + nbytes}]}}'
+
+
+class _Forms(dict[tuple[str, ...], tuple[DType, tuple[int, ...], int]]):
+    """Dtype, shape and size of header entries: few different ones, so each is checked once."""
+
+    def __missing__(self, form: tuple[Any, ...]) -> tuple[DType, tuple[int, ...], int]:
+        code, *shape = form
+        dtype = DTYPES.get(code) or DType(code)
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"impossible shape {shape!s:.80}")
+        self[form] = dtype, tuple(shape), math.prod(shape) * dtype.itemsize
+        return self[form]
+
+
+def _entries(rows: Mapping[str, Any], true_types: Mapping[str, Any], data_start: int) -> list[Entry]:
+    forms = _Forms()
+    entries = []
+    for path, row in rows.items():
+        begin, end = row["data_offsets"]
+        dtype, shape, nbytes = forms[row["dtype"], *row["shape"]]
+        if path in true_types:
+            code, true_shape = true_types[path]
+            dtype, shape, nbytes = forms[code, *true_shape]
+        if begin + nbytes != end or type(begin) is not int:
+            raise ValueError(f"{path!r}: bytes {begin!s:.40} to {end!s:.40} are not {dtype} {shape!s:.80}")
+        entries.append(Entry(path, dtype, shape, data_start + begin, nbytes))
+    # Empty tensors lie where the next one begins: before it, the wider first, as they were placed.
+    entries.sort(key=lambda entry: (entry.offset, entry.nbytes, -entry.dtype.itemsize))
+    return entries
+
+
+def _compact(data: dict[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,244 @@
+"""How a trainer reaches whoever finishes its versions: the node's agent, or a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from evergrad.checkpoint.agent import socket_address
+from evergrad.checkpoint.arena import arena_folder
+from evergrad.checkpoint.board import Board
+from evergrad.checkpoint.chain import Module, describe_module
+from evergrad.checkpoint.engine import Engine
+from evergrad.checkpoint.events import Attached, read_event
+from evergrad.checkpoint.job import Job
+from evergrad.errors import AgentError, CheckpointError
+
+__all__ = ["AgentLink", "Link", "ThreadLink"]
+
+_log = logging.getLogger(__name__)
+_START_PATIENCE_S = 60.0
+_ASK_AGAIN_S = 2.0
+
+
+class Link(ABC):
+    """The trainer's side of finishing versions. What comes of them goes to the board."""
+
+    @abstractmethod
+    def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
+        """Begin an attempt as a rank."""
+
+    @abstractmethod
+    def captured(self, rank: int, index: int, generation: int) -> None:
+        """An arena was captured. Returns at once."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until all that this node has captured can be found in a tier, or never will be."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go; what is captured is finished all the same."""
+
+
+class ThreadLink(Link):
+    """The same chain in a thread of the trainer: no other process, and nothing goes on when this one dies."""
+
+    def __init__(self, job: Job, board: Board, modules: Sequence[Module]) -> None:
+        self._job, self._board, self._modules = job, board, modules
+        self._engine: Engine | None = None
+        self._rank = -1
+
+    def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
+        if self._engine is None or rank != self._rank:
+            self.close()
+            self._rank, self._engine = rank, Engine(self._job, self._board.take, rank=rank)
+            self._engine.recover()
+        self._engine.attach(attempt, tiers, self._modules)
+
+    def captured(self, rank: int, index: int, generation: int) -> None:
+        assert self._engine is not None, "attach comes first"
+        self._engine.submit(rank, index, generation)
+
+    def settle(self) -> None:
+        if self._engine is not None:
+            self._engine.settle()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+class AgentLink(Link):
+    """A connection to the node's agent, which is started if there is none, and again if it dies."""
+
+    def __init__(self, job: Job, board: Board, modules: Sequence[Module], linger_s: float) -> None:
+        self._job, self._board, self._linger_s = job, board, linger_s
+        self._modules = [describe_module(module) for module in modules]
+        self._folder = arena_folder(job)
+        self._lock = threading.Condition()
+        self._attach: dict[str, Any] | None = None
+        self._captured: dict[int, dict[str, Any]] = {}
+        """The last message on each arena."""
+        self._closed = threading.Event()
+        self._question = 0
+        self._socket: socket.socket | None = self._connect()
+        _links.add(self)
+        threading.Thread(target=self._listen, name="evergrad-agent-link", daemon=True).start()
+
+    pid: int | None = None
+    """The agent's process, once it has answered."""
+
+    def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
+        self._attach = {"op": "attach", "attempt": attempt, "tiers": list(tiers), "modules": self._modules}
+        self._send(self._attach)
+
+    def captured(self, rank: int, index: int, generation: int) -> None:
+        # Never waits: a trainer must not stand still because an agent died. The next one is told, and finds it anyway.
+        with self._lock:
+            self._captured[index] = {"op": "captured", "rank": rank, "index": index, "generation": generation}
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.sendall(_line(self._captured[index]))
+
+    def settle(self) -> None:
+        self._question += 1
+        question = self._question
+        self._send({"op": "settle", "question": question})
+        while not self._board.wait(lambda: self._board.is_settled(question), _ASK_AGAIN_S):
+            self._send({"op": "settle", "question": question})  # the agent that was asked may be gone
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            self._hang_up()
+            self._lock.notify_all()
+
+    def drop(self) -> None:
+        """In a forked child: the connection is the parent's."""
+        if self._socket is not None:
+            with suppress(OSError):
+                os.close(self._socket.detach())
+        self._closed.set()
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send, if need be after the agent was started again.
+
+        A message that reached an agent which then dies is not lost either: the next one finds the arena's ticket.
+        """
+        with self._lock:
+            while not self._closed.is_set():
+                if self._socket is not None:
+                    try:
+                        self._socket.sendall(_line(message))
+                        return
+                    except OSError:
+                        self._socket = None  # the listener notices too, and starts another agent
+                if not self._lock.wait(_START_PATIENCE_S):
+                    raise AgentError(f"the agent of job {self._job.id} does not come back: see {self._log_path()}")
+            if self._closed.is_set():
+                raise CheckpointError("this Checkpointer is closed")
+
+    def _listen(self) -> None:
+        """Pass on what the agent says; when it is gone, start another."""
+        while not self._closed.is_set():
+            with self._lock:
+                connection = self._socket
+            if connection is not None:
+                with suppress(OSError, ValueError), connection.makefile("rb") as lines:
+                    for line in lines:
+                        event = read_event(line)
+                        if isinstance(event, Attached):
+                            self.pid = event.pid
+                        else:
+                            self._board.take(event)
+            if self._closed.is_set():
+                return
+            self._board.report(f"the agent{f' (process {self.pid})' if self.pid else ''} is gone: starting another")
+            try:
+                self._restart()
+            except (CheckpointError, OSError) as error:
+                self._board.report(str(error))
+                self._board.break_off(str(error))
+                time.sleep(1.0)
+
+    def _restart(self) -> None:
+        with self._lock:
+            self._hang_up()
+        connection = self._connect()
+        with self._lock:
+            if self._closed.is_set():
+                connection.close()
+                return
+            self._socket = connection
+            if self._attach is not None:
+                with suppress(OSError):
+                    for message in (self._attach, *self._captured.values()):
+                        connection.sendall(_line(message))
+            self._lock.notify_all()
+        self._board.break_off(None)
+
+    def _connect(self) -> socket.socket:
+        """A connection to a living agent; one is started if none answers."""
+        end = time.monotonic() + _START_PATIENCE_S
+        while True:
+            fd, address = socket_address(self._folder)
+            try:
+                connection = socket.socket(socket.AF_UNIX)
+                connection.connect(address)
+                return connection
+            except OSError as error:
+                connection.close()
+                if time.monotonic() > end:
+                    raise AgentError(f"the agent does not answer: {error}. See {self._log_path()}") from error
+            finally:
+                os.close(fd)
+            self._start()
+
+    def _start(self) -> None:
+        """Start an agent in a session of its own; returns when it serves. It inherits no descriptor of ours."""
+        command = [sys.executable, "-m", "evergrad", "agent", str(self._job.run_dir), "--node", self._job.node]
+        command += ["--linger", str(self._linger_s), "--detach"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.returncode:
+            why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise AgentError(f"the agent cannot be started: {why or f'exit code {done.returncode}'}")
+
+    def _log_path(self) -> str:
+        return str(self._job.run_dir / "agents" / f"{self._job.node_folder}.log")
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+
+
+def _drop_in_child() -> None:
+    for link in list(_links):
+        link.drop()
+
+
+# A worker process that was forked must not keep a connection open that its parent's death should end.
+os.register_at_fork(after_in_child=_drop_in_child)

@@ -1,0 +1,103 @@
+"""What is written last beside a shard: whose it is, and the digest of every tensor in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from evergrad.checkpoint.version import Version
+from evergrad.errors import DamagedFile, FileAccessError
+
+__all__ = ["SCHEMA_VERSION", "Manifest", "shard_name"]
+
+SCHEMA_VERSION = 1
+_PREFIX = b'{"check": "'
+_BODY = len(_PREFIX) + 32 + len(b'", ')
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The record of one shard. A shard without one does not exist: this is the last thing that is written.
+
+    It carries a digest of itself, so that a bit that flips in a step or a note is noticed like one in a tensor.
+    """
+
+    job: str
+    version: Version
+    rank: int
+    world_size: int
+    size: int
+    """Bytes of the whole shard file."""
+    data_start: int
+    """Where the header ends and the tensors begin."""
+    time: str
+    header: str
+    """Digest (xxh3_128) of the bytes before `data_start`."""
+    digests: Mapping[str, str]
+    """Digest of every stored tensor, by path."""
+    node: str = ""
+    parent: str | None = None
+    """The version that this attempt was restored from."""
+    generation: int = 0
+    """In memory: which use of the arena this describes."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The record as JSON, its own digest first."""
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "job": self.job,
+            "step": self.version.step,
+            "attempt": self.version.attempt,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "size": self.size,
+            "data_start": self.data_start,
+            "time": self.time,
+            "node": self.node,
+            "parent": self.parent,
+            "generation": self.generation,
+            "meta": dict(self.meta),
+            "header": self.header,
+            "digests": dict(self.digests),
+        }
+        text = json.dumps(body).encode()[1:] + b"\n"
+        return _PREFIX + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read and check a manifest; `DamagedFile` if it is not as it was written."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        claimed = data[len(_PREFIX) : len(_PREFIX) + 32]
+        found = xxhash.xxh3_128_hexdigest(data[_BODY:])
+        if not data.startswith(_PREFIX) or claimed != found.encode():
+            raise DamagedFile(path, "the manifest is not as it was written")
+        try:
+            body = json.loads(data)
+            if body["schema_version"] != SCHEMA_VERSION:
+                what = f"a manifest of schema {body['schema_version']!r}"
+                raise DamagedFile(path, what, expected=SCHEMA_VERSION)
+            version = Version(body.pop("step"), body.pop("attempt"))
+            fields = {name: body[name] for name in cls.__slots__ if name != "version"}
+            return cls(version=version, **fields)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(path, f"the manifest lacks what it should have: {error}") from None
+
+
+def shard_name(rank: int) -> str:
+    """What a rank's files are called, before the ending.
+
+    >>> shard_name(3)
+    'rank-00003'
+    """
+    return f"rank-{rank:05d}"

@@ -1,0 +1,62 @@
+"""Which rank this is, and how all ranks come to one decision.
+
+The default process group of torch.distributed is looked up at each call: it may be made after the checkpointer, and
+made anew after a failure. Without one, this process is alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from evergrad.errors import CheckpointError, EvergradError
+
+__all__ = ["Ranks"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank among all, as of now."""
+
+    rank: int
+    world_size: int
+    group: int
+    """Tells one process group from the next; 0 if alone."""
+
+    @classmethod
+    def now(cls) -> Ranks:
+        """Look at the default process group."""
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return cls(0, 1, 0)
+        return cls(distributed.get_rank(), distributed.get_world_size(), id(distributed.group.WORLD))
+
+    def gather(self, mine: _T) -> list[_T]:
+        """What every rank has, in the order of ranks. Every rank must call it."""
+        if self.world_size == 1:
+            return [mine]
+        from torch import distributed
+
+        found: list[_T | None] = [None] * self.world_size
+        distributed.all_gather_object(found, mine)
+        return found  # type: ignore[return-value]
+
+    def together(self, act: Callable[[], _T]) -> _T:
+        """Do something on every rank; if it fails on one, it fails on all, and all say where."""
+        result: _T | None = None
+        mine: EvergradError | None = None
+        try:
+            result = act()
+        except EvergradError as error:
+            mine = error
+        failures = self.gather(None if mine is None else str(mine))
+        if mine is not None:
+            raise mine
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise CheckpointError(f"rank {rank}: {failure}")
+        return result  # type: ignore[return-value]

@@ -1,0 +1,150 @@
+"""One rank's shard, mapped and checked: the only thing that is ever loaded from."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from evergrad.checkpoint.arena import Ticket, populate
+from evergrad.checkpoint.digests import digest_spans
+from evergrad.checkpoint.layout import Entry, Parsed, parse
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.tiers import Copy
+from evergrad.dtypes import DType
+from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.state import Skeleton
+from evergrad.state.sharing import contiguous_strides
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Shard"]
+
+
+class Shard:
+    """A complete shard in a tier, mapped for reading.
+
+    `verify` compares every digest before anything is loaded. Until `close` the tensors that `tensor` gives are
+    views of the file: they must neither be written to nor outlive it.
+    """
+
+    def __init__(self, copy: Copy, job: str) -> None:
+        """Map a shard whose manifest says that it belongs to the job; `FormatError` if it does not fit that."""
+        self.copy = copy
+        try:
+            self.manifest = Manifest.read(copy.manifest)
+            fd = os.open(copy.shard, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise FileAccessError(copy.shard, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        manifest = self.manifest
+        try:
+            size = os.fstat(fd).st_size
+            if size != manifest.size:
+                raise DamagedFile(copy.shard, "wrong length", expected=f"{manifest.size} bytes", found=size)
+            if (manifest.job, manifest.version, manifest.rank) != (job, copy.version, copy.rank):
+                found = f"{manifest.version}, rank {manifest.rank} of job {manifest.job}"
+                expected = f"{copy.version}, rank {copy.rank} of job {job}"
+                raise DamagedFile(copy.manifest, "describes another shard", expected=expected, found=found)
+            self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._view = memoryview(self._map)
+        self._whole: torch.Tensor | None = None
+        self._typed: dict[DType, torch.Tensor] = {}
+
+    def verify(self, paths: Iterable[str] | None = None) -> list[str]:
+        """Check the header, and all tensors or some; the stored paths that are not what was captured.
+
+        `DamagedFile` if the header is not, because then nothing in the shard can be believed.
+        """
+        manifest = self.manifest
+        if not 8 <= manifest.data_start <= len(self._view):
+            raise DamagedFile(self.copy.manifest, "data_start lies outside the shard", found=manifest.data_start)
+        if digest_spans(self._view, [(0, manifest.data_start)]) != [manifest.header]:
+            raise DamagedFile(self.copy.shard, "the header is not what was captured")
+        populate(self._map)
+        entries = {entry.path: entry for entry in self.parsed.layout.entries}
+        if entries.keys() != manifest.digests.keys():
+            raise DamagedFile(self.copy.manifest, "has other tensors than the shard")
+        aliases = self.parsed.layout.aliases
+        wanted = entries if paths is None else {aliases.get(path, path): None for path in paths}
+        order = sorted((entries[path] for path in wanted), key=lambda entry: entry.offset)
+        found = digest_spans(self._view, [(entry.offset, entry.offset + entry.nbytes) for entry in order])
+        return [
+            entry.path for entry, digest in zip(order, found, strict=True) if digest != manifest.digests[entry.path]
+        ]
+
+    def is_current(self) -> bool:
+        """Whether an arena still holds what was mapped; files of other tiers are never written over in place."""
+        if self.copy.generation is None:
+            return True
+        with suppress(OSError):
+            ticket = Ticket.from_bytes(self.copy.shard.with_suffix(".ticket").read_bytes())
+            return ticket is not None and ticket.captured and ticket.generation == self.copy.generation
+        return False
+
+    @cached_property
+    def parsed(self) -> Parsed:
+        """The header, read."""
+        return parse(self._view, self.copy.shard)
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The state's shape and its values."""
+        return self.parsed.skeleton
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[DType, tuple[int, ...]]]:
+        """Every tensor, tied ones included."""
+        layout = self.parsed.layout
+        found = {entry.path: (entry.dtype, entry.shape) for entry in layout.entries}
+        return found | {alias: found[path] for alias, path in layout.aliases.items()}
+
+    def tensor(self, path: str) -> torch.Tensor:
+        """A view of the map."""
+        entry = self._entries[self.parsed.layout.aliases.get(path, path)]
+        # One view a type, and each tensor as a part of that: a single call for each of tens of thousands.
+        typed = self._typed.get(entry.dtype)
+        if typed is None:
+            whole = self._bytes
+            typed = whole[: whole.numel() // entry.dtype.itemsize * entry.dtype.itemsize].view(entry.dtype.torch)
+            self._typed[entry.dtype] = typed
+        return typed.as_strided(entry.shape, contiguous_strides(entry.shape), entry.offset // entry.dtype.itemsize)
+
+    def close(self) -> None:
+        """Unmap it. No tensor of it may be used afterwards."""
+        self._whole = None
+        self._typed.clear()
+        self._view.release()
+        with suppress(BufferError):  # someone still holds a view: the map goes with it
+            self._map.close()
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @cached_property
+    def _entries(self) -> dict[str, Entry]:
+        return {entry.path: entry for entry in self.parsed.layout.entries}
+
+    @property
+    def _bytes(self) -> torch.Tensor:
+        """The whole map as one tensor: torch complains about memory that is read-only, and nobody writes here."""
+        if self._whole is None:
+            import torch
+
+            address = np.frombuffer(self._view, np.uint8).ctypes.data
+            self._whole = torch.frombuffer((ctypes.c_uint8 * len(self._view)).from_address(address), dtype=torch.uint8)
+        return self._whole

@@ -1,0 +1,141 @@
+"""The contract of a tier.
+
+A `Tier` is settings: frozen, made by the user, sent to the agent as JSON. A `Store` is that tier for one job on one
+node. The invariants of every store:
+
+- `put` returns when the shard is complete, and durable if the tier survives a reboot. Killed at any point before, it
+  leaves what was complete complete, and nothing that `find` would give.
+- `find` gives only what is complete: the manifest is there. Whether the bytes are still what they were is for the
+  reader to check, by the digests.
+- `drop` removes the manifest before anything else.
+- Several ranks may be put at the same time, each by one thread; one rank never twice at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from evergrad.checkpoint.arena import ArenaFiles, Ticket
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.version import Version
+from evergrad.errors import UsageError
+
+__all__ = ["Copy", "Site", "Store", "Tier", "Work", "read_tiers", "tier_kinds"]
+
+_KINDS: dict[str, type[Tier]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Which job, on which node, with which folders."""
+
+    job: str
+    node: str
+    arenas: Path
+    run_dir: Path
+
+
+@dataclass(slots=True)
+class Work:
+    """A captured shard on its way through the tiers."""
+
+    ticket: Ticket
+    files: ArenaFiles
+    shard: memoryview
+    """The arena, mapped: header and tensors."""
+    site: Site
+    manifest: Manifest
+    """With digests, from the first module of the chain on."""
+
+    @property
+    def version(self) -> Version:
+        """The version that the shard belongs to."""
+        return self.ticket.version
+
+    @property
+    def rank(self) -> int:
+        """Whose shard it is."""
+        return self.ticket.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A complete shard in a tier."""
+
+    tier: str
+    version: Version
+    rank: int
+    shard: Path
+    manifest: Path
+    generation: int | None = None
+    """In memory: the use of the arena that it is good for."""
+
+
+class Store(ABC):
+    """A tier of one job on one node."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `TierError` if nothing could be put here now: missing, read-only."""
+
+    @abstractmethod
+    def put(self, work: Work) -> None:
+        """Store a shard, with its manifest last; `TierError` if that cannot be done."""
+
+    @abstractmethod
+    def find(self, rank: int | None = None) -> list[Copy]:
+        """Every complete shard, of all ranks of this node or of one."""
+
+    @abstractmethod
+    def torn(self, rank: int) -> dict[Version, str]:
+        """What looks like a shard of a rank and is not complete, with what is wrong: for messages only."""
+
+    @abstractmethod
+    def drop(self, copy: Copy) -> None:
+        """Remove a shard; it may be gone already."""
+
+
+class Tier(ABC):
+    """The settings of a tier. A subclass is a frozen dataclass whose fields are JSON."""
+
+    kind: ClassVar[str]
+    """How messages, records and `wait(tier=…)` call it."""
+    survives_reboot: ClassVar[bool]
+    keep: int
+    """Complete versions that stay."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _KINDS[cls.kind] = cls
+
+    @abstractmethod
+    def store(self, site: Site) -> Store:
+        """The tier of a job on a node."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings, with the kind."""
+        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+
+def tier_kinds() -> list[str]:
+    """The kinds that there are."""
+    return sorted(_KINDS)
+
+
+def read_tiers(specs: Sequence[dict[str, Any]]) -> list[Tier]:
+    """The tiers that `to_json` described; a kind is looked up, never imported."""
+    tiers = []
+    for spec in specs:
+        settings = dict(spec)
+        kind = settings.pop("kind", None)
+        if kind not in _KINDS:
+            raise UsageError(f"unknown tier {kind!r}. There are {', '.join(tier_kinds())}.")
+        try:
+            tiers.append(_KINDS[kind](**settings))
+        except TypeError as error:
+            raise UsageError(f"tier {kind}: {error}") from None
+    return tiers

@@ -1,0 +1,200 @@
+"""The local tier: a disk of the node's own.
+
+    <path>/<job>/<node>/v0000000120-02/rank-00003.safetensors     the shard: an ordinary safetensors file
+                                       rank-00003.json            its manifest, last
+                        .spare-rank-00003                         a retired shard, to be written over
+
+Bytes go straight from the arena to the disk (O_DIRECT) where the file system can do that: no second copy in the page
+cache, and nothing left to flush. Writing over blocks that are already allocated is nearly twice as fast as writing
+new ones, so the last retired shard is kept as a spare.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from evergrad.checkpoint import storage
+from evergrad.checkpoint.manifest import shard_name
+from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Work
+from evergrad.checkpoint.version import Version
+from evergrad.errors import TierError, UsageError
+
+__all__ = ["Local"]
+
+_CHUNK = 16 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Local(Tier):
+    """Keep versions on a disk of the node; without a path, in the run folder.
+
+    >>> Local("/scratch", keep=3).to_json()
+    {'kind': 'local', 'path': '/scratch', 'keep': 3}
+    """
+
+    kind: ClassVar[str] = "local"
+    survives_reboot: ClassVar[bool] = True
+    path: str | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            object.__setattr__(self, "path", os.path.abspath(os.fspath(self.path)))
+        if not isinstance(self.keep, int) or self.keep < 1:
+            raise UsageError(f"Local(keep={self.keep!r}): expected 1 or more versions")
+
+    def store(self, site: Site) -> Store:
+        """The folder of a job and node below the path."""
+        root = Path(self.path) if self.path is not None else site.run_dir / "local"
+        return _LocalStore(root, root / site.job / site.node)
+
+
+class _LocalStore(Store):
+    def __init__(self, root: Path, folder: Path) -> None:
+        self._root, self._folder = root, folder
+        self._direct = True
+
+    def check(self) -> None:
+        try:
+            self._make_folder()
+            if not os.access(self._folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "permission denied")
+            if os.statvfs(self._folder).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, "read-only file system")
+        except OSError as error:
+            raise _tier_error(self._folder, error) from error
+
+    def put(self, work: Work) -> None:
+        try:
+            try:
+                self._put(work)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self._direct:
+                    self._direct = False  # a file system that opens for O_DIRECT and then cannot
+                elif error.errno not in _FULL:
+                    raise
+                self._clear(work)  # what a spare or a torn shard took up may be what is missing
+                self._put(work)
+        except OSError as error:
+            with suppress(OSError):
+                self._clear(work)
+            raise _tier_error(self._folder, error) from error
+
+    def find(self, rank: int | None = None) -> list[Copy]:
+        found = []
+        for name in _names(self._folder):
+            version = Version.parse(name)
+            if version is None:
+                continue
+            folder = self._folder / name
+            for entry in _names(folder) if rank is None else [f"{shard_name(rank)}.json"]:
+                stem, _, ending = entry.rpartition(".")
+                if ending == "json" and stem.startswith("rank-") and stem[5:].isdigit():
+                    shard, manifest = folder / f"{stem}.safetensors", folder / entry
+                    if rank is None or manifest.exists():
+                        found.append(Copy("local", version, int(stem[5:]), shard, manifest))
+        return found
+
+    def torn(self, rank: int) -> dict[Version, str]:
+        found = {}
+        for name in _names(self._folder):
+            version, manifest = Version.parse(name), self._folder / name / f"{shard_name(rank)}.json"
+            if version is not None and not manifest.exists():
+                found[version] = f"{manifest}: no manifest"
+        return found
+
+    def drop(self, copy: Copy) -> None:
+        try:
+            storage.remove(copy.manifest)
+            storage.fsync_folder(copy.manifest.parent)
+            spare = self._spare(copy.rank)
+            if spare.exists():
+                storage.remove(copy.shard)
+            else:
+                with suppress(FileNotFoundError):
+                    storage.rename(copy.shard, spare)
+            storage.remove_folder(copy.manifest.parent)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise _tier_error(self._folder, error) from error
+
+    def _put(self, work: Work) -> None:
+        self._make_folder()
+        folder = self._folder / work.version.name
+        if storage.make_folder(folder):
+            storage.fsync_folder(self._folder)
+        stem = shard_name(work.rank)
+        partial, shard, manifest = (
+            folder / name for name in (f".{stem}.partial", f"{stem}.safetensors", f"{stem}.json")
+        )
+        if manifest.exists():  # taken up again after a crash: a step and an attempt are captured once only
+            storage.fsync_folder(folder)
+            return
+        if not partial.exists():
+            with suppress(FileNotFoundError):
+                storage.rename(self._spare(work.rank), partial)
+        fd = storage.create(partial, direct=self._direct)
+        try:
+            storage.allocate(fd, len(work.shard))
+            self._write(fd, work.shard)
+            storage.fsync(fd)
+        finally:
+            os.close(fd)
+        storage.rename(partial, shard)
+        # The manifest last: a torn save must look like no save.
+        storage.publish(manifest, work.manifest.to_bytes())
+
+    @staticmethod
+    def _write(fd: int, data: memoryview) -> None:
+        """All bytes in whole blocks; the tail, rounded up to a page of the map, is cut off again."""
+        size = len(data)
+        whole = size - size % mmap.PAGESIZE
+        for begin in range(0, whole, _CHUNK):
+            storage.write(fd, data[begin : min(begin + _CHUNK, whole)], begin)
+        if size > whole:
+            page = mmap.mmap(-1, mmap.PAGESIZE)  # O_DIRECT wants aligned memory
+            page[: size - whole] = data[whole:]
+            storage.write(fd, memoryview(page), whole)
+            storage.resize(fd, size)
+
+    def _clear(self, work: Work) -> None:
+        """Remove what a failed attempt left, and the spare: the disk may be full."""
+        folder, stem = self._folder / work.version.name, shard_name(work.rank)
+        storage.remove(folder / f".{stem}.partial")
+        if not (folder / f"{stem}.json").exists():
+            storage.remove(folder / f"{stem}.safetensors")
+        storage.remove(self._spare(work.rank))
+        storage.remove_folder(folder)
+
+    def _spare(self, rank: int) -> Path:
+        return self._folder / f".spare-{shard_name(rank)}"
+
+    def _make_folder(self) -> None:
+        if self._folder.is_dir():
+            return
+        for path in reversed((self._folder, *self._folder.parents)):
+            if not path.is_dir() and storage.make_folder(path):
+                storage.fsync_folder(path.parent)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _tier_error(folder, error) from error
+
+
+def _tier_error(folder: Path, error: OSError) -> TierError:
+    what = (error.strerror or str(error)).lower()
+    hint = " Free some space, or choose another path." if error.errno in _FULL else ""
+    return TierError(f"{error.filename or folder}: tier local: {what}.{hint}")

@@ -1,0 +1,80 @@
+"""The memory tier: the arena itself is the checkpoint. It survives the trainer and the agent, not a reboot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from evergrad.checkpoint import storage
+from evergrad.checkpoint.arena import ArenaFiles, find_arenas
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Work
+from evergrad.checkpoint.version import Version
+from evergrad.errors import FormatError, TierError
+
+__all__ = ["Memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Tier):
+    """Keep the newest version in shared memory: no second copy, found again by the next trainer on the node.
+
+    >>> Memory().to_json()
+    {'kind': 'memory', 'keep': 1}
+    """
+
+    kind: ClassVar[str] = "memory"
+    survives_reboot: ClassVar[bool] = False
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        if self.keep != 1:
+            raise TierError(f"Memory keeps the newest version, in one of two arenas: keep={self.keep!r} cannot be")
+
+    def store(self, site: Site) -> Store:
+        """The arenas of a job on this node."""
+        return _MemoryStore(site)
+
+
+class _MemoryStore(Store):
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    def check(self) -> None:
+        if not self._site.arenas.is_dir():
+            raise TierError(f"{self._site.arenas}: the folder of the arenas is gone")
+
+    def put(self, work: Work) -> None:
+        manifest = replace(work.manifest, generation=work.ticket.generation)
+        try:
+            storage.publish(work.files.manifest, manifest.to_bytes())
+        except OSError as error:
+            what = (error.strerror or str(error)).lower()
+            raise TierError(f"{work.files.manifest}: cannot be written: {what}") from error
+
+    def find(self, rank: int | None = None) -> list[Copy]:
+        return [copy for files in find_arenas(self._site.arenas, rank) if (copy := self._copy(files))]
+
+    def torn(self, rank: int) -> dict[Version, str]:
+        found = {}
+        for files in find_arenas(self._site.arenas, rank):
+            ticket = files.read_ticket()
+            if ticket is not None and ticket.captured and self._copy(files) is None:
+                found[ticket.version] = f"{files.manifest}: no manifest of this capture"
+        return found
+
+    def drop(self, copy: Copy) -> None:
+        # The next save overwrites the arena anyway; only its claim to be a checkpoint is taken back.
+        storage.remove(copy.manifest)
+
+    def _copy(self, files: ArenaFiles) -> Copy | None:
+        ticket = files.read_ticket()
+        if ticket is None or not ticket.captured:
+            return None
+        try:
+            manifest = Manifest.read(files.manifest)
+        except (FormatError, FileNotFoundError):
+            return None  # not digested yet, or damaged: either way no checkpoint
+        if manifest.generation != ticket.generation or manifest.version != ticket.version:
+            return None  # of what was in the arena before
+        return Copy("memory", ticket.version, files.rank, files.shard, files.manifest, ticket.generation)
