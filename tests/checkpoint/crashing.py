@@ -229,9 +229,10 @@ class Launcher:
             if self.plan["launched"]:
                 setattr(AgentLink, "_start", lambda link: channel.ask_for_an_agent(link))
             agent = self.plan["victim"] != "thread"
-            with calls or nullcontext() as seen, eg.Checkpointer(
-                self.folder, tiers=TIERS[self.plan["tiers"]](), agent=agent
-            ) as ck:
+            with (
+                calls or nullcontext() as seen,
+                eg.Checkpointer(self.folder, tiers=TIERS[self.plan["tiers"]](), agent=agent) as ck,
+            ):
                 act(channel, ck)
             if isinstance(seen, StorageCalls):
                 channel.tell(f"calls {len(seen.calls)}")
@@ -311,7 +312,7 @@ def left(launcher: Launcher) -> list[str]:
     kept = {".spare-rank-00000"}
     found = [path for path in (launcher.folder / "local").glob("*/*/*") if path.name not in kept]
     versions = sorted(found, key=lambda path: path.name.split("-")[::-1])
-    extra = [path.name for path in versions[:-KEEP]]
+    extra = [f"{path.name}/{', '.join(sorted(os.listdir(path)))}" for path in versions[:-KEEP]]
     return extra + [path.name for path in versions[-1:] for path in path.glob(".*")]
 
 
@@ -333,7 +334,7 @@ def sweep(folder: Path, shm: Path, plan: dict[str, Any]) -> dict[str, Any]:
             found = 0 if text == "None" else int(text)
             assert safe <= found <= LAST_STEP, f"step {safe} was safe, {text} was restored"
             launcher.end_all()
-            litter.update(name if name.startswith(".") else "version" for name in left(launcher))
+            litter.update(left(launcher))
         except Exception as error:
             raise AssertionError(f"point {point} of {plan}: {type(error).__name__}: {error}") from error
         finally:

@@ -267,6 +267,12 @@ def test_a_pair_that_is_untied_is_noticed() -> None:
     assert captured(plan, {"a": two, "b": two}) is not None
 
 
+def test_a_pair_that_changes_partners_is_noticed() -> None:
+    one, two = line(), line() + 1
+    assert not fits({"a": one, "b": one, "c": two}, {"a": one, "b": two, "c": one})
+    assert not fits({"a": one, "b": one, "c": two}, {"a": one, "b": two, "c": two})
+
+
 def test_tied_modules_that_are_untied_are_noticed() -> None:
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     model[1].weight = model[0].weight

@@ -77,7 +77,7 @@ class Engine:
             except EvergradError as error:  # such as a tier that this Evergrad does not know
                 _log.error("%s: found in memory, and left there: %s", self._where(ticket), error)
                 continue
-            if missing:
+            if missing and files.shard.exists():  # if not, the arena was being removed
                 _log.info("%s: found in memory, going on", self._where(ticket))
                 self._queue(files, ticket)
             else:

@@ -1,0 +1,243 @@
+"""A job of several ranks, for tests: `python ranked.py SCENARIO WORLD_SIZE NODES FOLDER`.
+
+torch is imported once; the ranks are forked before there is any other thread. Each runs the scenario's phases in
+turn, as a new job each: a fresh process group, a fresh checkpointer. A rank that fails prints its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+import evergrad as eg
+from evergrad.errors import CheckpointError, EvergradError, RestoreError
+
+
+class Rank:
+    """One rank of one phase."""
+
+    def __init__(self, rank: int, world_size: int, nodes: int, folder: Path, phase: str) -> None:
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self._group = f"file://{folder}/store-{phase}"
+        os.environ["EVERGRAD_NODE"] = f"n{rank * nodes // world_size}"
+
+    def join(self) -> None:
+        distributed.init_process_group("gloo", self._group, rank=self.rank, world_size=self.world_size)
+
+    def checkpointer(self, **settings: Any) -> eg.Checkpointer:
+        tiers = settings.pop("tiers", [eg.Memory(), eg.Local(self.folder / "disk")])
+        return eg.Checkpointer(self.folder / "run", tiers=tiers, **settings)
+
+    def state(self, value: float) -> dict[str, Any]:
+        return {"a": torch.full((100,), value * 100 + self.rank), "rank": self.rank, "step": int(value)}
+
+    def holds(self, state: dict[str, Any], value: float) -> bool:
+        same = bool((state["a"] == value * 100 + self.rank).all())
+        return same and (state["rank"], state["step"]) == (self.rank, value)
+
+
+def save_three(me: Rank) -> None:
+    me.join()
+    with me.checkpointer() as ck:
+        for step in (10, 20, 30):
+            ck.save(step, me.state(step)).wait(timeout=60)
+        assert [record.step for record in ck.versions()] == [30, 20]
+        assert ck.versions()[0].world_size == me.world_size
+
+
+def restore_30(me: Rank) -> None:
+    me.join()
+    with me.checkpointer() as ck:
+        live = me.state(0)
+        assert ck.restore(live) == 30
+        assert me.holds(live, 30)
+        ck.save(31, me.state(31)).wait(timeout=60)  # and it goes on, as a new attempt
+        assert ck.versions()[0].version == eg.Version(31, 2)
+
+
+def construct_before_the_group(me: Rank) -> None:
+    with me.checkpointer() as ck:
+        me.join()
+        ck.save(10, me.state(10)).wait(timeout=60)
+        live = me.state(0)
+        assert ck.restore(live) == 10
+        assert me.holds(live, 10)
+
+
+def die_before_the_second(me: Rank) -> None:
+    """Rank 1 is killed after all have saved step 10, before it saves step 20."""
+    me.join()
+    ck = me.checkpointer()
+    ck.save(10, me.state(10)).wait(timeout=60)
+    distributed.barrier()
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pending = ck.save(20, me.state(20))
+    try:
+        pending.wait(timeout=0.5)
+    except TimeoutError:
+        pass
+    else:
+        raise AssertionError("step 20 counts as committed, and rank 1 never saved it")
+    assert [record.step for record in ck.versions()] == [10]
+    os._exit(0)
+
+
+def restore_10(me: Rank) -> None:
+    me.join()
+    with me.checkpointer() as ck:
+        live = me.state(0)
+        assert ck.restore(live) == 10
+        assert me.holds(live, 10)
+        ck.save(20, me.state(20)).wait(timeout=60)
+        assert ck.restore(live) == 20
+        assert me.holds(live, 20)
+
+
+def corrupt_30(me: Rank) -> None:
+    """A bit of the last rank's shard flips, in every tier."""
+    if me.rank == me.world_size - 1:
+        name = f"rank-{me.rank:05d}"
+        shards = [*me.folder.glob(f"disk/*/*/v0000000030-01/{name}.safetensors")]
+        shards += Path(os.environ["EVERGRAD_SHM"]).rglob(f"{name}.*.safetensors")
+        assert len(shards) >= 2
+        for shard in shards:
+            with shard.open("r+b") as file:
+                file.seek(-3, os.SEEK_END)
+                byte = file.read(1)[0]
+                file.seek(-3, os.SEEK_END)
+                file.write(bytes([byte ^ 4]))
+
+
+def restore_20(me: Rank) -> None:
+    me.join()
+    with me.checkpointer() as ck:
+        live = me.state(0)
+        assert ck.restore(live) == 20, "one rank has no intact shard of step 30: all go back"
+        assert me.holds(live, 20)
+
+
+def other_world_size(me: Rank) -> None:
+    if me.rank >= me.world_size - 1:
+        return
+    me.world_size -= 1
+    me.join()
+    with me.checkpointer() as ck:
+        try:
+            ck.restore(me.state(0))
+        except RestoreError as error:
+            assert f"saved by {me.world_size + 1} ranks, and this job has {me.world_size}" in str(error), error
+        else:
+            raise AssertionError("restored at another world size")
+
+
+def mismatch_on_one(me: Rank) -> None:
+    me.join()
+    with me.checkpointer() as ck:
+        live = me.state(0)
+        if me.rank == 0:
+            live["a"] = torch.zeros(99)
+        before = live["a"].clone()
+        try:
+            ck.restore(live)
+        except EvergradError as error:
+            assert "99" in str(error), error
+            assert (me.rank == 0) or str(error).startswith("rank 0: "), error
+        else:
+            raise AssertionError("restored, and rank 0's state does not fit")
+        assert torch.equal(live["a"], before)
+
+
+def forget_the_shared_folder(me: Rank) -> None:
+    """Each rank has a run folder of its own: the ranks cannot see each other's notes."""
+    me.join()
+    with eg.Checkpointer(me.folder / f"run-{me.rank}", tiers=[eg.Memory()]) as ck:
+        try:
+            ck.save(1, me.state(1))
+        except CheckpointError as error:
+            assert "All nodes must share the run folder" in str(error), error
+        else:
+            raise AssertionError("saved")
+
+
+def lag(me: Rank) -> None:
+    """A version is committed for nobody before the slowest rank has delivered."""
+    me.join()
+    with me.checkpointer(tiers=[eg.Memory()]) as ck:
+        ck.save(10, me.state(10)).wait(timeout=60)
+        if me.rank == 0:
+            distributed.barrier()
+            pending = ck.save(20, me.state(20))
+        else:
+            pending = ck.save(20, me.state(20))
+            time.sleep(0.2)
+            assert not pending.done(), "committed, and rank 0 has not saved it"
+            distributed.barrier()
+        pending.wait(timeout=60)
+        live = me.state(0)
+        assert ck.restore(live) == 20
+        assert me.holds(live, 20)
+
+
+def in_threads(me: Rank) -> None:
+    me.join()
+    with me.checkpointer(agent=False) as ck:
+        for step in (10, 20, 30):
+            ck.save(step, me.state(step)).wait(timeout=60)
+        live = me.state(0)
+        assert ck.restore(live) == 30
+        assert me.holds(live, 30)
+
+
+SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
+    "restore": [save_three, restore_30],
+    "late group": [construct_before_the_group],
+    "death": [die_before_the_second, restore_10],
+    "corruption": [save_three, corrupt_30, restore_20],
+    "world size": [save_three, other_world_size],
+    "mismatch": [save_three, mismatch_on_one],
+    "not shared": [forget_the_shared_folder],
+    "lag": [lag],
+    "threads": [in_threads],
+}
+
+
+def run_rank(phase: Callable[[Rank], None], me: Rank) -> None:
+    torch.set_num_threads(1)
+    signal.alarm(90)
+    try:
+        phase(me)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+    except BaseException:
+        print(f"rank {me.rank} in {phase.__name__}:\n{traceback.format_exc()}", flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def main() -> int:
+    scenario, world_size, nodes, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    for phase in SCENARIOS[scenario]:
+        children = []
+        for rank in range(world_size):
+            if (child := os.fork()) == 0:
+                run_rank(phase, Rank(rank, world_size, nodes, folder, phase.__name__))
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(code not in (0, -signal.SIGKILL) for code in codes):
+            print(f"{phase.__name__}: exit codes {codes}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
