@@ -1,22 +1,24 @@
 """Run as a program: trains and saves again and again, killed after every storage call in turn.
 
-    python crashing.py FOLDER PLAN
+    python crashing.py FOLDER PLAN…
 
-FOLDER gets the run folders; PLAN is JSON:
+FOLDER gets the run folders; every PLAN is JSON:
 
-- `victim`: who is killed after its n-th storage call. `trainer`; `agent`; `both`, at a call of the agent's; `couple`, at
-  a call of the trainer's; `thread`, a trainer without an agent; `copier`, a trainer at the end of its n-th copy;
+- `victim`: who is killed after its n-th storage call. `trainer`; `agent`; `both`, at a call of the agent's; `couple`,
+  both at a call of the trainer's; `thread`, a trainer without an agent; `copier`, a trainer after its n-th copy;
 - `tiers`: `memory`, `local` or `memory+local`;
 - `stride`: try every so manieth point, from `first` on; `limit`: and not more than so many;
 - `launched`: whether agents are this program's children, as a launcher's; if not, trainers start their own.
 
 This program imports torch once and has one thread; trainers and agents are forked from it. After each kill another
-trainer restores, checks every tensor of every version that there is, and saves again. Prints what was seen, as JSON.
+trainer restores, checks every tensor of every version that there is, and saves again. Prints what was seen, a line of
+JSON a plan.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import logging
 import os
@@ -25,7 +27,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -38,6 +39,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.agent import run_agent
+from evergrad.checkpoint.arena import LOCK
 from evergrad.checkpoint.capture import Target
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.job import Job
@@ -114,8 +116,8 @@ class Channel:
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def ask_for_an_agent(self, link: AgentLink) -> None:
-        """In place of `AgentLink._start`: the launcher starts one."""
+    def ask_for_an_agent(self) -> None:
+        """The launcher starts one."""
         self.tell("agent")
         assert self.hear() == "serves"
 
@@ -227,15 +229,13 @@ class Launcher:
             channel = Channel(theirs)
             assert channel.hear() == "go"
             if self.plan["launched"]:
-                setattr(AgentLink, "_start", lambda link: channel.ask_for_an_agent(link))
+                setattr(AgentLink, "_start", lambda _: channel.ask_for_an_agent())
             agent = self.plan["victim"] != "thread"
             with (
-                calls or nullcontext() as seen,
+                calls or nullcontext(),
                 eg.Checkpointer(self.folder, tiers=TIERS[self.plan["tiers"]](), agent=agent) as ck,
             ):
                 act(channel, ck)
-            if isinstance(seen, StorageCalls):
-                channel.tell(f"calls {len(seen.calls)}")
 
         pid = self.fork(act.__name__, run)
         theirs.close()
@@ -261,11 +261,16 @@ class Launcher:
         return self.ended(pid), told
 
     def end_all(self) -> None:
-        """What is left are agents; they leave when they are asked to."""
+        """What is left are agents: ours leave when they are asked to, those of trainers by themselves."""
         for pid in list(self.processes):
             os.kill(pid, signal.SIGTERM)
             code = self.ended(pid)
             assert code == 0, f"an agent ended with {code}"
+        for path in self.shm.rglob(LOCK):
+            with path.open("rb+") as lock:
+                signal.alarm(int(SECONDS))  # ends this program
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                signal.alarm(0)
 
     def kill_all(self) -> None:
         for pid in list(self.processes):
@@ -308,18 +313,16 @@ def crash(launcher: Launcher, victim: str, point: int) -> tuple[bool, int]:
 
 
 def left(launcher: Launcher) -> list[str]:
-    """What lies in the local tier besides the versions that it keeps and the spare, after further saves."""
-    kept = {".spare-rank-00000"}
-    found = [path for path in (launcher.folder / "local").glob("*/*/*") if path.name not in kept]
+    """What crashes have left in the local tier, after further saves: beside the versions that it keeps and the spare."""
+    found = [path for path in (launcher.folder / "local").glob("*/*/*") if path.name != ".spare-rank-00000"]
     versions = sorted(found, key=lambda path: path.name.split("-")[::-1])
-    extra = [f"{path.name}/{', '.join(sorted(os.listdir(path)))}" for path in versions[:-KEEP]]
-    return extra + [path.name for path in versions[-1:] for path in path.glob(".*")]
+    extra = [f"{path.name}: {', '.join(sorted(os.listdir(path)))}" for path in versions[:-KEEP]]
+    return extra + [str(path) for path in versions[-1:] for path in path.glob(".*")]
 
 
 def sweep(folder: Path, shm: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Point after point, until everything ends by itself."""
     seen: Counter[str] = Counter()
-    litter: Counter[str] = Counter()
     points, point, killed = 0, plan["first"], True
     while killed and points < plan["limit"]:
         launcher = Launcher(folder / f"run{point}", shm / str(point), plan)
@@ -334,7 +337,7 @@ def sweep(folder: Path, shm: Path, plan: dict[str, Any]) -> dict[str, Any]:
             found = 0 if text == "None" else int(text)
             assert safe <= found <= LAST_STEP, f"step {safe} was safe, {text} was restored"
             launcher.end_all()
-            litter.update(left(launcher))
+            assert not left(launcher), left(launcher)
         except Exception as error:
             raise AssertionError(f"point {point} of {plan}: {type(error).__name__}: {error}") from error
         finally:
@@ -343,13 +346,13 @@ def sweep(folder: Path, shm: Path, plan: dict[str, Any]) -> dict[str, Any]:
         shutil.rmtree(launcher.folder)
         shutil.rmtree(launcher.shm)
         points, point = points + killed, point + plan["stride"]
-    return {"points": points, "last": point, "seen": seen, "litter": litter}
+    return {"points": points, "seen": seen}
 
 
 if __name__ == "__main__":
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(process)d %(name)s %(message)s")
     torch.set_num_threads(1)
     os.fsync = lambda fd: None  # a killed process takes nothing with it that it has written
-    started = time.monotonic()
-    result = sweep(Path(sys.argv[1]), Path(os.environ["EVERGRAD_SHM"]), json.loads(sys.argv[2]))
-    print(json.dumps({**result, "seconds": round(time.monotonic() - started, 1)}))
+    shared = Path(os.environ["EVERGRAD_SHM"])
+    for text in sys.argv[2:]:
+        print(json.dumps(sweep(Path(sys.argv[1]), shared, json.loads(text))), flush=True)

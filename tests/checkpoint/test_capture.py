@@ -355,6 +355,27 @@ def test_many_alike_tensors_are_each_copied_to_their_own_place(small: int) -> No
     assert all(torch.equal(tensor, state[name]) for name, tensor in load(data).items())
 
 
+def test_large_tensors_are_copied_whole_however_many_threads_share_them() -> None:
+    large = torch.arange(9_000_001, dtype=torch.int32)
+    wave = torch.randn(20_000, dtype=torch.complex64)
+    state = {
+        "large": large,
+        "alike": large + 1,
+        "conj": wave.conj(),
+        "negated": torch._neg_view(wave),
+        "bytes": large.view(torch.uint8)[:99_999],
+    }
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            data = fresh({name: tensor.clone() if name == "bytes" else tensor for name, tensor in state.items()})
+        finally:
+            torch.set_num_threads(before)
+        back = load(data)
+        assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
 def test_numpy_arrays_are_taken_as_they_lie_or_as_copies() -> None:
     base = np.arange(12.0)
     before = {"a": base.copy(), "r": base[::-1], "t": base.reshape(3, 4).T, "f": np.broadcast_to(np.float32(1), (2, 2))}

@@ -87,6 +87,7 @@ def run_agent(
         with suppress(OSError):
             os.unlink(folder / SOCKET)
         os.close(lock)
+        remove_orphans()  # perhaps its own: a run folder may be removed while its agent is still there
     if detach:
         os._exit(0)
     return True

@@ -306,9 +306,9 @@ def populate(buffer: mmap.mmap) -> None:
 def _too_small(folder: Path, size: int, error: OSError) -> TierError:
     status = os.statvfs(folder)
     free, whole = (blocks * status.f_frsize / 1e9 for blocks in (status.f_bavail, status.f_blocks))
+    what = (error.strerror or str(error)).lower()
     return TierError(
-        f"{arenas_root().parent}: an arena of {size / 1e9:.3f} GB does not fit "
-        f"({(error.strerror or str(error)).lower()}): {free:.3f} GB of {whole:.3f} GB are free, and each rank needs two. "
-        "Enlarge it (mount -o remount,size=…; docker run --shm-size=…), or set EVERGRAD_SHM "
-        "to a larger tmpfs."
+        f"{arenas_root().parent}: an arena of {size / 1e9:.3f} GB does not fit ({what}): {free:.3f} GB of {whole:.3f} "
+        "GB are free, and each rank needs two. Enlarge it (mount -o remount,size=…; docker run --shm-size=…), or set "
+        "EVERGRAD_SHM to a larger tmpfs."
     )

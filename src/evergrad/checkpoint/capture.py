@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from evergrad.checkpoint.bulk import Bulk
 from evergrad.checkpoint.layout import Entry, Header, Layout, Spec, uncollected
 from evergrad.checkpoint.sources import Sources
 from evergrad.checkpoint.template import Template
@@ -29,7 +30,7 @@ from evergrad.state.sharing import contiguous_strides
 
 __all__ = ["Gathered", "Plan", "Target"]
 
-_SMALL_BYTES = 64 * 1024  # up to here, one call for many tensors beats one each
+_LARGE_BYTES = 32 * 1024  # from here on, torch would share the copy of a single tensor among its threads
 _MANY = 4
 _MARK = "the root goes here"
 
@@ -97,20 +98,9 @@ class Plan:
         """Everything before the tensors, exactly `layout.data_start` bytes; None if it no longer fits there."""
         return self._header.render(gathered.values, shard)
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Entries (first, past the last) that are small and alike, so that one call can copy them all."""
-        found = []
-        alike = [
-            (entry.dtype, entry.shape) if self._sources.plain[n] and 0 < entry.nbytes <= _SMALL_BYTES else None
-            for n, entry in zip(self._stored, self.layout.entries, strict=True)
-        ]
-        start = 0
-        for form, members in groupby(alike):
-            stop = start + len(list(members))
-            if form is not None and stop - start >= _MANY:
-                found.append((start, stop))
-            start = stop
-        return found
+    def plain(self) -> list[bool]:
+        """For each entry of the layout, whether its source lies in host memory as it will in the file."""
+        return [self._sources.plain[n] for n in self._stored]
 
 
 class Target:
@@ -118,37 +108,43 @@ class Target:
 
     def __init__(self, plan: Plan, buffer: mmap.mmap | memoryview | bytearray) -> None:
         """See the tensors of a plan in a buffer of at least `plan.layout.size` bytes."""
-        whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        entries = plan.layout.entries
-        # One view a dtype, and each tensor as a part of that: a single call for each of tens of thousands.
-        typed = {
-            dtype: whole[: whole.numel() // dtype.itemsize * dtype.itemsize].view(dtype.torch)
-            for dtype in {entry.dtype for entry in entries}
-        }
-
-        def place(first: Entry, shape: tuple[int, ...]) -> torch.Tensor:
-            return typed[first.dtype].as_strided(shape, contiguous_strides(shape), first.offset // first.dtype.itemsize)
-
+        self._whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._typed: dict[DType, torch.Tensor] = {}
         self._runs: list[tuple[slice, torch.Tensor]] = []
-        self._singles: list[slice] = []
+        self._singles: list[int] = []
         self._places: list[torch.Tensor] = []
-        past = 0
-        for start, stop in [*plan.runs(), (len(entries), len(entries))]:
-            self._singles.append(slice(past, start))
-            self._places += (place(entry, entry.shape) for entry in entries[past:start])
-            if stop > start:
-                first = entries[start]
-                self._runs.append((slice(start, stop), place(first, (stop - start, *first.shape))))
-            past = stop
+        large: list[tuple[int, Entry]] = []
+        entries = list(enumerate(plan.layout.entries))
+        plain = plan.plain()
+        for _, members in groupby(entries, lambda item: (item[1].dtype, item[1].shape, plain[item[0]])):
+            alike = list(members)
+            first, entry = alike[0]
+            if plain[first] and entry.nbytes >= _LARGE_BYTES:
+                large += alike
+            elif plain[first] and entry.nbytes and len(alike) >= _MANY:
+                # They lie side by side: one call copies them all.
+                self._runs.append((slice(first, first + len(alike)), self._place(entry, (len(alike), *entry.shape))))
+            else:
+                self._singles += (n for n, _ in alike)
+                self._places += (self._place(entry, entry.shape) for _, entry in alike)
+        self._bulk = Bulk(self._whole.data_ptr(), large)
 
     def copy(self, gathered: Gathered) -> None:
         """Copy the bytes of every tensor to its place."""
+        tensors = gathered.tensors
         with torch.no_grad():
-            singles = [tensor for part in self._singles for tensor in gathered.tensors[part]]
-            if singles:
-                torch._foreach_copy_(self._places, singles)
+            self._bulk.copy(tensors)
             for part, place in self._runs:
-                torch.stack(gathered.tensors[part], out=place)
+                torch.stack(tensors[part], out=place)
+            if self._places:
+                torch._foreach_copy_(self._places, [tensors[n] for n in self._singles])
+
+    def _place(self, first: Entry, shape: tuple[int, ...]) -> torch.Tensor:
+        """The place of an entry, or of it and those behind it, as a tensor of its own type."""
+        dtype, size = first.dtype, first.dtype.itemsize
+        if dtype not in self._typed:
+            self._typed[dtype] = self._whole[: self._whole.numel() // size * size].view(dtype.torch)
+        return self._typed[dtype].as_strided(shape, contiguous_strides(shape), first.offset // size)
 
 
 def _around(skeleton: Skeleton, root: Sequence[str]) -> list[str]:

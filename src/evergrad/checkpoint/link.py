@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from evergrad.checkpoint.agent import socket_address
-from evergrad.checkpoint.arena import arena_folder
+from evergrad.checkpoint.arena import LOCK, arena_folder, is_locked
 from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.chain import Module, describe_module
 from evergrad.checkpoint.engine import Engine
@@ -27,7 +27,6 @@ from evergrad.errors import AgentError, CheckpointError
 
 __all__ = ["AgentLink", "Link", "ThreadLink"]
 
-_log = logging.getLogger(__name__)
 _START_PATIENCE_S = 60.0
 _ASK_AGAIN_S = 2.0
 
@@ -173,18 +172,27 @@ class AgentLink(Link):
                             self._board.take(event)
             if self._closed.is_set():
                 return
-            self._board.report(f"the agent{f' (process {self.pid})' if self.pid else ''} is gone: starting another")
-            try:
-                self._restart()
-            except (CheckpointError, OSError) as error:
-                self._board.report(str(error))
-                self._board.break_off(str(error))
-                time.sleep(1.0)
+            if self.pid is not None:  # else it was leaving when we came
+                self._board.report(f"the agent (process {self.pid}) is gone: starting another")
+            self._restart()
 
     def _restart(self) -> None:
+        """Connect again, however long it takes; whoever waits for a version is told meanwhile why nothing comes."""
         with self._lock:
             self._hang_up()
-        connection = self._connect()
+        self.pid, pause, said = None, 0.5, ""
+        while True:
+            try:
+                connection = self._connect()
+                break
+            except (CheckpointError, OSError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    self._board.report(said)
+                    self._board.break_off(said)
+                if self._closed.wait(pause):
+                    return
+                pause = min(2 * pause, 30.0)
         with self._lock:
             if self._closed.is_set():
                 connection.close()
@@ -212,7 +220,16 @@ class AgentLink(Link):
                     raise AgentError(f"the agent does not answer: {error}. See {self._log_path()}") from error
             finally:
                 os.close(fd)
-            self._start()
+            # One at a time: all ranks of a node come at once, and one agent is enough.
+            turn = os.open(self._folder / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(turn, fcntl.LOCK_EX)
+                if not is_locked(self._folder / LOCK):
+                    self._start()
+                else:
+                    time.sleep(0.02)  # one is about to serve, or about to leave
+            finally:
+                os.close(turn)
 
     def _start(self) -> None:
         """Start an agent in a session of its own; returns when it serves. It inherits no descriptor of ours."""

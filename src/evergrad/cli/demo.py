@@ -24,13 +24,14 @@ EPILOG = "Example:\n\n  evergrad demo --keep /tmp/evergrad-demo\n\nExit codes: 0
 _SEED = 1
 _FLIP = ("--bits", "exponent-msb", "--count", "1", "--where", "model/4.weight", "--seed", str(_SEED))
 _FLIPS, _TRIALS = 10, 10
+_STEPS, _KILL_AT = 60, 40
 
 
 def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this folder: a new or an empty one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small network, look into its checkpoint, flip bits of it, and see what that does."""
+    """Train a small network, flip bits of its checkpoint and see what that does; kill a trainer, and go on."""
     if keep is not None:
         _make_folder(keep)
         _tell(keep, as_json)
@@ -123,8 +124,37 @@ def _tell(folder: Path, as_json: bool) -> None:
     finally:
         trap.unlink(missing_ok=True)  # it is live: nobody should find it in a folder that was kept
     say(f"command executed: {'yes' if facts['trap_ran'] else 'no'}")
+
+    say(f"\n[bold]9. Kill a trainer right after its save of step {_KILL_AT}, and go on in another process[/bold]")
+    facts.update(_survive(folder / "run", say))
     if as_json:
         print_json(facts)
+
+
+def _survive(run_dir: Path, say: Callable[[str], None]) -> dict[str, Json]:
+    """A trainer is killed as soon as `save` has returned; what it saved is there, and training goes on the same."""
+    import signal
+    import subprocess
+    import sys
+
+    import evergrad as eg
+    from evergrad.cli.demo_trainer import train
+
+    command = [sys.executable, "-m", "evergrad.cli.demo_trainer", str(run_dir), str(_STEPS), str(_KILL_AT)]
+    killed = subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    say(f"trainer killed by SIGKILL: {'yes' if killed else 'no'}; only the agent was left, and it finished the save")
+    begin, losses = train(run_dir, _STEPS)
+    golden = train(None, _STEPS)[1]
+    same = losses == golden[begin:]
+    say(f"restored step {begin}, every digest verified, and trained on to step {_STEPS}")
+    say(
+        f"its {len(losses)} losses are those of a run that was never killed, to the last bit: {'yes' if same else 'no'}"
+    )
+    with eg.Checkpointer(run_dir, agent=False) as ck:
+        for record in ck.versions():
+            say(f"  {record.version.name}  loss {record.meta['loss']:.4f}  in {' and '.join(record.tiers)}")
+        versions = [record.version.name for record in ck.versions()]
+    return {"killed": killed, "restored_step": begin, "losses_identical": same, "versions": versions}
 
 
 def _by_field(folder: Path, clean: Path, accuracy: Callable[[Path], float]) -> dict[str, tuple[float, float]]:

@@ -120,7 +120,7 @@ class _LocalStore(Store):
             else:
                 with suppress(FileNotFoundError):
                     storage.rename(copy.shard, spare)
-            storage.remove_folder(copy.manifest.parent)
+            self._remove(copy.manifest.parent, copy.rank)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -151,6 +151,23 @@ class _LocalStore(Store):
         storage.rename(partial, shard)
         # The manifest last: a torn save must look like no save.
         storage.publish(manifest, work.manifest.to_bytes())
+        with suppress(OSError, TierError):
+            self._tidy(work)
+
+    def _tidy(self, work: Work) -> None:
+        """Remove what crashes have left of this rank's shards of versions before this one."""
+        for version in self.torn(work.rank):
+            if version.age() < work.version.age():
+                folder = self._folder / version.name
+                storage.remove(folder / f"{shard_name(work.rank)}.safetensors")
+                self._remove(folder, work.rank)
+
+    def _remove(self, folder: Path, rank: int) -> None:
+        """Remove a folder whose shard of a rank is gone, with what was begun there; others' shards stay."""
+        for name in _names(folder):
+            if name.startswith(f".{shard_name(rank)}."):
+                storage.remove(folder / name)
+        storage.remove_folder(folder)
 
     @staticmethod
     def _write(fd: int, data: memoryview) -> None:
