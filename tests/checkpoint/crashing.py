@@ -313,7 +313,7 @@ def crash(launcher: Launcher, victim: str, point: int) -> tuple[bool, int]:
 
 
 def left(launcher: Launcher) -> list[str]:
-    """What crashes have left in the local tier, after further saves: beside the versions that it keeps and the spare."""
+    """What crashes have left in the local tier, after further saves: besides kept versions and the spare."""
     found = [path for path in (launcher.folder / "local").glob("*/*/*") if path.name != ".spare-rank-00000"]
     versions = sorted(found, key=lambda path: path.name.split("-")[::-1])
     extra = [f"{path.name}: {', '.join(sorted(os.listdir(path)))}" for path in versions[:-KEEP]]

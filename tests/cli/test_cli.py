@@ -118,6 +118,9 @@ def test_the_demo_runs_and_says_what_it_saw() -> None:
     assert worst["exponent-msb"] < 0.9 < worst["mantissa"]
     assert report["conversion_exact"] is True
     assert report["trap_ran"] is False
+    assert report["killed"] is True
+    assert report["restored_step"] == 40
+    assert report["losses_identical"] is True
 
 
 def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path)
     assert re.search(r"model/4\.weight\[\d+,\d+\] = ", shown)
     assert "failed: torch-zip, 1 of 24 tensors wrong" in shown
     kept = {path.name for path in (tmp_path / "new" / "kept").iterdir()}
-    assert kept == {"model.pt", "flipped.pt", "flipped.pt.faults.jsonl", "model.safetensors"}
+    assert kept == {"model.pt", "flipped.pt", "flipped.pt.faults.jsonl", "model.safetensors", "run"}
 
 
 def test_the_demo_keeps_only_in_a_new_or_empty_folder(tmp_path: Path) -> None:

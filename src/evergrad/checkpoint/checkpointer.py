@@ -20,6 +20,7 @@ from evergrad.checkpoint.capture import Gathered, Plan, Target
 from evergrad.checkpoint.chain import Module
 from evergrad.checkpoint.completion import Completion
 from evergrad.checkpoint.job import Job, now
+from evergrad.checkpoint.layout import uncollected
 from evergrad.checkpoint.link import AgentLink, Link, ThreadLink
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
@@ -50,6 +51,7 @@ class Checkpointer:
     ...     _ = pending.wait()                          # on disk, for good
     ...     ck.restore({"model": model})
     10
+    >>> folder.cleanup()
 
     `save` copies the state into shared memory and returns; an agent, one process a node, does the rest, and goes on
     when the trainer is killed. Each rank needs two arenas of its state's size in /dev/shm. All ranks call `save` and
@@ -175,7 +177,9 @@ class Checkpointer:
         ranks = Ranks.now()
         ranks.together(self._link.settle)
         request = Request(state, version, strict, where)
-        self._restored = restore(request, self._job.id, self._stores, ranks)
+        mapped = {arena.files.shard: arena.buffer for arena in self._arenas if arena.buffer is not None}
+        with uncollected():
+            self._restored = restore(request, self._job.id, self._stores, ranks, mapped)
         if self._restored is None:
             return None
         self._parent = self._restored.version.name
@@ -189,7 +193,9 @@ class Checkpointer:
         for store in self._stores:
             for copy in store.find():
                 with suppress(FormatError, OSError):
-                    completion.note(copy.version, copy.tier, copy.rank, Manifest.read(copy.manifest).world_size)
+                    completion.note(
+                        copy.version, copy.tier, copy.rank, Manifest.read(copy.manifest, digests=False).world_size
+                    )
         return list_versions(self._job.id, self._stores, completion.is_complete, Ranks.now().rank)
 
     def close(self) -> None:

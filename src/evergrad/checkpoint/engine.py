@@ -302,12 +302,16 @@ class Engine:
                 continue
             kept, newest = complete[-tier.keep :], complete[-1]
             try:
-                for copy in store.find(self._rank) if tier.kind != "memory" else ():  # arenas are overwritten
-                    if copy.version not in kept and copy.version.age() < newest.age():
-                        store.drop(copy)
+                copies = store.find(self._rank) if tier.kind != "memory" else []  # arenas are overwritten
             except EvergradError as error:
-                _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
+                _log.warning("tier %s: old versions could not be looked for: %s", tier.kind, error)
                 continue
+            for copy in copies:
+                if copy.version not in kept and copy.version.age() < newest.age():
+                    try:
+                        store.drop(copy)
+                    except EvergradError as error:
+                        _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
             failed = [version for version, kind in self._completion.failed() if kind == tier.kind]
             for version in (*complete, *failed):
                 if version not in kept and version.age() < newest.age():
@@ -328,7 +332,7 @@ class Engine:
 
     def _note_copy(self, copy: Copy) -> None:
         try:
-            manifest = Manifest.read(copy.manifest)
+            manifest = Manifest.read(copy.manifest, digests=False)
         except (FormatError, FileNotFoundError) as error:
             _log.warning("tier %s: %s", copy.tier, error)
             return

@@ -8,9 +8,11 @@ Nothing of the live state is touched before all ranks hold a verified shard that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from evergrad.checkpoint.loading import Loading, prepare
 from evergrad.checkpoint.manifest import Manifest
@@ -56,7 +58,9 @@ class _Offer:
     torn: dict[Version, str] = field(default_factory=dict)
 
 
-def restore(request: Request, job: str, stores: Sequence[Store], ranks: Ranks) -> Restored | None:
+def restore(
+    request: Request, job: str, stores: Sequence[Store], ranks: Ranks, mapped: Mapping[Path, mmap.mmap]
+) -> Restored | None:
     """Restore the newest version that all ranks can obtain, or the one asked for; None if there is none at all."""
     offer = _look(job, stores, ranks.rank)
     offers = ranks.gather(offer)
@@ -64,8 +68,11 @@ def restore(request: Request, job: str, stores: Sequence[Store], ranks: Ranks) -
     candidates = [version for version in sorted(common, key=Version.age, reverse=True) if _asked(request, version)]
     candidates = _of_this_size(candidates, [each.world_sizes for each in offers], ranks.world_size)
     complaints: dict[Version, list[str]] = _incomplete(common, offers)
+    for version in common:
+        if why := offer.damaged.get(version) or offer.torn.get(version):
+            complaints[version] = [f"{version}: {why}"]
     for version in candidates:
-        restored = _try(request, job, version, offer.copies[version], ranks, complaints)
+        restored = _try(request, job, version, offer.copies[version], ranks, complaints, mapped)
         if restored is not None:
             for newer in sorted(complaints, key=Version.age, reverse=True):
                 if newer.age() >= version.age():
@@ -83,7 +90,7 @@ def list_versions(
     for store in stores:
         for copy in store.find(rank):
             with suppress(FormatError, OSError):
-                manifest = Manifest.read(copy.manifest)
+                manifest = Manifest.read(copy.manifest, digests=False)
                 if manifest.job == job and manifest.version == copy.version and is_complete(copy.version, copy.tier):
                     found.setdefault(copy.version, (manifest, []))[1].append(copy.tier)
     return [
@@ -98,15 +105,18 @@ def _look(job: str, stores: Iterable[Store], rank: int) -> _Offer:
     for store in stores:
         try:
             copies = store.find(rank)
-            offer.torn |= store.torn(rank)
+            torn = store.torn(rank)
         except CheckpointError as error:
             _log.warning("rank %d: %s", rank, error)
             continue
+        # What is wrong with a copy matters only where no nearer tier has the version.
+        offer.torn |= {version: why for version, why in torn.items() if version not in offer.copies}
         for copy in copies:
             try:
-                manifest = Manifest.read(copy.manifest)
+                manifest = Manifest.read(copy.manifest, digests=False)
             except (FormatError, OSError) as error:
-                offer.damaged[copy.version] = str(error)
+                if copy.version not in offer.copies:
+                    offer.damaged[copy.version] = str(error)
                 continue
             if manifest.job == job:
                 offer.copies.setdefault(copy.version, []).append(copy)
@@ -144,12 +154,18 @@ def _incomplete(common: set[Version], offers: Sequence[_Offer]) -> dict[Version,
 
 
 def _try(
-    request: Request, job: str, version: Version, copies: list[Copy], ranks: Ranks, complaints: dict[Version, list[str]]
+    request: Request,
+    job: str,
+    version: Version,
+    copies: list[Copy],
+    ranks: Ranks,
+    complaints: dict[Version, list[str]],
+    mapped: Mapping[Path, mmap.mmap],
 ) -> Restored | None:
     """Load one version, if every rank has an intact copy of its shard."""
     shard = None
     for copy in copies:
-        shard, complaint = _open(copy, job)
+        shard, complaint = _open(copy, job, mapped.get(copy.shard))
         if complaint:
             complaints.setdefault(version, []).append(complaint)
         if shard is not None:
@@ -169,11 +185,11 @@ def _try(
             shard.close()
 
 
-def _open(copy: Copy, job: str) -> tuple[Shard | None, str]:
+def _open(copy: Copy, job: str, mapped: mmap.mmap | None) -> tuple[Shard | None, str]:
     """A copy that is what was captured, or what is wrong with it."""
     where = f"{copy.version} in tier {copy.tier}"
     try:
-        shard = Shard(copy, job)
+        shard = Shard(copy, job, mapped)
     except FormatError as error:
         return None, f"{where}: {error}"
     try:

@@ -112,12 +112,17 @@ def remove_folder(path: Path) -> None:
 def publish(path: Path, text: bytes) -> None:
     """Write a small file that appears whole or not at all, and stays: write, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    fd = create(temporary)
     try:
-        resize(fd, 0)
-        write(fd, text, 0)
-        fsync(fd)
-    finally:
-        os.close(fd)
-    rename(temporary, path)
+        fd = create(temporary)
+        try:
+            resize(fd, 0)
+            write(fd, text, 0)
+            fsync(fd)
+        finally:
+            os.close(fd)
+        rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            remove(temporary)
+        raise
     fsync_folder(path.parent)

@@ -153,7 +153,7 @@ def _survive(run_dir: Path, say: Callable[[str], None]) -> dict[str, Json]:
     with eg.Checkpointer(run_dir, agent=False) as ck:
         for record in ck.versions():
             say(f"  {record.version.name}  loss {record.meta['loss']:.4f}  in {' and '.join(record.tiers)}")
-        versions = [record.version.name for record in ck.versions()]
+        versions: list[Json] = [record.version.name for record in ck.versions()]
     return {"killed": killed, "restored_step": begin, "losses_identical": same, "versions": versions}
 
 

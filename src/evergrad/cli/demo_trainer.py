@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 __all__ = ["main", "train"]
 
@@ -34,7 +35,7 @@ def train(run_dir: Path | None, steps: int, kill_at: int | None = None) -> tuple
     losses = []
     for step in range(begin + 1, steps + 1):
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(points), label)
+        loss: Any = torch.nn.functional.cross_entropy(model(points), label)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

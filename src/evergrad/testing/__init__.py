@@ -18,6 +18,7 @@ from evergrad.testing.crashes import (
     kill_after,
 )
 from evergrad.testing.format_contract import FormatContract, raw_bytes
+from evergrad.testing.tier_contract import TierContract, captured
 
 __all__ = [
     "FormatContract",
@@ -26,6 +27,8 @@ __all__ = [
     "SlowStorage",
     "StorageCall",
     "StorageCalls",
+    "TierContract",
+    "captured",
     "kill_after",
     "raw_bytes",
 ]

@@ -12,6 +12,7 @@ new ones, so the last retired shard is kept as a spare.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 from contextlib import suppress
@@ -27,6 +28,7 @@ from evergrad.errors import TierError, UsageError
 
 __all__ = ["Local"]
 
+_log = logging.getLogger(__name__)
 _CHUNK = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -64,10 +66,10 @@ class _LocalStore(Store):
     def check(self) -> None:
         try:
             self._make_folder()
-            if not os.access(self._folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "permission denied")
             if os.statvfs(self._folder).f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, "read-only file system")
+            if not os.access(self._folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "permission denied")
         except OSError as error:
             raise _tier_error(self._folder, error) from error
 
@@ -94,11 +96,16 @@ class _LocalStore(Store):
             if version is None:
                 continue
             folder = self._folder / name
-            for entry in _names(folder) if rank is None else [f"{shard_name(rank)}.json"]:
+            try:
+                entries = _names(folder) if rank is None else [f"{shard_name(rank)}.json"]
+            except TierError as error:  # one version that cannot be read must not hide the others
+                _log.warning("%s", error)
+                continue
+            for entry in entries:
                 stem, _, ending = entry.rpartition(".")
                 if ending == "json" and stem.startswith("rank-") and stem[5:].isdigit():
                     shard, manifest = folder / f"{stem}.safetensors", folder / entry
-                    if rank is None or manifest.exists():
+                    if rank is None or _is_there(manifest):
                         found.append(Copy("local", version, int(stem[5:]), shard, manifest))
         return found
 
@@ -106,7 +113,7 @@ class _LocalStore(Store):
         found = {}
         for name in _names(self._folder):
             version, manifest = Version.parse(name), self._folder / name / f"{shard_name(rank)}.json"
-            if version is not None and not manifest.exists():
+            if version is not None and not _is_there(manifest):
                 found[version] = f"{manifest}: no manifest"
         return found
 
@@ -200,6 +207,14 @@ class _LocalStore(Store):
         for path in reversed((self._folder, *self._folder.parents)):
             if not path.is_dir() and storage.make_folder(path):
                 storage.fsync_folder(path.parent)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file, for all that can be seen: if its folder is closed to us, reading it will tell."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def _names(folder: Path) -> list[str]:

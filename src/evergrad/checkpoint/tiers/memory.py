@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -59,7 +60,12 @@ class _MemoryStore(Store):
         found = {}
         for files in find_arenas(self._site.arenas, rank):
             ticket = files.read_ticket()
-            if ticket is not None and ticket.captured and self._copy(files) is None:
+            if ticket is None:
+                with suppress(FormatError, FileNotFoundError):  # what was in it before
+                    found[Manifest.read(files.manifest, digests=False).version] = (
+                        f"{files.ticket}: is not as it was written"
+                    )
+            elif ticket.captured and self._copy(files) is None:
                 found[ticket.version] = f"{files.manifest}: no manifest of this capture"
         return found
 
@@ -72,9 +78,11 @@ class _MemoryStore(Store):
         if ticket is None or not ticket.captured:
             return None
         try:
-            manifest = Manifest.read(files.manifest)
-        except (FormatError, FileNotFoundError):
-            return None  # not digested yet, or damaged: either way no checkpoint
-        if manifest.generation != ticket.generation or manifest.version != ticket.version:
-            return None  # of what was in the arena before
+            manifest = Manifest.read(files.manifest, digests=False)
+            if manifest.generation != ticket.generation or manifest.version != ticket.version:
+                return None  # of what was in the arena before
+        except FileNotFoundError:
+            return None  # not digested yet
+        except FormatError:
+            pass  # damaged: whoever reads it says so
         return Copy("memory", ticket.version, files.rank, files.shard, files.manifest, ticket.generation)

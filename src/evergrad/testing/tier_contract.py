@@ -1,0 +1,134 @@
+"""What every tier promises, as a test suite that pytest runs over any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from evergrad.checkpoint.arena import Arena, Ticket
+from evergrad.checkpoint.capture import Plan, Target
+from evergrad.checkpoint.chain import Digest
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard import Shard
+from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
+from evergrad.checkpoint.version import Version
+
+__all__ = ["TierContract", "captured"]
+
+
+class TierContract:
+    """Subclass it, say how to make the tier, and let pytest collect it."""
+
+    def make(self, folder: Path) -> Tier:
+        """A tier that keeps what it keeps in or below a folder."""
+        raise TypeError(f"{type(self).__name__} must say how to make its tier")
+
+    def _store(self, folder: Path) -> tuple[Store, Site]:
+        site = Site("job-1", "n0", folder / "arenas", folder / "run")
+        site.arenas.mkdir(exist_ok=True)
+        site.run_dir.mkdir(exist_ok=True)
+        (tier,) = read_tiers([self.make(folder).to_json()])  # as the agent gets it
+        store = tier.store(site)
+        store.check()
+        return store, site
+
+    def test_its_settings_survive_the_way_to_the_agent(self, tmp_path: Path) -> None:
+        """JSON there and back gives the same tier."""
+        tier = self.make(tmp_path)
+        assert read_tiers([tier.to_json()]) == [tier]
+        assert tier.keep >= 1
+
+    def test_nothing_is_found_before_something_was_put(self, tmp_path: Path) -> None:
+        """An empty tier is no error."""
+        store, _ = self._store(tmp_path)
+        assert store.find() == []
+        assert store.find(0) == []
+
+    def test_what_was_put_is_found_and_intact(self, tmp_path: Path) -> None:
+        """Manifest and bytes are those of the capture."""
+        store, site = self._store(tmp_path)
+        for rank in (0, 1):
+            with captured(site, Version(7, 1), rank) as work:
+                store.put(work)
+                (copy,) = store.find(rank)
+                assert (copy.version, copy.rank) == (Version(7, 1), rank)
+                assert _is_intact(copy, float(rank))
+        assert sorted(copy.rank for copy in store.find()) == [0, 1]
+
+    def test_putting_the_same_capture_twice_changes_nothing(self, tmp_path: Path) -> None:
+        """An agent that was killed before it could say so puts it again."""
+        store, site = self._store(tmp_path)
+        with captured(site, Version(7, 1), 0) as work:
+            store.put(work)
+            store.put(work)
+            (copy,) = store.find(0)
+            assert _is_intact(copy, 0.0)
+
+    def test_without_its_manifest_a_shard_is_not_there(self, tmp_path: Path) -> None:
+        """The manifest is what makes it complete; what is left is said to be torn."""
+        store, site = self._store(tmp_path)
+        with captured(site, Version(7, 1), 0) as work:
+            store.put(work)
+            (copy,) = store.find(0)
+            copy.manifest.unlink()
+            assert store.find(0) == []
+            assert list(store.torn(0)) == [Version(7, 1)]
+
+    def test_what_was_dropped_is_gone_and_may_be_dropped_again(self, tmp_path: Path) -> None:
+        """Dropping one shard leaves the others."""
+        store, site = self._store(tmp_path)
+        with captured(site, Version(7, 1), 0) as first, captured(site, Version(7, 1), 1) as second:
+            store.put(first)
+            store.put(second)
+            (copy,) = store.find(0)
+            store.drop(copy)
+            store.drop(copy)
+            assert store.find(0) == []
+            (other,) = store.find(1)
+            assert _is_intact(other, 1.0)
+
+    def test_a_version_after_a_dropped_one_is_intact(self, tmp_path: Path) -> None:
+        """Whatever a tier recycles, nothing of the old shard shows."""
+        store, site = self._store(tmp_path)
+        for step, size in ((1, 5000), (2, 3000), (3, 9000)):
+            with captured(site, Version(step, 1), 0, float(step), size) as work:
+                store.put(work)
+                (copy,) = store.find(0)
+                assert _is_intact(copy, float(step))
+                store.drop(copy)
+
+
+@contextmanager
+def captured(site: Site, version: Version, rank: int, value: float | None = None, size: int = 5000) -> Iterator[Work]:
+    """A small shard in an arena, as a trainer leaves it; every element is `value`, or the rank."""
+    arena = Arena.lease(site.arenas, rank, 0)
+    assert arena is not None
+    state = {"a": torch.full((size,), float(rank) if value is None else value), "step": version.step}
+    plan = Plan.of(state)
+    arena.reserve(plan.layout.size)
+    gathered = plan.gather(state)
+    assert arena.buffer is not None
+    assert gathered is not None
+    header = plan.header(gathered, {})
+    assert header is not None
+    arena.begin()
+    Target(plan, arena.buffer).copy(gathered)
+    arena.buffer[: len(header)] = header
+    ticket = Ticket(0, True, version.step, version.attempt, rank, 2, plan.layout.size, "2026-01-01T00:00:00Z")
+    arena.captured(ticket)
+    manifest = Manifest(site.job, version, rank, 2, plan.layout.size, 0, ticket.time, "", {}, site.node)
+    work = Work(arena.ticket, arena.files, memoryview(arena.buffer), site, manifest)
+    Digest().run(work)
+    try:
+        yield work
+    finally:
+        work.shard.release()
+        arena.close()
+
+
+def _is_intact(copy: Copy, value: float) -> bool:
+    with Shard(copy, "job-1") as shard:
+        return shard.verify() == [] and bool((shard.tensor("a") == value).all())
