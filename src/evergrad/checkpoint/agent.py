@@ -43,6 +43,7 @@ SOCKET = "agent.sock"
 
 _log = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 10.0
+_FIRST_TRAINER_S = 10.0  # whoever started it is on the way, however short it lingers later
 _MESSAGE_LIMIT = 1 << 20
 
 
@@ -105,6 +106,7 @@ class _Agent:
         self._trainers: dict[asyncio.StreamWriter, int] = {}
         self._leaving = asyncio.Event()
         self._idle_since = time.monotonic()
+        self._patience_s = max(linger_s, _FIRST_TRAINER_S)
 
     async def serve(self) -> None:
         """Until nothing is owed and nobody has been there for a while, or someone asks it to stop."""
@@ -120,7 +122,7 @@ class _Agent:
                 await asyncio.wait_for(self._leaving.wait(), min(0.25, self._linger_s / 4 or 0.01))
             if self._trainers or self._engine.owed:
                 self._idle_since = time.monotonic()
-            elif time.monotonic() - self._idle_since >= self._linger_s:
+            elif time.monotonic() - self._idle_since >= self._patience_s:
                 self._leaving.set()
         server.close()
         await asyncio.to_thread(self._engine.close)
@@ -136,6 +138,7 @@ class _Agent:
             writer.close()
             return
         self._trainers[writer] = 0
+        self._patience_s = self._linger_s
         try:
             while line := await reader.readline():
                 await self._hear(json.loads(line), writer)
