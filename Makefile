@@ -40,6 +40,7 @@ check: install  ## style, types, and the rules of the house
 	$(PYTEST) -q -m check
 
 bench: install  ## every benchmark; results go to benchmarks/results
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[rivals]'
 	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main || exit 1; done
 
 clean:  ## remove what the targets above made
