@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad.checkpoint.loading import prepare
+from evergrad.checkpoint.restore.loading import prepare
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.state import Skeleton, flatten

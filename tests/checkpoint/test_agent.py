@@ -19,8 +19,8 @@ import torch
 from living_agents import agents_of
 
 import evergrad as eg
-from evergrad.checkpoint.agent import SOCKET, socket_address
 from evergrad.checkpoint.arena import arena_folder, find_arenas
+from evergrad.checkpoint.finish.agent import SOCKET, socket_address
 from evergrad.checkpoint.job import Job
 from evergrad.errors import SaveRefused, UsageError
 
@@ -185,7 +185,7 @@ def test_a_trainer_of_an_older_attempt_is_refused(tmp_path: Path) -> None:
     with eg.Checkpointer(tmp_path) as old, eg.Checkpointer(tmp_path) as new:
         old.save(1, state(1)).wait()
         new.save(1, state(2)).wait()
-        until(lambda: old._board.refusal())
+        until(old._board.refusal)
         with pytest.raises(SaveRefused, match="attempt 1 of the job is over: attempt 2 runs it now"):
             old.save(2, state(3))
         new.save(2, state(4)).wait()

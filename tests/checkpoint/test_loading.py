@@ -17,7 +17,7 @@ from hypothesis import given
 from sources import MemorySource, SharedSource, bytes_of, load, refused
 from torch import nn
 
-from evergrad.checkpoint.loading import prepare
+from evergrad.checkpoint.restore.loading import prepare
 from evergrad.errors import StateError, UnknownTensor, UsageError
 from evergrad.state import flatten, unflatten
 from evergrad.testing import raw_bytes
@@ -311,7 +311,7 @@ def test_no_second_copy_of_the_state_is_made() -> None:
 import re, sys, threading, torch
 sys.path.insert(0, "tests/checkpoint")
 from sources import MemorySource
-from evergrad.checkpoint.loading import prepare
+from evergrad.checkpoint.restore.loading import prepare
 
 def anonymous():
     return int(re.search(r"^Anonymous: +(\\d+) kB", open("/proc/self/smaps_rollup").read(), re.M)[1]) / 1024

@@ -15,6 +15,7 @@ __all__ = ["Board", "Pending"]
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 256
+_UNTOLD = 32
 
 
 class Board:
@@ -27,14 +28,15 @@ class Board:
         self._free: dict[int, int] = {}
         self._knows_free = False
         self._settled = 0
-        self._rank = -1
+        self._rank = self._attempt = -1
         self._refused: str | None = None
         self._broken: str | None = None
         self._errors: list[str] = []
 
-    def follow(self, rank: int) -> None:
-        """The rank whose arenas are of interest; starts with none of them free."""
+    def follow(self, rank: int, attempt: int) -> None:
+        """The rank whose arenas, and the attempt whose failures, are of interest; starts with no arena free."""
         with self._changed:
+            self._attempt = attempt
             self._rank, self._free, self._knows_free, self._refused = rank, {}, False, None
 
     def take(self, event: Event) -> None:
@@ -45,7 +47,8 @@ class Board:
             elif isinstance(event, Failed):
                 if (event.version, event.tier) not in self._verdicts:
                     self._verdicts[event.version, event.tier] = event.why
-                    self._errors.append(f"{event.version} is not in tier {event.tier}: {event.why}")
+                    if event.attempt == self._attempt:  # else nobody here has saved it
+                        self._note(f"{event.version} is not in tier {event.tier}: {event.why}")
             elif isinstance(event, Free) and event.rank == self._rank:
                 self._free.update((int(index), generation) for index, generation in event.arenas.items())
                 self._knows_free = True
@@ -61,7 +64,12 @@ class Board:
         """Something went wrong in the background; the next save says so."""
         _log.warning("%s", message)
         with self._changed:
+            self._note(message)
+
+    def _note(self, message: str) -> None:
+        if message not in self._errors[-_UNTOLD:]:
             self._errors.append(message)
+            del self._errors[:-_UNTOLD]
 
     def break_off(self, message: str | None) -> None:
         """Nobody finishes versions at the moment, and why; None: someone does again."""

@@ -13,18 +13,18 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
-from evergrad.checkpoint.agent import linger_seconds
 from evergrad.checkpoint.arena import Arena, Ticket, arena_folder
 from evergrad.checkpoint.board import Board, Pending
-from evergrad.checkpoint.capture import Gathered, Plan, Target
-from evergrad.checkpoint.chain import Module
-from evergrad.checkpoint.completion import Completion
+from evergrad.checkpoint.capture.plan import Gathered, Plan, Target
+from evergrad.checkpoint.finish.agent import linger_seconds
+from evergrad.checkpoint.finish.chain import Module
+from evergrad.checkpoint.finish.completion import Completion
+from evergrad.checkpoint.finish.link import AgentLink, Link, ThreadLink
 from evergrad.checkpoint.job import Job, now
 from evergrad.checkpoint.layout import uncollected
-from evergrad.checkpoint.link import AgentLink, Link, ThreadLink
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore import Request, Restored, list_versions, restore
+from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
 from evergrad.checkpoint.tiers import Local, Memory, Site, Tier
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, FormatError, SaveRefused, TierError, UsageError
@@ -233,7 +233,7 @@ class Checkpointer:
         if ranks.rank != self._rank:
             self._lease(ranks.rank)
         self._attempt, self._last_step = attempt, -1
-        self._board.follow(ranks.rank)
+        self._board.follow(ranks.rank, attempt)
         self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
         self._attached = ranks
 

@@ -32,7 +32,7 @@ def agent(
     import os
     import sys
 
-    from evergrad.checkpoint.agent import linger_seconds, run_agent
+    from evergrad.checkpoint.finish.agent import linger_seconds, run_agent
     from evergrad.checkpoint.job import Job
 
     logging.basicConfig(

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from evergrad.checkpoint.arena import Arena, Ticket
-from evergrad.checkpoint.capture import Plan, Target
-from evergrad.checkpoint.chain import Digest
+from evergrad.checkpoint.capture.plan import Plan, Target
+from evergrad.checkpoint.finish.chain import Digest
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.shard import Shard
+from evergrad.checkpoint.restore.shard import Shard
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 

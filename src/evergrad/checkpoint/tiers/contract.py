@@ -17,14 +17,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import UsageError
 
-__all__ = ["Copy", "Site", "Store", "Tier", "Work", "read_tiers", "tier_kinds"]
+__all__ = ["Copy", "Site", "Store", "Tier", "Torn", "Work", "read_tiers", "tier_kinds"]
 
 _KINDS: dict[str, type[Tier]] = {}
 
@@ -75,6 +75,14 @@ class Copy:
     """In memory: the use of the arena that it is good for."""
 
 
+class Torn(NamedTuple):
+    """Something that looks like a shard and cannot be used."""
+
+    what: str
+    was_complete: bool = False
+    """Whether it is known to have been complete once: it is then a loss, and not a save that never ended."""
+
+
 class Store(ABC):
     """A tier of one job on one node."""
 
@@ -91,7 +99,7 @@ class Store(ABC):
         """Every complete shard, of all ranks of this node or of one."""
 
     @abstractmethod
-    def torn(self, rank: int) -> dict[Version, str]:
+    def torn(self, rank: int) -> dict[Version, Torn]:
         """What looks like a shard of a rank and is not complete, with what is wrong: for messages only."""
 
     @abstractmethod

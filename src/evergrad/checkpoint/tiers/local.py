@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.manifest import shard_name
-from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Work
+from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 
@@ -109,12 +109,12 @@ class _LocalStore(Store):
                         found.append(Copy("local", version, int(stem[5:]), shard, manifest))
         return found
 
-    def torn(self, rank: int) -> dict[Version, str]:
+    def torn(self, rank: int) -> dict[Version, Torn]:
         found = {}
         for name in _names(self._folder):
             version, manifest = Version.parse(name), self._folder / name / f"{shard_name(rank)}.json"
             if version is not None and not _is_there(manifest):
-                found[version] = f"{manifest}: no manifest"
+                found[version] = Torn(f"{manifest}: no manifest")
         return found
 
     def drop(self, copy: Copy) -> None:

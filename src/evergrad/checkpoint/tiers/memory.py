@@ -9,7 +9,7 @@ from typing import ClassVar
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, find_arenas
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Work
+from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError
 
@@ -56,17 +56,16 @@ class _MemoryStore(Store):
     def find(self, rank: int | None = None) -> list[Copy]:
         return [copy for files in find_arenas(self._site.arenas, rank) if (copy := self._copy(files))]
 
-    def torn(self, rank: int) -> dict[Version, str]:
+    def torn(self, rank: int) -> dict[Version, Torn]:
         found = {}
         for files in find_arenas(self._site.arenas, rank):
             ticket = files.read_ticket()
             if ticket is None:
                 with suppress(FormatError, FileNotFoundError):  # what was in it before
-                    found[Manifest.read(files.manifest, digests=False).version] = (
-                        f"{files.ticket}: is not as it was written"
-                    )
+                    version = Manifest.read(files.manifest, digests=False).version
+                    found[version] = Torn(f"{files.ticket}: is not as it was written", was_complete=True)
             elif ticket.captured and self._copy(files) is None:
-                found[ticket.version] = f"{files.manifest}: no manifest of this capture"
+                found[ticket.version] = Torn(f"{files.manifest}: no manifest of this capture")
         return found
 
     def drop(self, copy: Copy) -> None:

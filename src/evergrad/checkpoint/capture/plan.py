@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from evergrad.checkpoint.bulk import Bulk
+from evergrad.checkpoint.capture.bulk import Bulk
+from evergrad.checkpoint.capture.sources import Sources
+from evergrad.checkpoint.capture.template import Template
+from evergrad.checkpoint.capture.values import Values
 from evergrad.checkpoint.layout import Entry, Header, Layout, Spec, uncollected
-from evergrad.checkpoint.sources import Sources
-from evergrad.checkpoint.template import Template
-from evergrad.checkpoint.values import Values
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json

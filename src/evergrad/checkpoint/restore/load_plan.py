@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evergrad.checkpoint.filling import Source, fill, fresh, is_expanded, same_bits, without_repeats
+from evergrad.checkpoint.restore.filling import Source, fill, fresh, is_expanded, same_bits, without_repeats
 from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import Skeleton, join

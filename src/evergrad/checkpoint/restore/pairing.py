@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from evergrad.checkpoint.filling import Source
-from evergrad.checkpoint.load_plan import Call, LoadPlan, Mismatch, children, describe, rebuilding
-from evergrad.checkpoint.objects import compare, is_stateful, live_tensors, optimizer_call, owns_loading
+from evergrad.checkpoint.restore.filling import Source
+from evergrad.checkpoint.restore.load_plan import Call, LoadPlan, Mismatch, children, describe, rebuilding
+from evergrad.checkpoint.restore.objects import compare, is_stateful, live_tensors, optimizer_call, owns_loading
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json

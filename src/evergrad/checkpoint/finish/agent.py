@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.checkpoint.arena import LOCK, arena_folder, remove_orphans
-from evergrad.checkpoint.chain import load_module
-from evergrad.checkpoint.engine import Engine
 from evergrad.checkpoint.events import Attached, Event, Refused, Settled
+from evergrad.checkpoint.finish.chain import load_module
+from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
 from evergrad.errors import AgentError, EvergradError, UsageError
 

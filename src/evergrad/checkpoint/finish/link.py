@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from evergrad.checkpoint.agent import socket_address
 from evergrad.checkpoint.arena import LOCK, arena_folder, is_locked
 from evergrad.checkpoint.board import Board
-from evergrad.checkpoint.chain import Module, describe_module
-from evergrad.checkpoint.engine import Engine
 from evergrad.checkpoint.events import Attached, read_event
+from evergrad.checkpoint.finish.agent import socket_address
+from evergrad.checkpoint.finish.chain import Module, describe_module
+from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
 from evergrad.errors import AgentError, CheckpointError
 
@@ -29,6 +29,7 @@ __all__ = ["AgentLink", "Link", "ThreadLink"]
 
 _START_PATIENCE_S = 60.0
 _ASK_AGAIN_S = 2.0
+_TOO_SHORT_S = 0.2  # an agent that lives no longer than this is not replaced in a hurry
 
 
 class Link(ABC):
@@ -160,6 +161,7 @@ class AgentLink(Link):
     def _listen(self) -> None:
         """Pass on what the agent says; when it is gone, start another."""
         while not self._closed.is_set():
+            since = time.monotonic()
             with self._lock:
                 connection = self._socket
             if connection is not None:
@@ -174,6 +176,8 @@ class AgentLink(Link):
                 return
             if self.pid is not None:  # else it was leaving when we came
                 self._board.report(f"the agent (process {self.pid}) is gone: starting another")
+            if time.monotonic() - since < _TOO_SHORT_S and self._closed.wait(_TOO_SHORT_S):
+                return
             self._restart()
 
     def _restart(self) -> None:

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from evergrad.checkpoint.arena import ArenaFiles, Ticket, arena_folder, find_arenas, populate
-from evergrad.checkpoint.chain import Module, Put, arrange, run_chain
-from evergrad.checkpoint.completion import Completion
 from evergrad.checkpoint.events import Committed, Event, Failed, Free
+from evergrad.checkpoint.finish.chain import Module, Put, arrange, run_chain
+from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
@@ -78,8 +78,8 @@ class Engine:
                 _log.error("%s: found in memory, and left there: %s", self._where(ticket), error)
                 continue
             if missing and files.shard.exists():  # if not, the arena was being removed
-                _log.info("%s: found in memory, going on", self._where(ticket))
-                self._queue(files, ticket)
+                if self._queue(files, ticket):
+                    _log.info("%s: found in memory, going on", self._where(ticket))
             else:
                 with self._lock:
                     self._taken[files.rank, files.index] = ticket.generation
@@ -182,10 +182,11 @@ class Engine:
         with self._lock:
             return self._taken.get((files.rank, files.index)) == ticket.generation
 
-    def _queue(self, files: ArenaFiles, ticket: Ticket) -> None:
+    def _queue(self, files: ArenaFiles, ticket: Ticket) -> bool:
+        """Have the chain run on a shard; False if that was said before."""
         with self._lock:
             if self._is_taken(files, ticket):
-                return
+                return False
             self._taken[files.rank, files.index] = ticket.generation
             worker = self._workers.get(files.rank)
             if worker is None:
@@ -194,6 +195,7 @@ class Engine:
             self._owed += 1
             self._unsettled.add((files.rank, files.index, ticket.generation))
             worker.submit(self._finish, files, ticket)
+            return True
 
     def _finish(self, files: ArenaFiles, ticket: Ticket) -> None:
         """Run the chain on one shard."""

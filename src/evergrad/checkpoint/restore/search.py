@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evergrad.checkpoint.loading import Loading, prepare
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.shard import Shard
+from evergrad.checkpoint.restore.loading import Loading, prepare
+from evergrad.checkpoint.restore.shard import Shard
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, FormatError, RestoreError, UsageError
@@ -110,7 +110,9 @@ def _look(job: str, stores: Iterable[Store], rank: int) -> _Offer:
             _log.warning("rank %d: %s", rank, error)
             continue
         # What is wrong with a copy matters only where no nearer tier has the version.
-        offer.torn |= {version: why for version, why in torn.items() if version not in offer.copies}
+        for version, (what, was_complete) in torn.items():
+            if version not in offer.copies:
+                (offer.damaged if was_complete else offer.torn)[version] = what
         for copy in copies:
             try:
                 manifest = Manifest.read(copy.manifest, digests=False)
@@ -227,11 +229,12 @@ def _nothing(
     """There is nothing to restore; an error, if there should have been."""
     told = ranks.gather([line for version in sorted(complaints, key=Version.age) for line in complaints[version]])
     reasons = "; ".join(dict.fromkeys(line for lines in told for line in lines))
+    known = sorted({version for offer in offers for version in offer.copies}, key=Version.age, reverse=True)
+    if request.version is not None and any(_asked(request, version) for version in (*known, *complaints)):
+        raise RestoreError(f"version {request.version} cannot be restored: {reasons}. Nothing was touched.")
     if request.version is not None:
-        known = sorted({version for offer in offers for version in offer.copies}, key=Version.age, reverse=True)
         steps = ", ".join(str(version.step) for version in known[:8])
-        why = f" ({reasons})" if reasons else ""
-        raise UsageError(f"version {request.version} cannot be restored{why}. There are {steps or 'none'}.")
+        raise UsageError(f"there is no version {request.version}. There are {steps or 'none'}.")
     if candidates or any(offer.damaged for offer in offers):
         raise RestoreError(
             f"none of the versions is intact: {reasons}. Nothing was touched. To start anew, choose another run folder."

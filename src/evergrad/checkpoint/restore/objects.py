@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.filling import is_expanded, obstacle
-from evergrad.checkpoint.load_plan import Call, Mismatch, children, describe
+from evergrad.checkpoint.restore.filling import is_expanded, obstacle
+from evergrad.checkpoint.restore.load_plan import Call, Mismatch, children, describe
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json

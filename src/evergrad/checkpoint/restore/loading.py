@@ -22,9 +22,9 @@ Tensors, arrays and objects have to be the same on both sides. Values follow the
 
 from __future__ import annotations
 
-from evergrad.checkpoint.filling import Source, fill
-from evergrad.checkpoint.load_plan import LoadPlan, Mismatch
-from evergrad.checkpoint.pairing import pair
+from evergrad.checkpoint.restore.filling import Source, fill
+from evergrad.checkpoint.restore.load_plan import LoadPlan, Mismatch
+from evergrad.checkpoint.restore.pairing import pair
 from evergrad.dtypes import DType
 from evergrad.errors import StateError, nearest
 from evergrad.records import TensorInfo

@@ -1,0 +1,3 @@
+"""The agent's part: a captured shard goes through a chain of modules, and versions become complete."""
+
+__all__: list[str] = []
