@@ -171,6 +171,7 @@ class Arena:
         self.buffer = None
         if self.ticket.captured:
             self.begin()
+        _check_memory(self.files.folder, size)
         # A new file, never the old one cut or stretched: whoever still reads that one must not fall off its end.
         storage.remove(self.files.shard)
         try:
@@ -301,6 +302,15 @@ def populate(buffer: mmap.mmap) -> None:
     """Map the pages of a file that are in memory now, all at once instead of one fault each."""
     with suppress(OSError, ValueError):
         buffer.madvise(_POPULATE_READ)
+
+
+def _check_memory(folder: Path, size: int) -> None:
+    """/dev/shm may be as large as all memory: reserving what is not there would end processes, not fail."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+        if size > available:
+            raise _too_small(folder, size, OSError(errno.ENOMEM, f"{available / 1e9:.3f} GB of memory are available"))
 
 
 def _too_small(folder: Path, size: int, error: OSError) -> TierError:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from evergrad.checkpoint.events import Committed, Event, Failed, Free, Refused, Settled
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
 
-__all__ = ["Board", "Pending"]
+__all__ = ["Board", "Fate", "Pending"]
 
 _log = logging.getLogger(__name__)
-_REMEMBERED = 256
 _UNTOLD = 32
+
+
+class Fate(dict[str, str | None]):
+    """What became of a version, by tier: None if it is committed there, else why it never will be."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Board:
@@ -23,8 +29,10 @@ class Board:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._verdicts: dict[tuple[Version, str], str | None] = {}
-        """None: committed; else why it never will be. The first verdict stays."""
+        self._fates: weakref.WeakValueDictionary[Version, Fate] = weakref.WeakValueDictionary()
+        """Of the versions that someone may still ask for."""
+        self._newest: dict[str, Version] = {}
+        """The newest that is known to be committed, by tier."""
         self._free: dict[int, int] = {}
         self._knows_free = False
         self._settled = 0
@@ -43,12 +51,14 @@ class Board:
         """An event arrived."""
         with self._changed:
             if isinstance(event, Committed):
-                self._verdicts.setdefault((event.version, event.tier), None)
+                self._newest[event.tier] = max(
+                    self._newest.get(event.tier, event.version), event.version, key=Version.age
+                )
+                self._decide(event.version, event.tier, None)
             elif isinstance(event, Failed):
-                if (event.version, event.tier) not in self._verdicts:
-                    self._verdicts[event.version, event.tier] = event.why
-                    if event.attempt == self._attempt:  # else nobody here has saved it
-                        self._note(f"{event.version} is not in tier {event.tier}: {event.why}")
+                self._decide(event.version, event.tier, event.why)
+                if event.attempt == self._attempt:  # else nobody here has saved it
+                    self._note(f"{event.version} is not in tier {event.tier}: {event.why}")
             elif isinstance(event, Free) and event.rank == self._rank:
                 self._free.update((int(index), generation) for index, generation in event.arenas.items())
                 self._knows_free = True
@@ -56,9 +66,27 @@ class Board:
                 self._settled = max(self._settled, event.question)
             elif isinstance(event, Refused):
                 self._refused = event.why
-            while len(self._verdicts) > _REMEMBERED:
-                del self._verdicts[next(iter(self._verdicts))]
             self._changed.notify_all()
+
+    def expect(self, version: Version) -> Fate:
+        """What becomes of a version that is about to be handed over, for as long as someone holds on to it."""
+        with self._changed:
+            return self._fates.setdefault(version, Fate())
+
+    def give_up(self, tiers: Sequence[str]) -> None:
+        """A new agent has told all that it knows: what is older than that and still undecided is gone."""
+        with self._changed:
+            for version, fate in list(self._fates.items()):
+                for tier in tiers:
+                    newest = self._newest.get(tier)
+                    if newest is not None and newest.age() > version.age() and tier not in fate:
+                        fate[tier] = f"{newest} is, and an agent died since: it was retired, or lost"
+            self._changed.notify_all()
+
+    def _decide(self, version: Version, tier: str, why: str | None) -> None:
+        fate = self._fates.get(version)
+        if fate is not None:
+            fate.setdefault(tier, why)  # the first verdict stays
 
     def report(self, message: str) -> None:
         """Something went wrong in the background; the next save says so."""
@@ -103,12 +131,6 @@ class Board:
         with self._changed:
             return self._free.get(index) == generation
 
-    def verdict(self, version: Version, tier: str) -> tuple[bool, str | None]:
-        """Whether it is known what became of a version, and what went wrong with it."""
-        with self._changed:
-            key = (version, tier)
-            return key in self._verdicts, self._verdicts.get(key)
-
     def wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until something is so, whoever changes it; False after the timeout, an error if it cannot be."""
         end = None if timeout is None else time.monotonic() + timeout
@@ -131,6 +153,7 @@ class Pending:
     def __init__(self, version: Version, tiers: Sequence[str], tier: str, board: Board) -> None:
         self.version = version
         self._tiers, self._tier, self._board = tuple(tiers), tier, board
+        self._fate = board.expect(version)
 
     @property
     def step(self) -> int:
@@ -142,7 +165,7 @@ class Pending:
 
     def done(self, tier: str | None = None) -> bool:
         """Whether it is decided what becomes of it: committed, or failed."""
-        return self._board.verdict(self.version, self._named(tier))[0]
+        return self._named(tier) in self._fate
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> Version:
         """Wait until every rank's shard is complete in a tier: by default the first that survives a reboot.
@@ -150,9 +173,9 @@ class Pending:
         Raises `TierError` if it never will be, and `TimeoutError` after `timeout` seconds.
         """
         name = self._named(tier)
-        if not self._board.wait(lambda: self._board.verdict(self.version, name)[0], timeout):
+        if not self._board.wait(lambda: name in self._fate, timeout):
             raise TimeoutError(f"{self.version} is not in tier {name} after {timeout} s")
-        why = self._board.verdict(self.version, name)[1]
+        why = self._fate[name]
         if why is not None:
             raise TierError(f"{self.version} is not in tier {name}: {why}")
         return self.version
@@ -170,7 +193,7 @@ class Pending:
         return None
 
     def __repr__(self) -> str:
-        known, why = self._board.verdict(self.version, self._tier)
+        known, why = self._tier in self._fate, self._fate.get(self._tier)
         return f"<Pending {self.version}: {'in flight' if not known else why or f'in tier {self._tier}'}>"
 
     def _named(self, tier: str | None) -> str:

@@ -153,10 +153,11 @@ class Checkpointer:
             )
         )  # fmt: skip
         self._last_step = step
-        self._link.captured(ranks.rank, arena.files.index, arena.ticket.generation)
         kinds = [tier.kind for tier in self._tiers]
         durable = next((tier.kind for tier in self._tiers if tier.survives_reboot), kinds[0])
-        return Pending(Version(step, self._attempt), kinds, durable, self._board)
+        pending = Pending(Version(step, self._attempt), kinds, durable, self._board)
+        self._link.captured(ranks.rank, arena.files.index, arena.ticket.generation)
+        return pending
 
     def restore(
         self,

@@ -18,7 +18,7 @@ from typing import Any
 
 from evergrad.checkpoint.arena import LOCK, arena_folder, is_locked
 from evergrad.checkpoint.board import Board
-from evergrad.checkpoint.events import Attached, read_event
+from evergrad.checkpoint.events import Attached, Settled, read_event
 from evergrad.checkpoint.finish.agent import socket_address
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
@@ -93,7 +93,7 @@ class AgentLink(Link):
         self._captured: dict[int, dict[str, Any]] = {}
         """The last message on each arena."""
         self._closed = threading.Event()
-        self._question = 0
+        self._question = self._again = 0
         self._socket: socket.socket | None = self._connect()
         _links.add(self)
         threading.Thread(target=self._listen, name="evergrad-agent-link", daemon=True).start()
@@ -170,8 +170,10 @@ class AgentLink(Link):
                         event = read_event(line)
                         if isinstance(event, Attached):
                             self.pid = event.pid
-                        else:
-                            self._board.take(event)
+                            continue
+                        self._board.take(event)
+                        if isinstance(event, Settled) and event.question == self._again and self._attach is not None:
+                            self._board.give_up([tier["kind"] for tier in self._attach["tiers"]])
             if self._closed.is_set():
                 return
             if self.pid is not None:  # else it was leaving when we came
@@ -204,7 +206,10 @@ class AgentLink(Link):
             self._socket = connection
             if self._attach is not None:
                 with suppress(OSError):
-                    for message in (self._attach, *self._captured.values()):
+                    self._question += 1
+                    self._again = self._question
+                    settle = {"op": "settle", "question": self._again}
+                    for message in (self._attach, *self._captured.values(), settle):
                         connection.sendall(_line(message))
             self._lock.notify_all()
         self._board.break_off(None)
