@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,63 @@ def lag(me: Rank) -> None:
         assert me.holds(live, 20)
 
 
+def fail_on_one(me: Rank) -> None:
+    """Rank 1 cannot save step 20: nobody waits for it, and the next saves work."""
+    me.join()
+    with me.checkpointer(tiers=[eg.Memory()]) as ck:
+        ck.save(10, me.state(10)).wait(timeout=60)
+        if me.rank == 1:
+            try:
+                ck.save(20, {"bad": object()})
+            except EvergradError as error:
+                assert "bad" in str(error), error
+            else:
+                raise AssertionError("saved")
+        else:
+            failed = ck.save(20, me.state(20)).exception(timeout=60)
+            assert failed is not None
+            assert "rank 1: not captured: StateError" in str(failed), failed
+        distributed.barrier()
+        warnings.simplefilter("ignore", eg.CheckpointWarning)
+        for step in (30, 40, 50):
+            ck.save(step, me.state(step)).wait(timeout=60)
+        live = me.state(0)
+        assert ck.restore(live) == 50
+        assert me.holds(live, 50)
+
+
+def new_group(me: Rank) -> None:
+    """After a failure the survivors make another process group: that is another attempt."""
+    me.join()
+    with me.checkpointer() as ck:
+        ck.save(10, me.state(10)).wait(timeout=60)
+        for generation in (2, 3):
+            distributed.destroy_process_group()
+            me._group += "+"
+            me.join()
+            assert ck.save(10 + generation, me.state(1)).wait(timeout=60).attempt == generation
+
+
+def lose_a_disk(me: Rank) -> None:
+    """The last rank's node comes back with nothing."""
+    if me.rank == me.world_size - 1:
+        for path in (*me.folder.glob("disk/*/*/*/*"), *Path(os.environ["EVERGRAD_SHM"]).rglob("rank-*")):
+            if f"rank-{me.rank:05d}" in path.name:
+                path.unlink()
+
+
+def refuse_to_start_anew(me: Rank) -> None:
+    me.join()
+    with me.checkpointer() as ck:
+        try:
+            ck.restore(me.state(0))
+        except RestoreError as error:
+            assert f"is not whole: rank {me.world_size - 1}: " in str(error), error
+            assert "was committed" in str(error), error
+        else:
+            raise AssertionError("as if nothing had ever been saved")
+
+
 def in_threads(me: Rank) -> None:
     me.join()
     with me.checkpointer(agent=False) as ck:
@@ -208,6 +266,9 @@ SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "not shared": [forget_the_shared_folder],
     "lag": [lag],
     "threads": [in_threads],
+    "failure": [fail_on_one],
+    "new group": [new_group],
+    "lost disk": [save_three, lose_a_disk, refuse_to_start_anew],
 }
 
 

@@ -420,3 +420,80 @@ def test_a_tier_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="tier local"):
         eg.Checkpointer(tmp_path / "run", tiers=[eg.Local(tmp_path / "file")], agent=False)
+
+
+def test_a_version_that_is_being_read_is_not_written_over(make: Make, tmp_path: Path) -> None:
+    from evergrad.checkpoint.restore.shard import Shard
+
+    ck = make(tiers=[eg.Local(tmp_path / "disk", keep=1)])
+    ck.save(1, state(1)).wait()
+    (copy,) = ck._stores[0].find(0)
+    with Shard(copy, ck._job.id) as shard:
+        assert shard.verify() == []
+        for step in (2, 3, 4):
+            ck.save(step, state(step)).wait()
+        assert shard.tensor("a").eq(1).all()
+        assert shard.verify() == []
+
+
+def test_versions_that_were_committed_and_are_gone_are_an_error_not_a_new_start(make: Make, tmp_path: Path) -> None:
+    ck = make(tiers=[eg.Local(tmp_path / "disk")])
+    ck.save(1, state(1)).wait()
+    ck.close()
+    for file in (tmp_path / "disk").rglob("rank-*"):
+        file.unlink()
+    with pytest.raises(RestoreError, match=r"step 1 \(attempt 1\) was committed, and no version is left"):
+        make(tiers=[eg.Local(tmp_path / "disk")]).restore(state(0))
+
+
+def test_what_a_killed_trainer_without_agent_captured_is_found_by_the_next_restore(make: Make, tmp_path: Path) -> None:
+    gate = Gate()
+    first = make(tiers=[eg.Memory()], modules=[gate])
+    first.save(1, state(1))
+    (arena,) = [files for files in find_arenas(first._folder) if (t := files.read_ticket()) is not None and t.captured]
+    assert not arena.manifest.exists()
+    live, found = state(0), []
+    second = make(tiers=[eg.Memory()])
+    waits = threading.Thread(target=lambda: found.append(second.restore(live)))
+    waits.start()
+    waits.join(0.2)
+    assert found == []  # the first one is still at it, and may finish
+    gate.open.set()
+    waits.join(60)
+    assert found == [1]
+    assert holds(live, 1)
+
+
+def test_a_forked_worker_does_not_keep_the_arenas(make: Make) -> None:
+    ck = make()
+    ck.save(1, state(1)).wait()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(writing)
+        os.read(reading, 1)  # lives until the test has looked
+        os._exit(0)
+    os.close(reading)
+    arenas = find_arenas(ck._folder)
+    assert [files.is_locked() for files in arenas] == [True, True]
+    ck._let_go()
+    assert [files.is_locked() for files in arenas] == [False, False]
+    os.close(writing)
+    os.waitpid(child, 0)
+
+
+def test_arenas_of_the_same_size_are_taken_over_as_they_are(make: Make, shm: Path) -> None:
+    first = make(tiers=[eg.Memory()])
+    for step in (1, 2, 3):
+        first.save(step, state(step)).wait()
+    first.close()
+    before = {path: path.stat().st_ino for path in shm.rglob("*.safetensors")}
+    second = make(tiers=[eg.Memory()])
+    for step in (4, 5, 6):
+        second.save(step, state(step)).wait()
+    assert {path: path.stat().st_ino for path in shm.rglob("*.safetensors")} == before
+
+
+def test_however_many_saves_are_waited_for_late_each_has_its_answer(make: Make) -> None:
+    ck = make(tiers=[eg.Memory()])
+    pendings = [ck.save(step, state(step)) for step in range(1, 301)]
+    assert [pending.wait(timeout=60).step for pending in pendings] == list(range(1, 301))

@@ -445,6 +445,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Path]], object], str]] = {
     "an empty ticket": (lambda files: os.truncate(files["ticket"], 0), r"{ticket}: is not as it was written"),
 }
 ON_DISK = [name for name in DAMAGE if "ticket" not in name]
+IN_MEMORY = [name for name in DAMAGE if name != "a missing manifest"]
 
 
 def message_of(what: str, files: dict[str, Path]) -> str:
@@ -454,7 +455,15 @@ def message_of(what: str, files: dict[str, Path]) -> str:
     return text
 
 
-@pytest.mark.parametrize("what", DAMAGE)
+def test_a_capture_whose_manifest_is_missing_is_digested_again(tmp_path: Path, shm: Path) -> None:
+    saved(tmp_path, "memory")
+    arena_of(shm, 2)["manifest"].unlink()
+    with checkpointer(tmp_path, "memory") as ck:
+        assert restored(ck) == 2
+    goes_on(tmp_path, "memory", found=2)
+
+
+@pytest.mark.parametrize("what", IN_MEMORY)
 def test_of_a_version_that_is_damaged_in_memory_the_copy_on_disk_is_used_and_that_is_said(
     what: str, tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -486,7 +495,7 @@ def test_a_version_that_is_damaged_on_disk_is_passed_over_for_the_one_before_and
     goes_on(tmp_path, "local", found=1)
 
 
-@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("what", IN_MEMORY)
 def test_a_version_that_is_damaged_in_the_only_memory_is_passed_over_for_the_one_before_and_that_is_said(
     what: str, tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -499,7 +508,7 @@ def test_a_version_that_is_damaged_in_the_only_memory_is_passed_over_for_the_one
     assert re.search(rf"{said}.*Restoring step 1 \(attempt 1\)", caplog.text), caplog.text
     caplog.clear()
     with warnings.catch_warnings():
-        if "shard" in what or what == "a missing manifest":
+        if "shard" in what:
             warnings.simplefilter("ignore", CheckpointWarning)  # it is tried again, and said again
         goes_on(tmp_path, "memory", found=1)
 

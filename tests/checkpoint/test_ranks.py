@@ -58,3 +58,16 @@ def test_nothing_is_committed_before_the_slowest_rank_has_delivered(tmp_path: Pa
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_without_agents_the_same_holds(tmp_path: Path, nodes: int) -> None:
     run("threads", 2, nodes, tmp_path)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path: Path, nodes: int) -> None:
+    run("failure", 2, nodes, tmp_path)
+
+
+def test_another_process_group_is_another_attempt(tmp_path: Path) -> None:
+    run("new group", 2, 1, tmp_path)
+
+
+def test_a_job_that_lost_a_disk_does_not_start_anew_by_itself(tmp_path: Path) -> None:
+    run("lost disk", 2, 2, tmp_path)

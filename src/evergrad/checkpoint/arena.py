@@ -19,7 +19,9 @@ import json
 import mmap
 import os
 import time
-from contextlib import suppress
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ LOCK = "agent.lock"
 
 _MAGIC = b"EGTICKET"
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,31 @@ class ArenaFiles:
         for path in (self.manifest, self.shard, self.ticket):
             storage.remove(path)
 
+    def remove_if_free(self) -> bool:
+        """Remove it unless a living trainer holds it; whoever wants to lease it meanwhile gets a new one."""
+        try:
+            fd = os.open(self.ticket, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.remove()
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    @contextmanager
+    def worked_on(self) -> Iterator[None]:
+        """Be the only one who finishes what is in it; a second process waits here."""
+        fd = os.open(self.ticket.with_suffix(".work"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
 
 class Arena:
     """An arena as its trainer holds it: mapped for writing, locked until `close`."""
@@ -136,6 +164,7 @@ class Arena:
     def __init__(self, files: ArenaFiles, fd: int) -> None:
         self.files = files
         self._fd = fd
+        _leased.add(self)
         self.buffer: mmap.mmap | None = None
         # Counting starts where none has been: whoever remembers an arena of this name must not mistake this for it.
         self.ticket = files.read_ticket() or Ticket(generation=time.time_ns(), captured=False)
@@ -144,6 +173,7 @@ class Arena:
     def lease(cls, folder: Path, rank: int, index: int) -> Arena | None:
         """Lock an arena, made if need be; None if another trainer holds it."""
         files = ArenaFiles(folder, rank, index)
+        end = time.monotonic() + _LOOK_S
         while True:
             fd = os.open(files.ticket, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -154,9 +184,12 @@ class Arena:
                 pass  # cleaned away between opening and locking
             except OSError as error:
                 os.close(fd)
-                if error.errno in (errno.EAGAIN, errno.EACCES):
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                if time.monotonic() > end:
                     return None
-                raise
+                time.sleep(0.01)  # perhaps someone only looked whether it is locked
+                continue
             os.close(fd)
 
     @property
@@ -171,9 +204,14 @@ class Arena:
         self.buffer = None
         if self.ticket.captured:
             self.begin()
-        _check_memory(self.files.folder, size)
-        # A new file, never the old one cut or stretched: whoever still reads that one must not fall off its end.
-        storage.remove(self.files.shard)
+        try:
+            as_it_is = self.files.shard.stat().st_size == size
+        except OSError:
+            as_it_is = False
+        if not as_it_is:
+            _check_memory(self.files.folder, size)
+            # A new file, never the old one cut or stretched: whoever still reads that one must not fall off its end.
+            storage.remove(self.files.shard)
         try:
             fd = os.open(self.files.shard, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -206,9 +244,27 @@ class Arena:
             os.close(self._fd)
             self._fd = -1
 
+    def drop(self) -> None:
+        """In a forked child: the lock is the parent's, and must not outlive it."""
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
+
     def _say(self, ticket: Ticket) -> None:
         storage.write(self._fd, ticket.to_bytes(), 0)
         self.ticket = ticket
+
+
+_leased: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _drop_in_child() -> None:
+    for arena in list(_leased):
+        arena.drop()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def arenas_root() -> Path:
@@ -230,8 +286,9 @@ def arena_folder(job: Job) -> Path:
                     "to a tmpfs of your own."
                 )
         home = root / job.id / "run"
-        if not home.exists():
-            storage.publish(home, f"{job.run_dir}\n".encode())
+        place = f"{job.run_dir}\n".encode()
+        if not home.exists() or home.read_bytes() != place:  # made, or moved since
+            storage.publish(home, place)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: no place for arenas: {(error.strerror or str(error)).lower()}. Set EVERGRAD_SHM to a tmpfs."
@@ -300,8 +357,13 @@ def is_locked(path: Path) -> bool:
 
 def populate(buffer: mmap.mmap) -> None:
     """Map the pages of a file that are in memory now, all at once instead of one fault each."""
-    with suppress(OSError, ValueError):
+    try:
         buffer.madvise(_POPULATE_READ)
+    except ValueError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel cannot; others mean that reading would end in SIGBUS
+            raise
 
 
 def _check_memory(folder: Path, size: int) -> None:

@@ -37,6 +37,7 @@ class Board:
         self._knows_free = False
         self._settled = 0
         self._rank = self._attempt = -1
+        self._disowned: Version | None = None
         self._refused: str | None = None
         self._broken: str | None = None
         self._errors: list[str] = []
@@ -57,14 +58,14 @@ class Board:
                 self._decide(event.version, event.tier, None)
             elif isinstance(event, Failed):
                 self._decide(event.version, event.tier, event.why)
-                if event.attempt == self._attempt:  # else nobody here has saved it
+                if event.attempt == self._attempt and event.version != self._disowned:  # else not saved here
                     self._note(f"{event.version} is not in tier {event.tier}: {event.why}")
             elif isinstance(event, Free) and event.rank == self._rank:
                 self._free.update((int(index), generation) for index, generation in event.arenas.items())
                 self._knows_free = True
             elif isinstance(event, Settled):
                 self._settled = max(self._settled, event.question)
-            elif isinstance(event, Refused):
+            elif isinstance(event, Refused) and event.attempt >= self._attempt:
                 self._refused = event.why
             self._changed.notify_all()
 
@@ -72,6 +73,11 @@ class Board:
         """What becomes of a version that is about to be handed over, for as long as someone holds on to it."""
         with self._changed:
             return self._fates.setdefault(version, Fate())
+
+    def disown(self, version: Version) -> None:
+        """This save has failed, and whoever called it knows."""
+        with self._changed:
+            self._disowned = version
 
     def give_up(self, tiers: Sequence[str]) -> None:
         """A new agent has told all that it knows: what is older than that and still undecided is gone."""

@@ -134,28 +134,19 @@ class Checkpointer:
         step, notes = _checked_step(step), _checked_meta(meta)
         ranks = Ranks.now()
         self._attach(ranks, step)
+        # From here on a step back is another attempt, on every rank alike, whatever becomes of this save on one.
+        self._last_step = step
         for message in self._board.errors():
             warnings.warn(message, CheckpointWarning, stacklevel=2)
-        if refusal := self._board.refusal():
-            raise SaveRefused(refusal)
-        record = self._record(step, ranks)
-        plan, gathered, header = self._gather(state, record)
-        arena = self._free_arena()
-        arena.begin()
-        arena.reserve(plan.layout.size)
-        assert arena.buffer is not None
-        self._target(arena, plan).copy(gathered)
-        arena.buffer[: len(header)] = header
-        arena.captured(
-            Ticket(
-                0, True, step, self._attempt, ranks.rank, ranks.world_size, plan.layout.size, now(), self._parent,
-                [tier.to_json() for tier in self._tiers], notes,
-            )
-        )  # fmt: skip
-        self._last_step = step
-        kinds = [tier.kind for tier in self._tiers]
+        version, kinds = Version(step, self._attempt), [tier.kind for tier in self._tiers]
+        try:
+            arena = self._capture(version, state, notes, ranks)
+        except BaseException as error:  # no other rank shall wait for this one's shard
+            self._board.disown(version)
+            self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")
+            raise
         durable = next((tier.kind for tier in self._tiers if tier.survives_reboot), kinds[0])
-        pending = Pending(Version(step, self._attempt), kinds, durable, self._board)
+        pending = Pending(version, kinds, durable, self._board)
         self._link.captured(ranks.rank, arena.files.index, arena.ticket.generation)
         return pending
 
@@ -176,11 +167,12 @@ class Checkpointer:
         """
         self._check_usable()
         ranks = Ranks.now()
-        ranks.together(self._link.settle)
+        ranks.together(lambda: self._link.settle(ranks.rank))
         request = Request(state, version, strict, where)
         mapped = {arena.files.shard: arena.buffer for arena in self._arenas if arena.buffer is not None}
         with uncollected():
-            self._restored = restore(request, self._job.id, self._stores, ranks, mapped)
+            committed = Completion(self._job.run_dir, None).last_committed()
+            self._restored = restore(request, self._job.id, self._stores, ranks, mapped, committed)
         if self._restored is None:
             return None
         self._parent = self._restored.version.name
@@ -207,6 +199,7 @@ class Checkpointer:
         self._link.close()
         self._board.break_off("the Checkpointer was closed before this was known: ask one on the same run folder")
         self._let_go()
+        self._link.tidy()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -228,20 +221,23 @@ class Checkpointer:
         """Make sure that this process group has an attempt of its own, in which this step comes next."""
         if ranks == self._attached and step > self._last_step:
             return
+        self._last_step = -1
         mine = ranks.together(lambda: self._begin_attempt(ranks))
         attempt = ranks.gather(mine)[0]
-        ranks.together(lambda: self._check_shared(attempt))
-        if ranks.rank != self._rank:
-            self._lease(ranks.rank)
-        self._attempt, self._last_step = attempt, -1
-        self._board.follow(ranks.rank, attempt)
-        self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
-        self._attached = ranks
+        ranks.together(lambda: self._take_part(ranks, attempt))
+        self._attempt, self._attached = attempt, ranks
 
     def _begin_attempt(self, ranks: Ranks) -> int:
         if ranks.rank:
             return 0
         return self._job.begin_attempt(world_size=ranks.world_size, parent=self._parent)
+
+    def _take_part(self, ranks: Ranks, attempt: int) -> None:
+        self._check_shared(attempt)
+        if ranks.rank != self._rank:
+            self._lease(ranks.rank)
+        self._board.follow(ranks.rank, attempt)
+        self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
 
     def _check_shared(self, attempt: int) -> None:
         if not self._job.sees_attempt(attempt):
@@ -285,6 +281,27 @@ class Checkpointer:
             self._target(arena, plan)
         self._plan = plan
         _log.info("rank %d: two arenas of %.3f GB in %s", rank, plan.layout.size / 1e9, self._folder)
+
+    def _capture(self, version: Version, state: object, notes: dict[str, Any], ranks: Ranks) -> Arena:
+        """Copy the state into an arena, and say on its ticket what it is."""
+        if refusal := self._board.refusal():
+            raise SaveRefused(refusal)
+        plan, gathered, header = self._gather(state, self._record(version.step, ranks))
+        size = plan.layout.size
+        arena = self._free_arena()
+        arena.begin()
+        if arena.size != size:
+            self._targets.pop(arena.files.index, None)  # it would keep the old memory while the new is reserved
+        arena.reserve(size)
+        assert arena.buffer is not None
+        self._target(arena, plan).copy(gathered)
+        arena.buffer[: len(header)] = header
+        tiers = [tier.to_json() for tier in self._tiers]
+        step, attempt = version.step, version.attempt
+        arena.captured(
+            Ticket(0, True, step, attempt, ranks.rank, ranks.world_size, size, now(), self._parent, tiers, notes)
+        )
+        return arena
 
     def _record(self, step: int, ranks: Ranks) -> dict[str, Any]:
         return {

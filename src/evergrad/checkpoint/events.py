@@ -76,6 +76,8 @@ class Refused(Event):
     """This trainer is not served any more: a later attempt runs the job."""
 
     kind: ClassVar[str] = "refused"
+    attempt: int
+    """The attempt that is refused: one that began since is not meant."""
     why: str
 
 

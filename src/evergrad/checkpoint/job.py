@@ -121,7 +121,8 @@ def _identity(folder: Path) -> str:
     found = _read(path)
     if found is not None and not _is_copy(folder, found):
         return str(found["id"])
-    chance = secrets.token_hex(8)
+    # A copy's is derived: all ranks find out at once, and have to come to the same.
+    chance = secrets.token_hex(8) if found is None else f"{found['id']} {folder.stat().st_ino}"
     digest = hashlib.blake2b(f"{folder}\0{chance}".encode(), digest_size=4).hexdigest()
     record = {
         "schema_version": SCHEMA_VERSION,

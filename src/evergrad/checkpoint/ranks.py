@@ -7,11 +7,12 @@ made anew after a failure. Without one, this process is alone.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from evergrad.errors import CheckpointError, EvergradError
+from evergrad.errors import CheckpointError
 
 __all__ = ["Ranks"]
 
@@ -24,16 +25,16 @@ class Ranks:
 
     rank: int
     world_size: int
-    group: int
-    """Tells one process group from the next; 0 if alone."""
+    group: weakref.ref[object] | None
+    """Tells one process group from the next, and keeps none alive; None if alone."""
 
     @classmethod
     def now(cls) -> Ranks:
         """Look at the default process group."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-            return cls(0, 1, 0)
-        return cls(distributed.get_rank(), distributed.get_world_size(), id(distributed.group.WORLD))
+            return cls(0, 1, None)
+        return cls(distributed.get_rank(), distributed.get_world_size(), weakref.ref(distributed.group.WORLD))
 
     def gather(self, mine: _T) -> list[_T]:
         """What every rank has, in the order of ranks. Every rank must call it."""
@@ -48,12 +49,12 @@ class Ranks:
     def together(self, act: Callable[[], _T]) -> _T:
         """Do something on every rank; if it fails on one, it fails on all, and all say where."""
         result: _T | None = None
-        mine: EvergradError | None = None
+        mine: Exception | None = None
         try:
             result = act()
-        except EvergradError as error:
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
             mine = error
-        failures = self.gather(None if mine is None else str(mine))
+        failures = self.gather(None if mine is None else str(mine) or type(mine).__name__)
         if mine is not None:
             raise mine
         for rank, failure in enumerate(failures):

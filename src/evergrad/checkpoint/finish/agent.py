@@ -5,6 +5,7 @@ connected all the same. Trainers send one JSON line a message and get events bac
 
     {"op": "attach", "attempt": 2, "tiers": […], "modules": […]}      → attached, then free and committed; or refused
     {"op": "captured", "rank": 3, "index": 0, "generation": 17}         → committed or failed, and free, when it is so
+    {"op": "failed", "step": 120, "attempt": 2, "rank": 3, …}           so that no other rank waits for this one
     {"op": "settle", "question": 5}                                   → settled, when all that is captured can be found
 
 What is captured is also in the arena's ticket, so that nothing depends on a message getting through. It imports no
@@ -33,7 +34,8 @@ from evergrad.checkpoint.events import Attached, Event, Refused, Settled
 from evergrad.checkpoint.finish.chain import load_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
-from evergrad.errors import AgentError, EvergradError, UsageError
+from evergrad.checkpoint.version import Version
+from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
 
 __all__ = ["LINGER_S", "SOCKET", "linger_seconds", "run_agent", "socket_address"]
 
@@ -116,7 +118,9 @@ class _Agent:
         self._engine = Engine(self._job, lambda event: _ignore_closed(loop, self._tell, event))
         _log.info("agent %d of job %s serves node %s", os.getpid(), self._job.id, self._job.node)
         await asyncio.to_thread(self._engine.recover)  # first, so that whoever asks already hears of what was found
-        server = await asyncio.start_unix_server(self._talk, sock=self._listener, limit=_MESSAGE_LIMIT)
+        # From 3.13 on asyncio would look the socket up under the name it was bound by, which was a detour.
+        kept: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+        server = await asyncio.start_unix_server(self._talk, sock=self._listener, limit=_MESSAGE_LIMIT, **kept)
         while not self._leaving.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), min(0.25, self._linger_s / 4 or 0.01))
@@ -156,9 +160,9 @@ class _Agent:
     async def _hear(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
             if message["op"] == "attach":
+                self._trainers[writer] = attempt = message["attempt"]
                 modules = [load_module(spec) for spec in message["modules"]]
                 _say(writer, Attached(os.getpid()))
-                self._trainers[writer] = attempt = message["attempt"]
                 await asyncio.to_thread(self._engine.attach, attempt, message["tiers"], modules)
                 self._supersede(attempt)
             elif message["op"] == "captured":
@@ -167,14 +171,21 @@ class _Agent:
             elif message["op"] == "settle":
                 await asyncio.to_thread(self._engine.settle)
                 _say(writer, Settled(message["question"]))
-        except EvergradError as error:
+            elif message["op"] == "failed":
+                version = Version(message["step"], message["attempt"])
+                whose = message["rank"], message["world_size"], message["tiers"], message["why"]
+                await asyncio.to_thread(self._engine.fail, version, *whose)
+        except SaveRefused as error:
             _log.warning("refused: %s", error)
-            _say(writer, Refused(str(error)))
+            _say(writer, Refused(self._trainers[writer], str(error)))
+        except EvergradError as error:
+            _log.error("%s", error)
+            _say(writer, Refused(self._trainers[writer], str(error)))
 
     def _supersede(self, attempt: int) -> None:
         for writer, theirs in self._trainers.items():
             if 0 < theirs < attempt:
-                _say(writer, Refused(f"attempt {theirs} of the job is over: attempt {attempt} runs it now"))
+                _say(writer, Refused(theirs, f"attempt {theirs} of the job is over: attempt {attempt} runs it now"))
 
     def _tell(self, event: Event) -> None:
         for writer in self._trainers:

@@ -48,6 +48,7 @@ class Completion:
         self._lines: dict[tuple[Version, str, int], bytes] = {}
         self._behind = self._own is not None
         """Whether the journal has to be made anew."""
+        self._remembered: Version | None = None
         self._catch_up()
 
     def note(self, version: Version, tier: str, rank: int, world_size: int, failure: str | None = None) -> None:
@@ -74,6 +75,25 @@ class Completion:
                 _log.warning("%s: cannot be written now: %s", self._own, error)
                 self._behind = True
         self._catch_up()
+
+    def remember(self, version: Version) -> None:
+        """A version is committed where it survives a reboot: that it existed must not be forgotten with its shards."""
+        if self._own is not None and (self._remembered is None or version.age() > self._remembered.age()):
+            self._remembered = version
+            path = self._own.with_suffix(".committed")
+            temporary = path.with_suffix(".partial")
+            with suppress(OSError):
+                temporary.write_text(version.name + "\n")
+                os.replace(temporary, path)
+
+    def last_committed(self) -> Version | None:
+        """The newest version that any node has seen committed where it survives a reboot."""
+        found = []
+        with suppress(OSError):
+            for path in self._folder.glob("*.committed"):
+                with suppress(OSError):
+                    found.append(Version.parse(path.read_text().strip()))
+        return max((version for version in found if version is not None), key=Version.age, default=None)
 
     def refresh(self) -> None:
         """Read what others have noted since."""

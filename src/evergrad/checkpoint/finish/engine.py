@@ -43,6 +43,7 @@ class Engine:
         self._lock = threading.RLock()
         self._workers: dict[int, ThreadPoolExecutor] = {}
         self._owed = 0
+        self._closing = False
         self._unsettled: set[tuple[int, int, int]] = set()
         """(rank, index, generation) of what is captured and in no tier yet."""
         self._settled = threading.Condition(self._lock)
@@ -89,10 +90,7 @@ class Engine:
     def attach(self, attempt: int, tiers: Sequence[dict[str, Any]], modules: Sequence[Module] = ()) -> None:
         """A trainer begins; refused if a later attempt of the job is known."""
         with self._lock:
-            if attempt < self._attempt:
-                raise SaveRefused(
-                    f"attempt {attempt} of job {self._job.id} is over: attempt {self._attempt} runs it now"
-                )
+            self._check_attempt(attempt)
             self._attempt = attempt
             self._modules = tuple(modules)
             arrange(
@@ -102,6 +100,7 @@ class Engine:
         with self._lock:
             self._completion.refresh()
             self._told.clear()  # the newcomer has been told nothing
+            self._drop_maps()
         self.recover()  # what the trainer before it captured, and was killed before it could say so
 
     def submit(self, rank: int, index: int, generation: int) -> None:
@@ -111,10 +110,23 @@ class Engine:
         if ticket is not None and (ticket.generation > generation or self._is_taken(files, ticket)):
             return  # old news, told again to an agent that was started again: found by itself, or done with
         if ticket is None or not ticket.captured or ticket.generation != generation:
-            raise SaveRefused(f"arena {index} of rank {rank} does not hold what was announced")
-        if ticket.attempt < self._attempt:
-            raise SaveRefused(f"{self._where(ticket)}: attempt {self._attempt} runs the job now")
+            _log.error("arena %d of rank %d does not hold what was announced", index, rank)
+            return
+        self._check_attempt(ticket.attempt)
         self._queue(files, ticket)
+
+    def fail(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
+        """A rank could not capture a version: it will not be complete in any tier, and nobody shall wait for it."""
+        with self._lock:
+            for kind in tiers:
+                self._completion.note(version, kind, rank, world_size, f"not captured: {why}")
+        self._evaluate()
+
+    def _check_attempt(self, attempt: int) -> None:
+        # The run folder knows of attempts on other nodes, and of those before this process began.
+        latest = max(self._attempt, self._job.latest_attempt())
+        if attempt < latest:
+            raise SaveRefused(f"attempt {attempt} of the job is over: attempt {latest} runs it now")
 
     def settle(self) -> None:
         """Wait until all that has been captured is in its nearest tier, or has failed."""
@@ -125,7 +137,8 @@ class Engine:
     def close(self) -> None:
         """Finish what is owed, and stop."""
         with self._lock:
-            workers, self._workers = list(self._workers.values()), {}
+            self._closing = True
+            workers = list(self._workers.values())
         for worker in workers:
             worker.shutdown(wait=True)
         self._closed.set()
@@ -161,10 +174,10 @@ class Engine:
             for files, ticket in tickets:
                 if ticket is not None and ticket.captured:
                     kept = {newest.get(files.rank), complete[-1] if complete else None}
-                    if ticket.version in kept or self._missing_tiers(ticket):
+                    flushed = any(tier.survives_reboot for tier in read_tiers(ticket.tiers))
+                    if ticket.version in kept or not flushed or self._missing_tiers(ticket):
                         continue
-                if not files.is_locked():
-                    files.remove()
+                files.remove_if_free()
 
     def _needed(self, ticket: Ticket, complete: list[Version]) -> bool:
         version = ticket.version
@@ -185,7 +198,7 @@ class Engine:
     def _queue(self, files: ArenaFiles, ticket: Ticket) -> bool:
         """Have the chain run on a shard; False if that was said before."""
         with self._lock:
-            if self._is_taken(files, ticket):
+            if self._closing or self._is_taken(files, ticket):
                 return False
             self._taken[files.rank, files.index] = ticket.generation
             worker = self._workers.get(files.rank)
@@ -202,7 +215,10 @@ class Engine:
         try:
             # What was captured later is announced later; an arena is never reused before its chain has ended.
             if self._finished.get((files.rank, files.index)) != ticket.generation:
-                self._run(files, ticket)
+                with files.worked_on():  # another process may have found it too
+                    now = files.read_ticket()
+                    if now is not None and now.generation == ticket.generation:
+                        self._run(files, ticket)
         except Exception as error:
             _log.exception("%s: not finished", self._where(ticket))
             for tier in read_tiers(ticket.tiers):
@@ -274,6 +290,10 @@ class Engine:
             ranks = {files.rank for files in find_arenas(self._site.arenas, self._rank)}
             if any(isinstance(event, Committed) for event in news):
                 self._retain()
+            lasting = {tier.kind for tier, _ in self._tiers.values() if tier.survives_reboot}
+            for event in news:
+                if isinstance(event, Committed) and event.tier in lasting:
+                    self._completion.remember(event.version)
         for event in (*news, *(Free(rank, self.free_arenas(rank)) for rank in sorted(ranks))):
             self._notify(event)
         self._news.set()
@@ -314,10 +334,13 @@ class Engine:
                         store.drop(copy)
                     except EvergradError as error:
                         _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
-            failed = [version for version, kind in self._completion.failed() if kind == tier.kind]
-            for version in (*complete, *failed):
-                if version not in kept and version.age() < newest.age():
+            for version in complete:
+                if version not in kept:
                     self._forget(version, tier.kind)
+        newest_of_all = self._completion.complete()[-1:]
+        for version, kind in list(self._completion.failed()):
+            if newest_of_all and version.age() < newest_of_all[0].age():
+                self._forget(version, kind)
 
     def _survey(self, specs: Sequence[dict[str, Any]]) -> None:
         """Note every complete shard in tiers that were not looked at yet."""
@@ -357,7 +380,9 @@ class Engine:
                 copies = self._store(tier)[1].find(ticket.rank)
             except EvergradError:  # trying to put it there will tell
                 copies = []
-            if not any(copy.version == ticket.version for copy in copies):
+            complete = self._completion.complete(tier.kind)
+            retired = bool(complete) and ticket.version.age() < complete[-1].age()
+            if not retired and not any(copy.version == ticket.version for copy in copies):
                 missing.append(tier.kind)
         return missing
 
@@ -376,6 +401,13 @@ class Engine:
             return memoryview(kept)
         finally:
             os.close(fd)
+
+    def _drop_maps(self) -> None:
+        """Let go of arenas that were replaced or removed: a map would keep their memory."""
+        for name, (inode, _) in list(self._maps.items()):
+            path = self._site.arenas / name
+            if not path.exists() or path.stat().st_ino != inode:
+                del self._maps[name]
 
     def _watch(self) -> None:
         """Look for what other nodes have completed, often at first, then less so."""

@@ -16,19 +16,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from evergrad.checkpoint.arena import LOCK, arena_folder, is_locked
+from evergrad.checkpoint.arena import LOCK, arena_folder, is_locked, remove_orphans
 from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.events import Attached, Settled, read_event
 from evergrad.checkpoint.finish.agent import socket_address
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, CheckpointError
 
 __all__ = ["AgentLink", "Link", "ThreadLink"]
 
 _START_PATIENCE_S = 60.0
 _ASK_AGAIN_S = 2.0
+_TOO_MANY = 5
 _TOO_SHORT_S = 0.2  # an agent that lives no longer than this is not replaced in a hurry
 
 
@@ -44,12 +46,20 @@ class Link(ABC):
         """An arena was captured. Returns at once."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Wait until all that this node has captured can be found in a tier, or never will be."""
+    def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
+        """This rank could not capture a version: no other one shall wait for it. Returns at once."""
+
+    @abstractmethod
+    def settle(self, rank: int) -> None:
+        """Wait until all that was captured on this node can be found in a tier, or never will be."""
 
     @abstractmethod
     def close(self) -> None:
         """Let go; what is captured is finished all the same."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """After the arenas were let go of: give back what nobody needs, if nobody else does."""
 
 
 class ThreadLink(Link):
@@ -61,24 +71,34 @@ class ThreadLink(Link):
         self._rank = -1
 
     def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
-        if self._engine is None or rank != self._rank:
-            self.close()
-            self._rank, self._engine = rank, Engine(self._job, self._board.take, rank=rank)
-            self._engine.recover()
-        self._engine.attach(attempt, tiers, self._modules)
+        self._engine_of(rank).attach(attempt, tiers, self._modules)
 
     def captured(self, rank: int, index: int, generation: int) -> None:
         assert self._engine is not None, "attach comes first"
         self._engine.submit(rank, index, generation)
 
-    def settle(self) -> None:
+    def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
         if self._engine is not None:
-            self._engine.settle()
+            self._engine.fail(version, rank, world_size, tiers, why)
+
+    def settle(self, rank: int) -> None:
+        self._engine_of(rank).settle()
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-            self._engine = None
+
+    def tidy(self) -> None:
+        if self._engine is not None:
+            self._engine.clean()
+            remove_orphans()
+
+    def _engine_of(self, rank: int) -> Engine:
+        if self._engine is None or rank != self._rank:
+            self.close()
+            self._rank, self._engine = rank, Engine(self._job, self._board.take, rank=rank)
+            self._engine.recover()
+        return self._engine
 
 
 class AgentLink(Link):
@@ -113,7 +133,13 @@ class AgentLink(Link):
                 with suppress(OSError):
                     self._socket.sendall(_line(self._captured[index]))
 
-    def settle(self) -> None:
+    def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
+        place = {"step": version.step, "attempt": version.attempt, "rank": rank, "world_size": world_size}
+        with self._lock, suppress(OSError):
+            if self._socket is not None:
+                self._socket.sendall(_line({"op": "failed", **place, "tiers": list(tiers), "why": why}))
+
+    def settle(self, rank: int) -> None:
         self._question += 1
         question = self._question
         self._send({"op": "settle", "question": question})
@@ -125,6 +151,9 @@ class AgentLink(Link):
             self._closed.set()
             self._hang_up()
             self._lock.notify_all()
+
+    def tidy(self) -> None:
+        """The agent does, when it leaves."""
 
     def drop(self) -> None:
         """In a forked child: the connection is the parent's."""
@@ -160,6 +189,7 @@ class AgentLink(Link):
 
     def _listen(self) -> None:
         """Pass on what the agent says; when it is gone, start another."""
+        silent = 0
         while not self._closed.is_set():
             since = time.monotonic()
             with self._lock:
@@ -170,14 +200,21 @@ class AgentLink(Link):
                         event = read_event(line)
                         if isinstance(event, Attached):
                             self.pid = event.pid
+                            self._board.break_off(None)
                             continue
                         self._board.take(event)
                         if isinstance(event, Settled) and event.question == self._again and self._attach is not None:
                             self._board.give_up([tier["kind"] for tier in self._attach["tiers"]])
             if self._closed.is_set():
                 return
-            if self.pid is not None:  # else it was leaving when we came
+            # One that never answered was leaving when we came; several cannot all have been.
+            silent = 0 if self.pid is not None else silent + 1
+            if self.pid is not None:
                 self._board.report(f"the agent (process {self.pid}) is gone: starting another")
+            elif silent >= _TOO_MANY:
+                why = f"agents of job {self._job.id} start and end again without an answer: see {self._log_path()}"
+                self._board.report(why)
+                self._board.break_off(why)
             if time.monotonic() - since < _TOO_SHORT_S and self._closed.wait(_TOO_SHORT_S):
                 return
             self._restart()
@@ -212,6 +249,8 @@ class AgentLink(Link):
                     for message in (self._attach, *self._captured.values(), settle):
                         connection.sendall(_line(message))
             self._lock.notify_all()
+        if not said:
+            return
         self._board.break_off(None)
 
     def _connect(self) -> socket.socket:

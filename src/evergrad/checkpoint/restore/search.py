@@ -56,13 +56,24 @@ class _Offer:
     world_sizes: dict[Version, int] = field(default_factory=dict)
     damaged: dict[Version, str] = field(default_factory=dict)
     torn: dict[Version, str] = field(default_factory=dict)
+    committed: Version | None = None
 
 
 def restore(
-    request: Request, job: str, stores: Sequence[Store], ranks: Ranks, mapped: Mapping[Path, mmap.mmap]
+    request: Request,
+    job: str,
+    stores: Sequence[Store],
+    ranks: Ranks,
+    mapped: Mapping[Path, mmap.mmap],
+    committed: Version | None,
 ) -> Restored | None:
-    """Restore the newest version that all ranks can obtain, or the one asked for; None if there is none at all."""
+    """Restore the newest version that all ranks can obtain, or the one asked for; None if there is none at all.
+
+    `mapped` are arenas that this process has mapped already, `committed` is the newest version that is known to have
+    been complete where it survives a reboot.
+    """
     offer = _look(job, stores, ranks.rank)
+    offer.committed = committed
     offers = ranks.gather(offer)
     common = set.intersection(*(set(each.copies) for each in offers))
     candidates = [version for version in sorted(common, key=Version.age, reverse=True) if _asked(request, version)]
@@ -192,7 +203,7 @@ def _open(copy: Copy, job: str, mapped: mmap.mmap | None) -> tuple[Shard | None,
     where = f"{copy.version} in tier {copy.tier}"
     try:
         shard = Shard(copy, job, mapped)
-    except FormatError as error:
+    except (FormatError, OSError) as error:
         return None, f"{where}: {error}"
     try:
         wrong = shard.verify()
@@ -238,6 +249,13 @@ def _nothing(
     if candidates or any(offer.damaged for offer in offers):
         raise RestoreError(
             f"none of the versions is intact: {reasons}. Nothing was touched. To start anew, choose another run folder."
+        )
+    lost = [offer.committed for offer in offers if offer.committed is not None]
+    if lost:
+        newest = max(lost, key=Version.age)
+        raise RestoreError(
+            f"{newest} was committed, and no version is left that every rank can obtain"
+            f"{f' ({reasons})' if reasons else ''}. To start anew, choose another run folder."
         )
     if reasons:  # begun and never complete: as good as never saved
         _log.warning("rank %d: nothing to restore: %s", ranks.rank, reasons)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -56,10 +57,13 @@ class Shard:
                 found = f"{manifest.version}, rank {manifest.rank} of job {manifest.job}"
                 expected = f"{copy.version}, rank {copy.rank} of job {job}"
                 raise DamagedFile(copy.manifest, "describes another shard", expected=expected, found=found)
+            _lock(fd, copy)
             self._is_own = mapped is None or len(mapped) != size
             self._map = mapped if mapped is not None and not self._is_own else _map(fd, size)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        self._fd = fd
         self._view = memoryview(self._map)
         self._whole: torch.Tensor | None = None
         self._typed: dict[DType, torch.Tensor] = {}
@@ -72,10 +76,15 @@ class Shard:
         manifest = self.manifest
         if not 8 <= manifest.data_start <= len(self._view):
             raise DamagedFile(self.copy.manifest, "data_start lies outside the shard", found=manifest.data_start)
+        if self._is_own:
+            try:
+                populate(self._map)
+            except OSError as error:
+                raise DamagedFile(
+                    self.copy.shard, f"cannot be read: {(error.strerror or str(error)).lower()}"
+                ) from error
         if digest_spans(self._view, [(0, manifest.data_start)]) != [manifest.header]:
             raise DamagedFile(self.copy.shard, "the header is not what was captured")
-        if self._is_own:
-            populate(self._map)
         entries = {entry.path: entry for entry in self.parsed.layout.entries}
         if entries.keys() != manifest.digests.keys():
             raise DamagedFile(self.copy.manifest, "has other tensors than the shard")
@@ -88,7 +97,7 @@ class Shard:
         ]
 
     def is_current(self) -> bool:
-        """Whether an arena still holds what was mapped; files of other tiers are never written over in place."""
+        """Whether an arena still holds what was mapped; a file is not written over while it is locked."""
         if self.copy.generation is None:
             return True
         with suppress(OSError):
@@ -128,6 +137,9 @@ class Shard:
         """Unmap it. No tensor of it may be used afterwards."""
         self._whole = None
         self._typed.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
         self._view.release()
         if self._is_own:
             with suppress(BufferError):  # someone still holds a view: the map goes with it
@@ -154,6 +166,17 @@ class Shard:
             address = np.frombuffer(self._view, np.uint8).ctypes.data
             self._whole = torch.frombuffer((ctypes.c_uint8 * len(self._view)).from_address(address), dtype=torch.uint8)
         return self._whole
+
+
+def _lock(fd: int, copy: Copy) -> None:
+    """Keep a file from being written over as a spare while it is read; a file system without locks cannot."""
+    if copy.generation is None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DamagedFile(copy.shard, "is being written over: the version was retired") from None
+        except OSError:
+            pass
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

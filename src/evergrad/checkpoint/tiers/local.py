@@ -12,6 +12,7 @@ new ones, so the last retired shard is kept as a spare.
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from evergrad.checkpoint import storage
+from evergrad.checkpoint.arena import is_locked
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
@@ -122,7 +124,7 @@ class _LocalStore(Store):
             storage.remove(copy.manifest)
             storage.fsync_folder(copy.manifest.parent)
             spare = self._spare(copy.rank)
-            if spare.exists():
+            if spare.exists() or is_locked(copy.shard):  # locked: someone reads it
                 storage.remove(copy.shard)
             else:
                 with suppress(FileNotFoundError):
@@ -148,7 +150,7 @@ class _LocalStore(Store):
         if not partial.exists():
             with suppress(FileNotFoundError):
                 storage.rename(self._spare(work.rank), partial)
-        fd = storage.create(partial, direct=self._direct)
+        fd = self._open(partial)
         try:
             storage.allocate(fd, len(work.shard))
             self._write(fd, work.shard)
@@ -175,6 +177,19 @@ class _LocalStore(Store):
             if name.startswith(f".{shard_name(rank)}."):
                 storage.remove(folder / name)
         storage.remove_folder(folder)
+
+    def _open(self, partial: Path) -> int:
+        """The file to write to, locked; a spare that someone still reads is left to them."""
+        fd = storage.create(partial, direct=self._direct)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            storage.remove(partial)
+            fd = storage.create(partial, direct=self._direct)
+        except OSError:
+            pass  # a file system without locks
+        return fd
 
     @staticmethod
     def _write(fd: int, data: memoryview) -> None:
