@@ -16,6 +16,7 @@ __all__ = ["Board", "Fate", "Pending"]
 
 _log = logging.getLogger(__name__)
 _UNTOLD = 32
+_EARLY = 64
 
 
 class Fate(dict[str, str | None]):
@@ -31,6 +32,8 @@ class Board:
         self._changed = threading.Condition()
         self._fates: weakref.WeakValueDictionary[Version, Fate] = weakref.WeakValueDictionary()
         """Of the versions that someone may still ask for."""
+        self._early: dict[tuple[Version, str], str | None] = {}
+        """Verdicts that nobody has asked for, the last few."""
         self._newest: dict[str, Version] = {}
         """The newest that is known to be committed, by tier."""
         self._free: dict[int, int] = {}
@@ -72,7 +75,11 @@ class Board:
     def expect(self, version: Version) -> Fate:
         """What becomes of a version that is about to be handed over, for as long as someone holds on to it."""
         with self._changed:
-            return self._fates.setdefault(version, Fate())
+            fate = self._fates.setdefault(version, Fate())
+            for early, tier in list(self._early):  # another rank may have failed before this one began
+                if early == version:
+                    fate.setdefault(tier, self._early.pop((early, tier)))
+            return fate
 
     def disown(self, version: Version) -> None:
         """This save has failed, and whoever called it knows."""
@@ -93,6 +100,10 @@ class Board:
         fate = self._fates.get(version)
         if fate is not None:
             fate.setdefault(tier, why)  # the first verdict stays
+            return
+        self._early[version, tier] = why
+        while len(self._early) > _EARLY:
+            del self._early[next(iter(self._early))]
 
     def report(self, message: str) -> None:
         """Something went wrong in the background; the next save says so."""
