@@ -136,10 +136,10 @@ class Checkpointer:
         self._attach(ranks, step)
         # From here on a step back is another attempt, on every rank alike, whatever becomes of this save on one.
         self._last_step = step
-        for message in self._board.errors():
-            warnings.warn(message, CheckpointWarning, stacklevel=2)
         version, kinds = Version(step, self._attempt), [tier.kind for tier in self._tiers]
         try:
+            for message in self._board.errors():
+                warnings.warn(message, CheckpointWarning, stacklevel=2)
             arena = self._capture(version, state, notes, ranks)
         except BaseException as error:  # no other rank shall wait for this one's shard
             self._board.disown(version)
