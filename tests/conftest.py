@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from living_agents import end_agents
 
 DATA = Path(__file__).parent / "data"
 
@@ -70,3 +73,23 @@ def limited() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in shared memory that only this test uses; no agent outlives the test."""
+    root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="evergrad-test-", dir=root))
+    monkeypatch.setenv("EVERGRAD_SHM", str(folder))
+    monkeypatch.setenv("EVERGRAD_LINGER", "0.3")
+    monkeypatch.delenv("EVERGRAD_NODE", raising=False)
+    yield folder
+    end_agents(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def own_shared_memory(request: pytest.FixtureRequest) -> None:
+    """Tests of the checkpointer never see each other's arenas, nor anybody's on this machine."""
+    if request.path.parent.name == "checkpoint":
+        request.getfixturevalue("shm")

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.arena import LOCK
+from evergrad.checkpoint.arena_folder import LOCK
 from evergrad.checkpoint.capture.plan import Target
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.finish.agent import run_agent

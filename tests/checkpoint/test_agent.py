@@ -19,7 +19,7 @@ import torch
 from living_agents import agents_of
 
 import evergrad as eg
-from evergrad.checkpoint.arena import arena_folder, find_arenas
+from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.finish.agent import SOCKET, socket_address
 from evergrad.checkpoint.job import Job
 from evergrad.errors import SaveRefused, UsageError

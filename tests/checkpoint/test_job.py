@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad.checkpoint.arena import arena_folder, arenas_root, remove_orphans
+from evergrad.checkpoint.arena_folder import arena_folder, arenas_root, remove_orphans
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.job import Job, node_name, safe_name
 from evergrad.checkpoint.version import Version

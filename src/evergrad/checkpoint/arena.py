@@ -29,26 +29,11 @@ from typing import Any
 import xxhash
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.job import Job, read_identity
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.version import Version
-from evergrad.errors import CheckpointError, TierError
+from evergrad.errors import TierError
 
-__all__ = [
-    "LOCK",
-    "Arena",
-    "ArenaFiles",
-    "Ticket",
-    "arena_folder",
-    "arenas_root",
-    "find_arenas",
-    "is_locked",
-    "populate",
-    "remove_orphans",
-]
-
-LOCK = "agent.lock"
-"""Held by the agent of a node while it lives."""
+__all__ = ["Arena", "ArenaFiles", "Ticket", "is_locked", "populate"]
 
 _MAGIC = b"EGTICKET"
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
@@ -267,79 +252,6 @@ def _drop_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_in_child)
 
 
-def arenas_root() -> Path:
-    """Where this user's arenas are: below EVERGRAD_SHM, or /dev/shm."""
-    return Path(os.environ.get("EVERGRAD_SHM") or "/dev/shm") / f"evergrad-{os.getuid()}"
-
-
-def arena_folder(job: Job) -> Path:
-    """The folder of a job's arenas on this node, made if need be, and refused if others could look into it."""
-    root = arenas_root()
-    folder = root / job.id / job.node_folder
-    try:
-        for path in (root, root / job.id, folder):
-            storage.make_folder(path, 0o700)
-            status = os.lstat(path)
-            if status.st_uid != os.getuid() or status.st_mode & 0o077 or not path.is_dir() or path.is_symlink():
-                raise CheckpointError(
-                    f"{path}: is not a folder that only user {os.getuid()} can open. Remove it, or set EVERGRAD_SHM "
-                    "to a tmpfs of your own."
-                )
-        home = root / job.id / "run"
-        place = f"{job.run_dir}\n".encode()
-        if not home.exists() or home.read_bytes() != place:  # made, or moved since
-            storage.publish(home, place)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: no place for arenas: {(error.strerror or str(error)).lower()}. Set EVERGRAD_SHM to a tmpfs."
-        ) from error
-    return folder
-
-
-def find_arenas(folder: Path, rank: int | None = None) -> list[ArenaFiles]:
-    """The arenas that there are, of all ranks or of one."""
-    found = []
-    with suppress(OSError):
-        for entry in sorted(os.listdir(folder)):
-            stem, _, ending = entry.rpartition(".")
-            name, _, index = stem.rpartition(".")
-            if ending == "ticket" and name.startswith("rank-") and name[5:].isdigit() and index.isdigit():
-                files = ArenaFiles(folder, int(name[5:]), int(index))
-                if rank is None or files.rank == rank:
-                    found.append(files)
-    return found
-
-
-def remove_orphans(root: Path | None = None) -> list[str]:
-    """Give back the memory of jobs whose run folder is gone and which nobody uses; the names of those jobs."""
-    removed = []
-    root = arenas_root() if root is None else root
-    with suppress(OSError):
-        for job in sorted(entry for entry in os.listdir(root)):
-            home = root / job / "run"
-            with suppress(OSError, CheckpointError):
-                if read_identity(Path(home.read_text().rstrip("\n"))) != job and _remove_job(root / job):
-                    removed.append(job)
-    return removed
-
-
-def _remove_job(folder: Path) -> bool:
-    nodes = [path for path in folder.iterdir() if path.is_dir()]
-    locks = [node / LOCK for node in nodes if (node / LOCK).exists()]
-    if any(files.is_locked() for node in nodes for files in find_arenas(node)) or any(map(is_locked, locks)):
-        return False
-    for node in nodes:
-        for files in find_arenas(node):
-            files.remove()
-        for name in os.listdir(node):
-            storage.remove(node / name)
-        storage.remove_folder(node)
-    for name in sorted(os.listdir(folder)):  # hidden leftovers first, "run" last
-        storage.remove(folder / name)
-    storage.remove_folder(folder)
-    return True
-
-
 def is_locked(path: Path) -> bool:
     """Whether a living process holds a lock on a file."""
     try:
@@ -380,7 +292,7 @@ def _too_small(folder: Path, size: int, error: OSError) -> TierError:
     free, whole = (blocks * status.f_frsize / 1e9 for blocks in (status.f_bavail, status.f_blocks))
     what = (error.strerror or str(error)).lower()
     return TierError(
-        f"{arenas_root().parent}: an arena of {size / 1e9:.3f} GB does not fit ({what}): {free:.3f} GB of {whole:.3f} "
+        f"{folder.parents[2]}: an arena of {size / 1e9:.3f} GB does not fit ({what}): {free:.3f} GB of {whole:.3f} "
         "GB are free, and each rank needs two. Enlarge it (mount -o remount,size=…; docker run --shm-size=…), or set "
         "EVERGRAD_SHM to a larger tmpfs."
     )

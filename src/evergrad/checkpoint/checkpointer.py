@@ -13,7 +13,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
-from evergrad.checkpoint.arena import Arena, Ticket, arena_folder
+from evergrad.checkpoint.arena import Arena, Ticket
+from evergrad.checkpoint.arena_folder import arena_folder
 from evergrad.checkpoint.board import Board, Pending
 from evergrad.checkpoint.capture.plan import Gathered, Plan, Target
 from evergrad.checkpoint.finish.agent import linger_seconds
@@ -61,7 +62,7 @@ class Checkpointer:
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        tiers: Sequence[Tier] | None = None,
+        tiers: Sequence[Tier] | Tier | None = None,
         *,
         reserve: object = None,
         agent: bool = True,
@@ -357,8 +358,8 @@ class Checkpointer:
         return found
 
 
-def _checked_tiers(tiers: Sequence[Tier] | None) -> list[Tier]:
-    chosen = [Memory(), Local()] if tiers is None else list(tiers)
+def _checked_tiers(tiers: Sequence[Tier] | Tier | None) -> list[Tier]:
+    chosen = [Memory(), Local()] if tiers is None else [tiers] if isinstance(tiers, Tier) else list(tiers)
     for tier in chosen:
         if not isinstance(tier, Tier):
             raise UsageError(f"tiers: {tier!r} is no tier (expected eg.Memory(), eg.Local(path), …)")

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evergrad.checkpoint.arena import LOCK, arena_folder, remove_orphans
+from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.events import Attached, Event, Refused, Settled
 from evergrad.checkpoint.finish.chain import load_module
 from evergrad.checkpoint.finish.engine import Engine

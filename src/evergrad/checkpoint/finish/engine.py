@@ -7,22 +7,22 @@ and that is what `recover` does after a crash.
 
 from __future__ import annotations
 
-import json
 import logging
-import mmap
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from evergrad.checkpoint.arena import ArenaFiles, Ticket, arena_folder, find_arenas, populate
+from evergrad.checkpoint.arena import ArenaFiles, Ticket
+from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.events import Committed, Event, Failed, Free
 from evergrad.checkpoint.finish.chain import Module, Put, arrange, run_chain
 from evergrad.checkpoint.finish.completion import Completion
+from evergrad.checkpoint.finish.holdings import Holdings
+from evergrad.checkpoint.finish.maps import ArenaMaps
 from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.manifest import Manifest, shard_name
-from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
+from evergrad.checkpoint.tiers import Site, Work, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FormatError, SaveRefused
 
@@ -52,10 +52,9 @@ class Engine:
         self._finished: dict[tuple[int, int], int] = {}
         """(rank, index) → the generation of the arena whose chain has ended."""
         self._attempt = 0
-        self._tiers: dict[str, tuple[Tier, Store]] = {}
-        """By settings; the last that were used of a kind are those that retire old versions."""
+        self._holdings = Holdings(self._site, self._completion, self._lock, rank)
         self._modules: Sequence[Module] = ()
-        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+        self._maps = ArenaMaps(self._site.arenas)
         self._told: set[tuple[type[Event], Version, str]] = set()
         self._news = threading.Event()
         self._closed = threading.Event()
@@ -73,8 +72,8 @@ class Engine:
             if ticket is None or not ticket.captured or self._is_taken(files, ticket):
                 continue
             try:
-                self._survey(ticket.tiers)
-                missing = self._missing_tiers(ticket)
+                self._holdings.survey(ticket.tiers)
+                missing = self._holdings.missing(ticket)
             except EvergradError as error:  # such as a tier that this Evergrad does not know
                 _log.error("%s: found in memory, and left there: %s", self._where(ticket), error)
                 continue
@@ -96,11 +95,11 @@ class Engine:
             arrange(
                 {tier.kind: tier.store(self._site) for tier in read_tiers(tiers)}, modules
             )  # says what is wrong now
-        self._survey(tiers)
+        self._holdings.survey(tiers)
         with self._lock:
             self._completion.refresh()
             self._told.clear()  # the newcomer has been told nothing
-            self._drop_maps()
+            self._maps.drop_replaced()
         self.recover()  # what the trainer before it captured, and was killed before it could say so
 
     def submit(self, rank: int, index: int, generation: int) -> None:
@@ -175,7 +174,7 @@ class Engine:
                 if ticket is not None and ticket.captured:
                     kept = {newest.get(files.rank), complete[-1] if complete else None}
                     flushed = any(tier.survives_reboot for tier in read_tiers(ticket.tiers))
-                    if ticket.version in kept or not flushed or self._missing_tiers(ticket):
+                    if ticket.version in kept or not flushed or self._holdings.missing(ticket):
                         continue
                 files.remove_if_free()
 
@@ -236,7 +235,7 @@ class Engine:
             self._settled.notify_all()
 
     def _run(self, files: ArenaFiles, ticket: Ticket) -> None:
-        stores = {tier.kind: self._store(tier)[1] for tier in read_tiers(ticket.tiers)}
+        stores = {tier.kind: self._holdings.store(tier) for tier in read_tiers(ticket.tiers)}
         manifest = Manifest(
             job=self._job.id, version=ticket.version, rank=ticket.rank, world_size=ticket.world_size,
             size=ticket.size, data_start=0, time=ticket.time, header="", digests={}, node=self._job.node,
@@ -248,7 +247,7 @@ class Engine:
                 manifest = earlier
         except (FormatError, FileNotFoundError):
             pass
-        work = Work(ticket, files, self._mapped(files, ticket.size), self._site, manifest)
+        work = Work(ticket, files, self._maps.view(files, ticket.size), self._site, manifest)
 
         def report(module: Module, error: Exception | None) -> None:
             if error is not None:
@@ -277,20 +276,21 @@ class Engine:
         """Tell what is complete now or never will be, retire what is no longer needed, say which arenas are free."""
         news: list[Event] = []
         with self._lock:
-            kinds = {tier.kind for tier, _ in self._tiers.values()}
-            for kind in kinds:
+            tiers = self._holdings.tiers()
+            for kind in (tier.kind for tier in tiers):
                 complete = self._completion.complete(kind)
                 for version in complete:
                     self._tell(news, Committed(version.step, version.attempt, kind), version, kind)
                 if complete:
                     self._overtake(news, kind, complete[-1])
-            for version, tier in list(self._completion.failed()):
-                why = self._completion.failure(version, tier) or ""
-                self._tell(news, Failed(version.step, version.attempt, tier, why), version, tier)
+            for version, name in list(self._completion.failed()):
+                why = self._completion.failure(version, name) or ""
+                self._tell(news, Failed(version.step, version.attempt, name, why), version, name)
             ranks = {files.rank for files in find_arenas(self._site.arenas, self._rank)}
             if any(isinstance(event, Committed) for event in news):
-                self._retain()
-            lasting = {tier.kind for tier, _ in self._tiers.values() if tier.survives_reboot}
+                for version, name in list(self._holdings.retain()):
+                    self._forget(version, name)
+            lasting = {tier.kind for tier in tiers if tier.survives_reboot}
             for event in news:
                 if isinstance(event, Committed) and event.tier in lasting:
                     self._completion.remember(event.version)
@@ -315,99 +315,6 @@ class Engine:
         if (type(event), version, tier) not in self._told:
             self._told.add((type(event), version, tier))
             news.append(event)
-
-    def _retain(self) -> None:
-        """Drop what is older than the versions that a tier keeps, and what was never completed before them."""
-        for tier, store in {tier.kind: (tier, store) for tier, store in self._tiers.values()}.values():
-            complete = self._completion.complete(tier.kind)
-            if not complete:
-                continue
-            kept, newest = complete[-tier.keep :], complete[-1]
-            try:
-                copies = store.find(self._rank) if tier.kind != "memory" else []  # arenas are overwritten
-            except EvergradError as error:
-                _log.warning("tier %s: old versions could not be looked for: %s", tier.kind, error)
-                continue
-            for copy in copies:
-                if copy.version not in kept and copy.version.age() < newest.age():
-                    try:
-                        store.drop(copy)
-                    except EvergradError as error:
-                        _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
-            for version in complete:
-                if version not in kept:
-                    self._forget(version, tier.kind)
-        newest_of_all = self._completion.complete()[-1:]
-        for version, kind in list(self._completion.failed()):
-            if newest_of_all and version.age() < newest_of_all[0].age():
-                self._forget(version, kind)
-
-    def _survey(self, specs: Sequence[dict[str, Any]]) -> None:
-        """Note every complete shard in tiers that were not looked at yet."""
-        for tier in read_tiers(specs):
-            new = json.dumps(tier.to_json()) not in self._tiers
-            store = self._store(tier)[1]
-            if not new:
-                continue
-            try:
-                for copy in store.find(self._rank):
-                    self._note_copy(copy)
-            except EvergradError as error:
-                _log.warning("tier %s: %s", tier.kind, error)
-
-    def _note_copy(self, copy: Copy) -> None:
-        try:
-            manifest = Manifest.read(copy.manifest, digests=False)
-        except (FormatError, FileNotFoundError) as error:
-            _log.warning("tier %s: %s", copy.tier, error)
-            return
-        if manifest.job == self._job.id and manifest.version == copy.version:
-            with self._lock:
-                self._completion.note(copy.version, copy.tier, copy.rank, manifest.world_size)
-
-    def _store(self, tier: Tier) -> tuple[Tier, Store]:
-        key = json.dumps(tier.to_json())
-        with self._lock:
-            found = self._tiers.pop(key, None) or (tier, tier.store(self._site))
-            self._tiers[key] = found  # the last used comes last
-            return found
-
-    def _missing_tiers(self, ticket: Ticket) -> list[str]:
-        """The tiers that this shard should be in, and is not, as far as can be seen."""
-        missing = []
-        for tier in read_tiers(ticket.tiers):
-            try:
-                copies = self._store(tier)[1].find(ticket.rank)
-            except EvergradError:  # trying to put it there will tell
-                copies = []
-            complete = self._completion.complete(tier.kind)
-            retired = bool(complete) and ticket.version.age() < complete[-1].age()
-            if not retired and not any(copy.version == ticket.version for copy in copies):
-                missing.append(tier.kind)
-        return missing
-
-    def _mapped(self, files: ArenaFiles, size: int) -> memoryview:
-        """The arena's bytes; the map is kept, because faulting it in costs as much as hashing it."""
-        fd = os.open(files.shard, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(fd)
-            if status.st_size != size:
-                raise SaveRefused(f"{files.shard}: has {status.st_size} bytes, {size} were announced")
-            inode, kept = self._maps.get(files.shard.name, (0, None))
-            if kept is None or inode != status.st_ino or len(kept) != size:
-                kept = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-                populate(kept)
-                self._maps[files.shard.name] = (status.st_ino, kept)
-            return memoryview(kept)
-        finally:
-            os.close(fd)
-
-    def _drop_maps(self) -> None:
-        """Let go of arenas that were replaced or removed: a map would keep their memory."""
-        for name, (inode, _) in list(self._maps.items()):
-            path = self._site.arenas / name
-            if not path.exists() or path.stat().st_ino != inode:
-                del self._maps[name]
 
     def _watch(self) -> None:
         """Look for what other nodes have completed, often at first, then less so."""

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from evergrad.checkpoint.arena import LOCK, arena_folder, is_locked, remove_orphans
+from evergrad.checkpoint.arena import is_locked
+from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.events import Attached, Settled, read_event
 from evergrad.checkpoint.finish.agent import socket_address

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.arena import ArenaFiles, find_arenas
+from evergrad.checkpoint.arena import ArenaFiles
+from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.arena import find_arenas
+from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import RestoreError, TierError
