@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -16,13 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from living_agents import agents_of
 
 import evergrad as eg
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
+from evergrad.checkpoint.board import Board, Pending
+from evergrad.checkpoint.events import Committed
 from evergrad.checkpoint.finish.agent import SOCKET, socket_address
 from evergrad.checkpoint.job import Job
-from evergrad.errors import SaveRefused, UsageError
+from evergrad.errors import EvergradError, SaveRefused, TierError, UsageError
+from living_agents import agents_of
 
 
 def state(value: float, size: int = 1000) -> dict[str, Any]:
@@ -233,6 +236,44 @@ def test_another_user_is_not_served(tmp_path: Path) -> None:
             os.close(fd)
 
         assert in_child(enter) == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_two_users_do_not_meet(shm: Path) -> None:
+    shm.chmod(0o1777)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        mine, theirs = Path(folder, "mine"), Path(folder, "theirs")
+        with eg.Checkpointer(mine) as ck:
+            ck.save(1, state(1)).wait()
+
+            def be_another() -> None:
+                os.setuid(65534)
+                with eg.Checkpointer(theirs, agent=False) as other:
+                    other.save(2, state(2)).wait()
+                    live = state(0)
+                    assert other.restore(live) == 2
+                    assert holds(live, 2)
+                with pytest.raises(EvergradError, match=r"cannot be|permission denied"):
+                    eg.Checkpointer(mine, agent=False)
+
+            assert in_child(be_another) == 0
+            live = state(0)
+            assert ck.restore(live) == 1
+            assert holds(live, 1)
+    assert sorted(path.name for path in shm.iterdir()) == ["evergrad-0", "evergrad-65534"]
+
+
+def test_a_version_that_a_new_agent_does_not_know_is_reported_as_lost() -> None:
+    board = Board()
+    board.follow(0, 1)
+    old, new = (Pending(eg.Version(step, 1), ["local"], "local", board) for step in (10, 20))
+    board.take(Committed(20, 1, "local"))
+    assert new.wait() == eg.Version(20, 1)
+    assert not old.done()
+    board.give_up(["local"])
+    with pytest.raises(TierError, match="an agent died since: it was retired, or lost"):
+        old.wait()
 
 
 def test_a_socket_only_its_user_can_open(tmp_path: Path) -> None:
