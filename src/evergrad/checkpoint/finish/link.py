@@ -198,21 +198,22 @@ class AgentLink(Link):
             if connection is not None:
                 with suppress(OSError, ValueError), connection.makefile("rb") as lines:
                     for line in lines:
+                        if silent >= _TOO_MANY:
+                            self._board.break_off(None)
+                        silent = 0
                         event = read_event(line)
                         if isinstance(event, Attached):
                             self.pid = event.pid
-                            self._board.break_off(None)
                             continue
                         self._board.take(event)
                         if isinstance(event, Settled) and event.question == self._again and self._attach is not None:
                             self._board.give_up([tier["kind"] for tier in self._attach["tiers"]])
             if self._closed.is_set():
                 return
-            # One that never answered was leaving when we came; several cannot all have been.
-            silent = 0 if self.pid is not None else silent + 1
+            silent += 1
             if self.pid is not None:
                 self._board.report(f"the agent (process {self.pid}) is gone: starting another")
-            elif silent >= _TOO_MANY:
+            elif silent >= _TOO_MANY:  # one that never answered was leaving when we came; several cannot all have been
                 why = f"agents of job {self._job.id} start and end again without an answer: see {self._log_path()}"
                 self._board.report(why)
                 self._board.break_off(why)
