@@ -467,18 +467,22 @@ def test_what_a_killed_trainer_without_agent_captured_is_found_by_the_next_resto
 def test_a_forked_worker_does_not_keep_the_arenas(make: Make) -> None:
     ck = make()
     ck.save(1, state(1)).wait()
-    reading, writing = os.pipe()
+    stop, go_on = os.pipe()
+    began, begin = os.pipe()
     if (child := os.fork()) == 0:
-        os.close(writing)
-        os.read(reading, 1)  # lives until the test has looked
+        os.close(go_on)
+        os.write(begin, b"!")
+        os.read(stop, 1)  # lives until the test has looked
         os._exit(0)
-    os.close(reading)
+    assert os.read(began, 1) == b"!"
     arenas = find_arenas(ck._folder)
     assert [files.is_locked() for files in arenas] == [True, True]
     ck._let_go()
     assert [files.is_locked() for files in arenas] == [False, False]
-    os.close(writing)
+    os.close(go_on)
     os.waitpid(child, 0)
+    for fd in (stop, began, begin):
+        os.close(fd)
 
 
 def test_arenas_of_the_same_size_are_taken_over_as_they_are(make: Make, shm: Path) -> None:
