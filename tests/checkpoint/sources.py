@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from evergrad.checkpoint.restore.loading import prepare
 from evergrad.dtypes import DType
@@ -78,3 +79,19 @@ def refused(state: object, source: MemorySource, match: str, **options: Any) -> 
         prepare(state, source, **options)
     assert len(str(caught.value).splitlines()) == 1
     assert bytes_of(state) == before, "something was touched"
+
+
+def network(seed: int = 0) -> nn.Module:
+    """A small one with tied weights and statistics."""
+    torch.manual_seed(seed)
+    made = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 32),
+        nn.Linear(32, 32),
+    )
+    made[6].weight = made[5].weight
+    return made

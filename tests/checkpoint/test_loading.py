@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from sources import MemorySource, SharedSource, bytes_of, load, refused
+from sources import MemorySource, SharedSource, bytes_of, load, network, refused
 from torch import nn
 
 from evergrad.checkpoint.restore.loading import prepare
@@ -22,21 +22,6 @@ from evergrad.errors import StateError, UnknownTensor, UsageError
 from evergrad.state import flatten, unflatten
 from evergrad.testing import raw_bytes
 from states import every_dtype, same, states, training_state
-
-
-def _network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    network = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32, 32),
-        nn.Linear(32, 32),
-    )
-    network[6].weight = network[5].weight
-    return network
 
 
 @given(states)
@@ -223,7 +208,7 @@ def test_arrays_that_lie_oddly_are_filled() -> None:
 def _mixed(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     tensors = [torch.rand(1), torch.rand(1)]
-    return {"model": _network(seed), "t": torch.rand(2, 2), "array": np.full(3, seed), "list": tensors, "epoch": seed}
+    return {"model": network(seed), "t": torch.rand(2, 2), "array": np.full(3, seed), "list": tensors, "epoch": seed}
 
 
 @pytest.mark.parametrize(

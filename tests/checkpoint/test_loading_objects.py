@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sources import MemorySource, SharedSource, bytes_of, load, refused
+from sources import MemorySource, SharedSource, bytes_of, load, network, refused
 from torch import nn
 
 from evergrad.checkpoint.restore.loading import prepare
@@ -18,22 +18,6 @@ from evergrad.errors import StateError
 from evergrad.state import flatten
 from evergrad.testing import raw_bytes
 from states import same
-
-
-def _network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    network = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32, 32),
-        nn.Linear(32, 32),
-    )
-    network[6].weight = network[5].weight
-    return network
-
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
@@ -72,7 +56,7 @@ class Trainer:
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        self.model = _network(seed).to(device, dtype)
+        self.model = network(seed).to(device, dtype)
         half = list(self.model[:2].parameters()), list(self.model[2:].parameters())
         groups = [{"params": half[0]}, {"params": half[1]}] if optimizer != "lbfgs" else self.model.parameters()
         self.optimizer = OPTIMIZERS[optimizer](groups)
@@ -223,12 +207,12 @@ def test_a_gradient_scaler_comes_back() -> None:
 
 
 def test_a_module_is_filled_where_it_is() -> None:
-    model = _network(1)
+    model = network(1)
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    saved = MemorySource(_network(2))
+    saved = MemorySource(network(2))
     versions = [param._version for param in model.parameters()]
     load(model, saved)
-    assert bytes_of(model) == bytes_of(_network(2))
+    assert bytes_of(model) == bytes_of(network(2))
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
     assert model[5].weight is model[6].weight
     assert all(param.requires_grad and param.is_leaf for param in model.parameters())
@@ -296,7 +280,7 @@ def test_load_hooks_of_a_submodule_run() -> None:
 
 
 def test_post_hooks_run() -> None:
-    model, calls = _network(), []
+    model, calls = network(), []
     saved = MemorySource(model)
     model[1].register_load_state_dict_post_hook(lambda module, keys: calls.append(keys.missing_keys))
     load(model, saved)
@@ -341,7 +325,7 @@ def test_parametrised_modules_come_back() -> None:
 
 
 def test_wrapped_modules_come_back() -> None:
-    first, second = torch.optim.swa_utils.AveragedModel(_network(1)), torch.optim.swa_utils.AveragedModel(_network(2))
+    first, second = torch.optim.swa_utils.AveragedModel(network(1)), torch.optim.swa_utils.AveragedModel(network(2))
     load({"ema": second}, MemorySource({"ema": first}))
     assert bytes_of(first) == bytes_of(second)
 

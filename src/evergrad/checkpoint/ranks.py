@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from evergrad.errors import CheckpointError
 
@@ -44,7 +44,7 @@ class Ranks:
 
         found: list[_T | None] = [None] * self.world_size
         distributed.all_gather_object(found, mine)
-        return found  # type: ignore[return-value]
+        return cast("list[_T]", found)
 
     def together(self, act: Callable[[], _T]) -> _T:
         """Do something on every rank; if it fails on one, it fails on all, and all say where."""
@@ -60,4 +60,4 @@ class Ranks:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise CheckpointError(f"rank {rank}: {failure}")
-        return result  # type: ignore[return-value]
+        return cast("_T", result)
