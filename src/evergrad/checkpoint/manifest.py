@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ class Manifest:
     generation: int = 0
     """In memory: which use of the arena this describes."""
     meta: Mapping[str, Any] = field(default_factory=dict)
+    placements: Mapping[str, Any] = field(default_factory=dict)
+    """Which tensors are not this rank's own: see `checkpoint/placement.py`."""
+    elsewhere: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Tensors of this rank that another one's shard of the same version holds: path → its rank, and the digest."""
+    owed: Sequence[Mapping[str, Any]] = ()
+    """Slow tiers that the shard is still to be flushed to, as `Tier.to_json` describes them."""
+    encoding: str = ""
+    """How the shard is packed where it lies, as the tier that packed it calls that; empty if it is not."""
 
     def to_bytes(self) -> bytes:
         """The record as JSON, its own digest first."""
@@ -64,6 +73,10 @@ class Manifest:
             "parent": self.parent,
             "generation": self.generation,
             "meta": dict(self.meta),
+            "placements": dict(self.placements),
+            "owed": [dict(tier) for tier in self.owed],
+            "encoding": self.encoding,
+            "elsewhere": {path: list(place) for path, place in self.elsewhere.items()},
             "header": self.header,
             "digests": dict(self.digests),
         }
@@ -82,6 +95,11 @@ class Manifest:
             raise
         except OSError as error:
             raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        return cls.from_bytes(data, path, digests=digests)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str | PathLike[str], *, digests: bool = True) -> Manifest:
+        """As `read`, of bytes that came from a path or a URL."""
         claimed = data[len(_PREFIX) : len(_PREFIX) + 32]
         found = xxhash.xxh3_128_hexdigest(data[_BODY:])
         if not data.startswith(_PREFIX) or claimed != found.encode():
@@ -95,6 +113,7 @@ class Manifest:
                 raise DamagedFile(path, what, expected=SCHEMA_VERSION)
             version = Version(body.pop("step"), body.pop("attempt"))
             fields = {name: body[name] for name in cls.__slots__ if name != "version"}
+            fields["elsewhere"] = {path: (int(rank), str(digest)) for path, (rank, digest) in fields["elsewhere"].items()}
             return cls(version=version, **fields)
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedFile(path, f"the manifest lacks what it should have: {error}") from None

@@ -9,6 +9,9 @@ node. The invariants of every store:
   reader to check, by the digests.
 - `drop` removes the manifest before anything else.
 - Several ranks may be put at the same time, each by one thread; one rank never twice at once.
+
+A tier that all nodes share has one thing more to say: that a version is whole. Its `find` gives only versions that
+were committed; `begun` gives the shards of the others, and `commit` makes a version visible once all are there.
 """
 
 from __future__ import annotations
@@ -50,6 +53,12 @@ class Work:
     site: Site
     manifest: Manifest
     """With digests, from the first module of the chain on."""
+    pieces: Sequence[memoryview] | None = None
+    """What a shared tier is to store instead of the whole shard, in this order; the manifest then describes that."""
+
+    def payload(self) -> Sequence[memoryview]:
+        """The bytes to store, in order."""
+        return (self.shard,) if self.pieces is None else self.pieces
 
     @property
     def version(self) -> Version:
@@ -73,6 +82,8 @@ class Copy:
     manifest: Path
     generation: int | None = None
     """In memory: the use of the arena that it is good for."""
+    url: str = ""
+    """Where it lies, if not in a file system: `Store.fetch` then brings it to `shard` and `manifest`."""
 
 
 class Torn(NamedTuple):
@@ -96,7 +107,22 @@ class Store(ABC):
 
     @abstractmethod
     def find(self, rank: int | None = None) -> list[Copy]:
-        """Every complete shard, of all ranks of this node or of one."""
+        """Every complete shard that can be restored from, of all ranks that are seen here or of one."""
+
+    def begun(self, rank: int | None = None) -> list[Copy]:
+        """Complete shards of versions that are not visible yet, because they wait for `commit`."""
+        return []
+
+    def commit(self, version: Version, world_size: int) -> None:
+        """All shards of a version are there: make it visible. Whoever sees that may say so, any number of times."""
+
+    def read_manifest(self, copy: Copy, *, digests: bool = True) -> Manifest:
+        """The record of a copy; as `Manifest.read`."""
+        return Manifest.read(copy.manifest, digests=digests)
+
+    def fetch(self, copy: Copy, folder: Path) -> Copy:
+        """The copy as files that can be mapped: itself, or brought into the folder, unpacked. Digests are unchecked."""
+        return copy
 
     @abstractmethod
     def torn(self, rank: int) -> dict[Version, Torn]:
@@ -113,8 +139,14 @@ class Tier(ABC):
     kind: ClassVar[str]
     """How messages, records and `wait(tier=…)` call it."""
     survives_reboot: ClassVar[bool]
+    slow: ClassVar[bool] = False
+    """Whether it is flushed to in the background of the background: from a nearer tier, while saves go on."""
     keep: int
     """Complete versions that stay."""
+
+    def is_due(self, count: int) -> bool:
+        """Whether the n-th save of an attempt, from 0, goes to this tier."""
+        return True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
