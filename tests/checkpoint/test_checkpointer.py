@@ -477,7 +477,7 @@ def test_a_forked_worker_does_not_keep_the_arenas(make: Make) -> None:
     assert os.read(began, 1) == b"!"
     arenas = find_arenas(ck._folder)
     assert [files.is_locked() for files in arenas] == [True, True]
-    ck._let_go()
+    ck._recorder.let_go()
     assert [files.is_locked() for files in arenas] == [False, False]
     os.close(go_on)
     os.waitpid(child, 0)

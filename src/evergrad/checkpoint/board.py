@@ -7,16 +7,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from evergrad.checkpoint.events import Committed, Event, Failed, Free, Refused, Settled
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
 
-__all__ = ["Board", "Fate", "Pending"]
+__all__ = ["Board", "Capture", "Fate", "Pending"]
 
 _log = logging.getLogger(__name__)
 _UNTOLD = 32
 _EARLY = 64
+
+
+class Capture(Protocol):
+    """A capture that may still be under way."""
+
+    def wait(self) -> None:
+        """Return when the state may change."""
+        ...
 
 
 class Fate(dict[str, str | None]):
@@ -171,14 +180,25 @@ class Pending:
         self.version = version
         self._tiers, self._tier, self._board = tuple(tiers), tier, board
         self._fate = board.expect(version)
+        self._flight: Capture | None = None
 
     @property
     def step(self) -> int:
         """The step that was saved."""
         return self.version.step
 
+    def follow(self, flight: Capture) -> None:
+        """The capture that this is about."""
+        self._flight = flight
+
     def captured(self) -> None:
-        """Return when the state may change again: on a CPU that was so when `save` returned."""
+        """Return when the state may change again: on a CPU that was so when `save` returned.
+
+        Of what is on a GPU only `optimizer.step()` waits by itself; whatever else changes parameters calls this first.
+        """
+        if self._flight is not None:
+            self._flight.wait()
+            self._flight = None
 
     def done(self, tier: str | None = None) -> bool:
         """Whether it is decided what becomes of it: committed, or failed."""

@@ -6,7 +6,6 @@ import json
 import logging
 import operator
 import os
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,8 @@ from typing import Any, Literal
 from evergrad.checkpoint.arena import Arena, Ticket
 from evergrad.checkpoint.arena_folder import arena_folder
 from evergrad.checkpoint.board import Board, Pending
-from evergrad.checkpoint.capture.plan import Gathered, Plan, Target
+from evergrad.checkpoint.capture.plan import Plan
+from evergrad.checkpoint.capture.recorder import InFlight, Recorder
 from evergrad.checkpoint.finish.agent import linger_seconds
 from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.finish.completion import Completion
@@ -28,14 +28,12 @@ from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
 from evergrad.checkpoint.tiers import Local, Memory, Site, Tier
 from evergrad.checkpoint.version import Version, VersionRecord
-from evergrad.errors import CheckpointError, FormatError, SaveRefused, TierError, UsageError
+from evergrad.errors import CheckpointError, FormatError, SaveRefused, UsageError
 from evergrad.state import Where
 
 __all__ = ["CheckpointWarning", "Checkpointer"]
 
 _log = logging.getLogger(__name__)
-_ARENAS = 2
-_SAY_SO_AFTER_S = 10.0
 
 
 class CheckpointWarning(UserWarning):
@@ -84,7 +82,6 @@ class Checkpointer:
         self._tiers = _checked_tiers(tiers)
         if when_busy not in ("wait", "refuse"):
             raise UsageError(f"when_busy={when_busy!r}: expected 'wait' or 'refuse'")
-        self._when_busy = when_busy
         self._job = Job.open(run_dir, node)
         self._pid = os.getpid()
         self._folder = arena_folder(self._job)
@@ -93,10 +90,7 @@ class Checkpointer:
         for store in self._stores:
             store.check()
         self._board = Board()
-        self._plan: Plan | None = None
-        self._arenas: list[Arena] = []
-        self._targets: dict[int, tuple[Plan, Target]] = {}
-        self._rank = -1
+        self._recorder = Recorder(self._folder, self._board, when_busy)
         self._attached: Ranks | None = None
         self._attempt = self._last_step = -1
         self._parent: str | None = None
@@ -109,7 +103,7 @@ class Checkpointer:
         )
         if reserve is not None:
             try:
-                self._reserve(Plan.of(reserve, self._record(0, Ranks.now())), Ranks.now().rank)
+                self._recorder.reserve(Plan.of(reserve, self._record(0, Ranks.now())), Ranks.now().rank)
             except BaseException:
                 self.close()
                 raise
@@ -117,7 +111,7 @@ class Checkpointer:
     @property
     def memory_bytes(self) -> int:
         """Shared memory that this rank's arenas take. Besides them, a save needs a few buffers of fixed size."""
-        return sum(arena.size for arena in self._arenas)
+        return self._recorder.size
 
     @property
     def restored(self) -> Restored | None:
@@ -138,17 +132,17 @@ class Checkpointer:
         # From here on a step back is another attempt, on every rank alike, whatever becomes of this save on one.
         self._last_step = step
         version, kinds = Version(step, self._attempt), [tier.kind for tier in self._tiers]
+        durable = next((tier.kind for tier in self._tiers if tier.survives_reboot), kinds[0])
         try:
             for message in self._board.errors():
                 warnings.warn(message, CheckpointWarning, stacklevel=2)
-            arena = self._capture(version, state, notes, ranks)
+            pending = Pending(version, kinds, durable, self._board)
+            flight = self._capture(version, state, notes, ranks, [tier.to_json() for tier in self._tiers])
         except BaseException as error:  # no other rank shall wait for this one's shard
             self._board.disown(version)
             self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")
             raise
-        durable = next((tier.kind for tier in self._tiers if tier.survives_reboot), kinds[0])
-        pending = Pending(version, kinds, durable, self._board)
-        self._link.captured(ranks.rank, arena.files.index, arena.ticket.generation)
+        pending.follow(flight)
         return pending
 
     def restore(
@@ -168,9 +162,9 @@ class Checkpointer:
         """
         self._check_usable()
         ranks = Ranks.now()
-        ranks.together(lambda: self._link.settle(ranks.rank))
+        ranks.together(lambda: self._settle(ranks))
         request = Request(state, version, strict, where)
-        mapped = {arena.files.shard: arena.buffer for arena in self._arenas if arena.buffer is not None}
+        mapped = self._recorder.mapped()
         with uncollected():
             committed = Completion(self._job.run_dir, None).last_committed()
             self._restored = restore(request, self._job.id, self._stores, ranks, mapped, committed)
@@ -197,9 +191,10 @@ class Checkpointer:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self._recorder.settle()
         self._link.close()
         self._board.break_off("the Checkpointer was closed before this was known: ask one on the same run folder")
-        self._let_go()
+        self._recorder.let_go()
         self._link.tidy()
 
     def __enter__(self) -> Checkpointer:
@@ -228,6 +223,10 @@ class Checkpointer:
         ranks.together(lambda: self._take_part(ranks, attempt))
         self._attempt, self._attached = attempt, ranks
 
+    def _settle(self, ranks: Ranks) -> None:
+        self._recorder.settle()
+        self._link.settle(ranks.rank)
+
     def _begin_attempt(self, ranks: Ranks) -> int:
         if ranks.rank:
             return 0
@@ -235,8 +234,7 @@ class Checkpointer:
 
     def _take_part(self, ranks: Ranks, attempt: int) -> None:
         self._check_shared(attempt)
-        if ranks.rank != self._rank:
-            self._lease(ranks.rank)
+        self._recorder.lease(ranks.rank)
         self._board.follow(ranks.rank, attempt)
         self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
 
@@ -247,115 +245,33 @@ class Checkpointer:
                 "All nodes must share the run folder."
             )
 
-    def _lease(self, rank: int) -> None:
-        """Two arenas of this rank: those that were left, if no living trainer holds them."""
-        self._let_go()
-        index = 0
-        while len(self._arenas) < _ARENAS:
-            arena = Arena.lease(self._folder, rank, index)
-            if arena is not None:
-                self._arenas.append(arena)
-            index += 1
-        self._rank = rank
-
-    def _let_go(self) -> None:
-        self._targets.clear()
-        for arena in self._arenas:
-            arena.close()
-        self._arenas, self._rank = [], -1
-
-    def _reserve(self, plan: Plan, rank: int) -> None:
-        """Make both arenas now. One that holds a version from before is left alone until it may be overwritten."""
-        if rank != self._rank:
-            self._lease(rank)
-        made: list[Arena] = []
-        try:
-            for arena in self._arenas:
-                if not arena.ticket.captured:
-                    arena.reserve(plan.layout.size)
-                    made.append(arena)
-        except TierError:
-            for arena in made:
-                arena.files.remove()
-            raise
-        for arena in made:
-            self._target(arena, plan)
-        self._plan = plan
-        _log.info("rank %d: two arenas of %.3f GB in %s", rank, plan.layout.size / 1e9, self._folder)
-
-    def _capture(self, version: Version, state: object, notes: dict[str, Any], ranks: Ranks) -> Arena:
-        """Copy the state into an arena, and say on its ticket what it is."""
+    def _capture(
+        self, version: Version, state: object, notes: dict[str, Any], ranks: Ranks, tiers: list[dict[str, Any]]
+    ) -> InFlight:
+        """Copy the state into an arena, and say on its ticket what it is, once all of it is there."""
         if refusal := self._board.refusal():
             raise SaveRefused(refusal)
-        plan, gathered, header = self._gather(state, self._record(version.step, ranks))
-        size = plan.layout.size
-        arena = self._free_arena()
-        arena.begin()
-        if arena.size != size:
-            self._targets.pop(arena.files.index, None)  # it would keep the old memory while the new is reserved
-        arena.reserve(size)
-        assert arena.buffer is not None
-        self._target(arena, plan).copy(gathered)
-        arena.buffer[: len(header)] = header
-        tiers = [tier.to_json() for tier in self._tiers]
-        step, attempt = version.step, version.attempt
-        arena.captured(
-            Ticket(0, True, step, attempt, ranks.rank, ranks.world_size, size, now(), self._parent, tiers, notes)
-        )
-        return arena
+        record = self._record(version.step, ranks)
+        step, attempt, parent = version.step, version.attempt, self._parent
+
+        def ticket(size: int) -> Ticket:
+            rank, world_size = ranks.rank, ranks.world_size
+            return Ticket(0, True, step, attempt, rank, world_size, size, now(), parent, tiers, notes)
+
+        def announce(arena: Arena, error: Exception | None) -> None:
+            if error is None:
+                self._link.captured(ranks.rank, arena.files.index, arena.ticket.generation)
+            else:
+                kinds = [tier["kind"] for tier in tiers]
+                self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")
+
+        return self._recorder.capture(state, lambda: Plan.of(state, record), record, ticket, announce)
 
     def _record(self, step: int, ranks: Ranks) -> dict[str, Any]:
         return {
             "schema_version": 1, "job": self._job.id, "step": step, "attempt": self._attempt,
             "rank": ranks.rank, "world_size": ranks.world_size,
         }  # fmt: skip
-
-    def _gather(self, state: object, record: dict[str, Any]) -> tuple[Plan, Gathered, bytes]:
-        """Today's tensors and header, by the plan of the last save if it still holds."""
-        if self._plan is not None:
-            gathered = self._plan.gather(state)
-            if gathered is not None and (header := self._plan.header(gathered, record)) is not None:
-                return self._plan, gathered, header
-        self._plan = plan = Plan.of(state, record)
-        gathered = plan.gather(state)
-        header = plan.header(gathered, record) if gathered is not None else None
-        if gathered is None or header is None:
-            raise UsageError("the state changed while it was read: state_dict() gives something else each time")
-        return plan, gathered, header
-
-    def _target(self, arena: Arena, plan: Plan) -> Target:
-        known = self._targets.get(arena.files.index)
-        if known is None or known[0] is not plan:
-            assert arena.buffer is not None
-            known = self._targets[arena.files.index] = (plan, Target(plan, arena.buffer))
-        return known[1]
-
-    def _free_arena(self) -> Arena:
-        """The arena to overwrite: one that holds nothing, else the one with the older version, once it may be."""
-        for arena in self._arenas:
-            if not arena.ticket.captured:
-                return arena
-        self._board.wait(self._board.knows_free, None)
-        oldest_first = sorted(self._arenas, key=lambda arena: arena.ticket.version.age())
-
-        def free() -> Arena | None:
-            for arena in oldest_first:
-                if self._board.is_free(arena.files.index, arena.ticket.generation):
-                    return arena
-            return None
-
-        if free() is None and self._when_busy == "refuse":
-            versions = " and ".join(str(arena.ticket.version) for arena in oldest_first)
-            raise SaveRefused(f"both arenas are in use: {versions} are not finished. Save less often, or wait.")
-        start = time.monotonic()
-        while not self._board.wait(lambda: free() is not None, _SAY_SO_AFTER_S):
-            waited = time.monotonic() - start
-            _log.warning(
-                "rank %d: a save has waited %.0f s for an arena: storage or a rank is slow", self._rank, waited
-            )
-        found = free()
-        assert found is not None
-        return found
 
 
 def _checked_tiers(tiers: Sequence[Tier] | Tier | None) -> list[Tier]:

@@ -113,7 +113,9 @@ class Manifest:
                 raise DamagedFile(path, what, expected=SCHEMA_VERSION)
             version = Version(body.pop("step"), body.pop("attempt"))
             fields = {name: body[name] for name in cls.__slots__ if name != "version"}
-            fields["elsewhere"] = {path: (int(rank), str(digest)) for path, (rank, digest) in fields["elsewhere"].items()}
+            fields["elsewhere"] = {
+                path: (int(rank), str(digest)) for path, (rank, digest) in fields["elsewhere"].items()
+            }
             return cls(version=version, **fields)
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedFile(path, f"the manifest lacks what it should have: {error}") from None

@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from evergrad.records import Json
 from evergrad.state import Skeleton, flatten
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Gathered", "Plan", "Target"]
+__all__ = ["Copying", "Gathered", "Plan", "Target"]
 
 _LARGE_BYTES = 32 * 1024  # from here on, torch would share the copy of a single tensor among its threads
 _MANY = 4
@@ -41,6 +41,14 @@ class Gathered:
 
     tensors: list[torch.Tensor]
     values: list[bytes]
+
+
+class Copying(Protocol):
+    """Copies that were begun, on a device, and have not ended yet."""
+
+    def wait(self) -> None:
+        """Return when all bytes are in the arena."""
+        ...
 
 
 class Plan:
@@ -129,8 +137,8 @@ class Target:
                 self._places += (self._place(entry, entry.shape) for _, entry in alike)
         self._bulk = Bulk(self._whole.data_ptr(), large)
 
-    def copy(self, gathered: Gathered) -> None:
-        """Copy the bytes of every tensor to its place."""
+    def copy(self, gathered: Gathered) -> Copying | None:
+        """Copy the bytes of every tensor to its place; None if they are there when this returns."""
         tensors = gathered.tensors
         with torch.no_grad():
             self._bulk.copy(tensors)
@@ -138,6 +146,10 @@ class Target:
                 torch.stack(tensors[part], out=place)
             if self._places:
                 torch._foreach_copy_(self._places, [tensors[n] for n in self._singles])
+        return None
+
+    def close(self) -> None:
+        """Let go of the buffer."""
 
     def _place(self, first: Entry, shape: tuple[int, ...]) -> torch.Tensor:
         """The place of an entry, or of it and those behind it, as a tensor of its own type."""

@@ -113,7 +113,7 @@ class Store(ABC):
         """Complete shards of versions that are not visible yet, because they wait for `commit`."""
         return []
 
-    def commit(self, version: Version, world_size: int) -> None:
+    def commit(self, version: Version, world_size: int) -> None:  # noqa: B027 - most tiers have nothing to say
         """All shards of a version are there: make it visible. Whoever sees that may say so, any number of times."""
 
     def read_manifest(self, copy: Copy, *, digests: bool = True) -> Manifest:
