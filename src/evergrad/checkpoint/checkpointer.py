@@ -65,6 +65,7 @@ class Checkpointer:
         reserve: object = None,
         agent: bool = True,
         when_busy: Literal["wait", "refuse"] = "wait",
+        replicated: Where | bool = False,
         modules: Sequence[Module] = (),
         linger_s: float | None = None,
         node: str | None = None,
@@ -75,6 +76,8 @@ class Checkpointer:
         - `reserve`: a state like those that will be saved. Its arenas are then made now, not at the first save.
         - `agent`: False does the work in a thread of this process instead.
         - `when_busy`: what a save does when both arenas are in use.
+        - `replicated`: the tensors that are the same on all ranks (names, globs, roles; True: all). What is under DDP
+          or FSDP2 is known without.
         - `modules`: your own links in the agent's chain; it must be able to import them.
         - `linger_s`: how long an agent that this starts stays without work; EVERGRAD_LINGER, or 60 s.
         - `node`: the failure domain that this process is in; EVERGRAD_NODE, or the host's name.
@@ -90,6 +93,7 @@ class Checkpointer:
         for store in self._stores:
             store.check()
         self._board = Board()
+        self._replicated = replicated
         self._recorder = Recorder(self._folder, self._board, when_busy)
         self._attached: Ranks | None = None
         self._attempt = self._last_step = -1
@@ -103,7 +107,7 @@ class Checkpointer:
         )
         if reserve is not None:
             try:
-                self._recorder.reserve(Plan.of(reserve, self._record(0, Ranks.now())), Ranks.now().rank)
+                self._recorder.reserve(self._plan(reserve, Ranks.now()), Ranks.now().rank)
             except BaseException:
                 self.close()
                 raise
@@ -265,7 +269,10 @@ class Checkpointer:
                 kinds = [tier["kind"] for tier in tiers]
                 self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")
 
-        return self._recorder.capture(state, lambda: Plan.of(state, record), record, ticket, announce)
+        return self._recorder.capture(state, lambda: self._plan(state, ranks), record, ticket, announce)
+
+    def _plan(self, state: object, ranks: Ranks) -> Plan:
+        return Plan.of(state, self._record(0, ranks), replicated=self._replicated)
 
     def _record(self, step: int, ranks: Ranks) -> dict[str, Any]:
         return {

@@ -4,7 +4,8 @@ A shard is an ordinary safetensors file. Wide elements come first, so that every
 are alike lie side by side, so that many small ones can be copied by one call. The header is padded with spaces to a
 multiple of 4 KiB, with room to spare: values that grow a little between two saves do not move the tensors.
 
-Besides the keys of `formats/safetensors.py` its metadata holds `evergrad.shard`: a record of whose shard it is.
+Besides the keys of `formats/safetensors.py` its metadata holds `evergrad.shard`, a record of whose shard it is, and
+`evergrad.placements`: which of its tensors are not the rank's own.
 """
 
 from __future__ import annotations
@@ -26,10 +27,23 @@ from evergrad.formats.safetensors import ALIASES_KEY, DTYPES, DTYPES_KEY, MAX_HE
 from evergrad.records import Json
 from evergrad.state import Skeleton
 
-__all__ = ["ALIGNMENT", "SHARD_KEY", "Entry", "Header", "Layout", "Parsed", "Spec", "escaped", "parse", "uncollected"]
+__all__ = [
+    "ALIGNMENT",
+    "PLACEMENTS_KEY",
+    "SHARD_KEY",
+    "Entry",
+    "Header",
+    "Layout",
+    "Parsed",
+    "Spec",
+    "escaped",
+    "parse",
+    "uncollected",
+]
 
 ALIGNMENT = 4096
 SHARD_KEY = "evergrad.shard"
+PLACEMENTS_KEY = "evergrad.placements"
 _SPARE_BYTES = 1024  # for a step with more digits, a learning rate with more places, a longer note
 _SPARE_SHARE = 32  # or this part of the header, if that is more: long histories grow faster
 
@@ -81,6 +95,7 @@ class Header:
         skeleton: Sequence[str],
         values: Sequence[bytes],
         shard: Mapping[str, Json],
+        placements: Mapping[str, Json] | None = None,
     ) -> None:
         if any(spec.path == "__metadata__" for spec in specs):
             raise StateError("a tensor cannot be called '__metadata__' in a safetensors file")
@@ -90,6 +105,8 @@ class Header:
             texts[DTYPES_KEY] = _compact(foreign)
         if aliases:
             texts[ALIASES_KEY] = _compact(dict(aliases))
+        if placements:
+            texts[PLACEMENTS_KEY] = _compact(dict(placements))
         known = "".join(f"{quote(key)}:{quote(text)}," for key, text in texts.items())
         self._opening = f'{{"__metadata__":{{"format":"pt",{known}"{SHARD_KEY}":"'.encode()
         pieces = [escaped(piece) for piece in skeleton]
@@ -135,6 +152,7 @@ class Parsed(NamedTuple):
     layout: Layout
     skeleton: Skeleton
     shard: dict[str, Any]
+    placements: dict[str, Any]
 
 
 @contextmanager
@@ -172,6 +190,7 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
             skeleton = Skeleton.loads(metadata[SKELETON_KEY])
             entries = _entries(header, {**json.loads(metadata.get(DTYPES_KEY, "{}"))}, data_start)
             aliases = {**json.loads(metadata.get(ALIASES_KEY, "{}"))}
+            placements = {**json.loads(metadata.get(PLACEMENTS_KEY, "{}"))}
             tied = all(alias not in header and name in header for alias, name in aliases.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateError) as error:
         raise DamagedFile(path, f"not the header of a shard: {type(error).__name__}: {error}") from None
@@ -184,7 +203,7 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
         raise DamagedFile(path, "tensors lie beyond the end", expected=f"{end} bytes", found=len(view))
     if not tied:
         raise DamagedFile(path, "a tied tensor is stored as well, or tied to none that is")
-    return Parsed(Layout(tuple(entries), aliases, data_start, end), skeleton, shard)
+    return Parsed(Layout(tuple(entries), aliases, data_start, end), skeleton, shard, placements)
 
 
 def _row(spec: Spec, begin: int) -> str:

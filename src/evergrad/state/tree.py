@@ -71,16 +71,17 @@ class FlatState:
     skeleton: Skeleton
 
 
-def flatten(state: object) -> FlatState:
+def flatten(state: object, *, local: Callable[[torch.Tensor], torch.Tensor] | None = None) -> FlatState:
     """A nested state as named tensors.
 
     Takes dicts, lists, tuples, sets, numbers, strings, bytes, None, tensors, NumPy arrays, and anything
     with a `state_dict()`. Tensors are not copied. Subclasses of the containers (named tuples, default dicts) come
     back as the plain container, and a container that is referred to twice as two. Raises `StateError`, naming the
-    path, for anything else.
+    path, for anything else. `local` gives, of a tensor that is spread over ranks, the piece to take.
     """
     walked = outline(state, _is_tensor)
-    tensors = {path: _checked(path, leaf) for path, leaf in walked.leaves.items()}
+    leaves = walked.leaves if local is None else {path: local(leaf) for path, leaf in walked.leaves.items()}
+    tensors = {path: _checked(path, leaf) for path, leaf in leaves.items()}
     sharing = find_sharing(
         Placement(
             path,

@@ -19,13 +19,14 @@ import torch
 
 from evergrad.checkpoint.capture.bulk import Bulk
 from evergrad.checkpoint.capture.sources import Sources
+from evergrad.checkpoint.capture.spread import declared, known, local_of, spec_of
 from evergrad.checkpoint.capture.template import Template
 from evergrad.checkpoint.capture.values import Values
 from evergrad.checkpoint.layout import Entry, Header, Layout, Spec, uncollected
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json
-from evergrad.state import Skeleton, flatten
+from evergrad.state import Skeleton, Where, flatten
 from evergrad.state.sharing import contiguous_strides
 
 __all__ = ["Copying", "Gathered", "Plan", "Target"]
@@ -54,24 +55,28 @@ class Copying(Protocol):
 class Plan:
     """How states of one form are saved."""
 
-    def __init__(self, template: Template, values: Values, sources: Sources, header: Header) -> None:
+    def __init__(
+        self, template: Template, values: Values, sources: Sources, header: Header, spread: Mapping[int, object]
+    ) -> None:
         self.layout: Layout = header.layout
         self._template = template
         self._values = values
         self._sources = sources
         self._header = header
+        self._spread = spread
         positions = {path: n for n, path in enumerate(template.paths)}
         self._stored = [positions[entry.path] for entry in self.layout.entries]
 
     @classmethod
-    def of(cls, state: object, shard: Mapping[str, Json] | None = None) -> Plan:
+    def of(cls, state: object, shard: Mapping[str, Json] | None = None, *, replicated: Where | bool = False) -> Plan:
         """Walk a state and plan its shard; `StateError`, naming the path, for what cannot be stored.
 
         The header gets room for a shard record as long as the given one, and some to spare. Objects with
-        `state_dict()` are asked twice, and must give the same form both times.
+        `state_dict()` are asked twice, and must give the same form both times. `replicated` is what the user says is
+        the same on all ranks.
         """
         with uncollected():
-            flat = flatten(state)
+            flat = flatten(state, local=local_of)
             skeleton = flat.skeleton
             if unknown := skeleton.objects():
                 raise StateError("{}: an object of class {} cannot be stored".format(*unknown[0]))
@@ -84,9 +89,13 @@ class Plan:
             specs = _specs(flat.tensors)
             aliases = _aliases(skeleton, specs)
             stored = [spec for path, spec in specs.items() if path not in aliases]
-            header = Header(stored, aliases, _around(skeleton, template.text), texts, shard or {})
+            assert leaves is not None
+            raw = dict(zip(template.paths, leaves.tensors, strict=True))
+            placements = declared(replicated, flat.tensors, skeleton).merged(known(state, raw))
+            header = Header(stored, aliases, _around(skeleton, template.text), texts, shard or {}, placements.to_json())
             tensors = {path: flat.tensors[path] for path in template.paths}
-            return cls(template, values, Sources(tensors, skeleton.sharing.views), header)
+            spread = {n: spec for n, leaf in enumerate(leaves.tensors) if (spec := spec_of(leaf)) is not None}
+            return cls(template, values, Sources(tensors, skeleton.sharing.views), header, spread)
 
     def gather(self, state: object) -> Gathered | None:
         """Today's tensors and values; None when the state is no longer of the form that was planned."""
@@ -97,10 +106,22 @@ class Plan:
         if values is None:
             return None
         with torch.no_grad():
-            tensors = self._sources.match(leaves.tensors)
+            pieces = self._pieces(leaves.tensors)
+            tensors = None if pieces is None else self._sources.match(pieces)
         if tensors is None:
             return None
         return Gathered([tensors[n] for n in self._stored], values)
+
+    def _pieces(self, leaves: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Today's tensors with this rank's pieces of those that are cut; None if one is cut in another way."""
+        if not self._spread:
+            return leaves
+        pieces = list(leaves)
+        for n, spec in self._spread.items():
+            if spec_of(leaves[n]) != spec:
+                return None
+            pieces[n] = local_of(leaves[n])
+        return pieces
 
     def header(self, gathered: Gathered, shard: Mapping[str, Json]) -> bytes | None:
         """Everything before the tensors, exactly `layout.data_start` bytes; None if it no longer fits there."""

@@ -49,7 +49,8 @@ class Digest:
         """Set the manifest's digests; those that were taken before a crash are kept."""
         if work.manifest.digests or work.manifest.header:
             return
-        layout = parse(work.shard, work.files.shard)[0]
+        parsed = parse(work.shard, work.files.shard)
+        layout = parsed.layout
         spans = [(0, layout.data_start), *((e.offset, e.offset + e.nbytes) for e in layout.entries)]
         header, *digests = digest_spans(work.shard, spans)
         paths = (entry.path for entry in layout.entries)
@@ -58,6 +59,7 @@ class Digest:
             data_start=layout.data_start,
             header=header,
             digests=dict(zip(paths, digests, strict=True)),
+            placements=parsed.placements,
         )
 
 

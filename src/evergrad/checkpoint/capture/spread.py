@@ -1,0 +1,171 @@
+"""Tensors and objects that are spread over ranks: what of them this rank holds, and what is known of them.
+
+A `DTensor` is stored as this rank's piece, with its place in the whole. Of a module under DDP or FSDP2 it is known
+that all ranks have the same parameters, and that rank 0's buffers are as good as any; so it is of an optimizer of
+such parameters.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evergrad.checkpoint.placement import ALL, Place, Placements
+from evergrad.errors import StateError
+from evergrad.records import TensorInfo
+from evergrad.state import Skeleton, Where, join, role_of, select
+from evergrad.state.paths import segments
+
+__all__ = ["declared", "is_spread", "known", "local_of", "place_of", "spec_of"]
+
+
+def is_spread(tensor: object) -> TypeGuard[Any]:
+    """Whether a tensor is a DTensor; nothing is imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies in this rank's memory: itself, or its piece of a DTensor."""
+    if not is_spread(tensor):
+        return tensor
+    with torch.no_grad():
+        local = tensor.to_local()
+    assert isinstance(local, torch.Tensor)
+    return local
+
+
+def spec_of(tensor: torch.Tensor) -> object:
+    """What the place of a piece depends on, to be compared; None for a tensor that is not cut."""
+    return (tensor.device_mesh, tensor.placements, tensor.shape) if is_spread(tensor) else None
+
+
+def place_of(path: str, tensor: torch.Tensor) -> Place | None:
+    """The place of this rank's piece; None for a tensor that is not cut."""
+    if not is_spread(tensor):
+        return None
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise StateError(f"{path}: a DTensor with a pending reduction cannot be stored (call full_tensor() first)")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tuple(local_of(tensor).shape)
+    if tuple(shape) != local:
+        raise StateError(f"{path}: this rank's piece of a DTensor is {local}, and {tuple(shape)} was expected of it")
+    # Of an empty piece the offset may lie anywhere.
+    begins = tuple(min(begin, size - n) for begin, n, size in zip(offset, shape, tensor.shape, strict=True))
+    return Place(tuple(tensor.shape), begins, local)
+
+
+def known(state: object, leaves: Mapping[str, torch.Tensor]) -> Placements:
+    """What can be told of a state, whose leaves are given as they are: DTensors as DTensors."""
+    sharded = {path: place for path, leaf in leaves.items() if (place := place_of(path, leaf)) is not None}
+    replicated: dict[str, None] = {}
+    first: dict[str, None] = {}
+    if sharded or _is_distributed():
+        wrapped = _Wrapped()
+        objects = list(_objects(state, None))
+        for _, thing in objects:
+            if isinstance(thing, nn.Module):
+                wrapped.look(thing)
+        for path, thing in objects:
+            prefix = ALL if path is None else f"{path}/"
+            if isinstance(thing, nn.Module) and wrapped.is_known(thing):
+                replicated[prefix] = None
+                first |= {join(path, name): None for name, _ in thing.named_buffers(remove_duplicate=False)}
+            elif isinstance(thing, Optimizer) and wrapped.steps(thing):
+                replicated[prefix] = None
+        # Tensors of plain dicts, as `model.state_dict()` gives them, are known by their memory.
+        for path, leaf in leaves.items():
+            if path not in sharded and (address := local_of(leaf).data_ptr()):
+                if address in wrapped.parameters:
+                    replicated[path] = None
+                elif address in wrapped.buffers:
+                    first[path] = None
+    prefixes = [pattern for pattern in replicated if pattern == ALL or pattern[-1:] == "/"]
+    covered = Placements(tuple(prefixes), tuple(first))
+    single = [path for path in replicated if path not in prefixes and covered.kind(path) == "own"]
+    return Placements((*prefixes, *single), tuple(first), sharded)
+
+
+def declared(where: Where | bool, tensors: Mapping[str, torch.Tensor], skeleton: Skeleton) -> Placements:
+    """What the user says is the same on all ranks: everything, or what `select` finds."""
+    if where is True or where is False:
+        return Placements((ALL,) if where else ())
+    infos = {}
+    for path, tensor in tensors.items():
+        shape, is_float = tuple(tensor.shape), tensor.dtype.is_floating_point
+        role = skeleton.roles.get(path) or role_of(path, is_float=is_float, rank=len(shape))
+        infos[path] = TensorInfo(path, shape, _dtype(tensor), role, 0)
+    return Placements(tuple(select(infos, where)))
+
+
+class _Wrapped:
+    """The memory of all modules that are under DDP or FSDP."""
+
+    def __init__(self) -> None:
+        self.parameters: set[int] = set()
+        self.buffers: set[int] = set()
+        for thing in _ddp_modules():
+            self._take(thing, buffers=bool(thing.broadcast_buffers))
+
+    def look(self, module: nn.Module) -> None:
+        """Take a module of the state in, if its parameters are cut."""
+        if any(is_spread(parameter) for parameter in module.parameters()):
+            self._take(module, buffers=True)
+
+    def is_known(self, module: nn.Module) -> bool:
+        """Whether all parameters of a module are under DDP or FSDP, and there are some."""
+        addresses = [local_of(parameter).data_ptr() for parameter in module.parameters()]
+        return bool(addresses) and all(address in self.parameters or not address for address in addresses)
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Whether all that an optimizer steps is."""
+        found = [local_of(param).data_ptr() for group in optimizer.param_groups for param in group["params"]]
+        return bool(found) and all(address in self.parameters or not address for address in found)
+
+    def _take(self, module: nn.Module, *, buffers: bool) -> None:
+        self.parameters |= {local_of(parameter).data_ptr() for parameter in module.parameters()}
+        if buffers:
+            self.buffers |= {buffer.data_ptr() for buffer in module.buffers() if buffer.numel()}
+
+
+def _ddp_modules() -> Iterator[Any]:
+    """Every DDP that lives: users save `model.module` as often as `model`, and a module does not know its wrapper."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is not None:
+        wrapper = parallel.DistributedDataParallel
+        # By type(): isinstance would ask proxies for their class, and wake them.
+        yield from (thing for thing in gc.get_objects() if issubclass(type(thing), wrapper))
+
+
+def _is_distributed() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _objects(state: object, path: str | None) -> Iterator[tuple[str | None, object]]:
+    """Modules and optimizers in the containers of a state, with their paths."""
+    if isinstance(state, (nn.Module, Optimizer)):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, segment in segments(state).items():
+            yield from _objects(state[key], join(path, segment))
+    elif isinstance(state, (list, tuple)):
+        for index, child in enumerate(state):
+            yield from _objects(child, join(path, str(index)))
+
+
+def _dtype(tensor: torch.Tensor) -> Any:
+    from evergrad.dtypes import DType
+
+    found = DType.of_torch(tensor.dtype)
+    assert found is not None, "flatten refuses other types"
+    return found
