@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "injection": {"errors", "dtypes", "records", "state", "formats"},
     "checkpoint": {"errors", "dtypes", "records", "state", "formats"},
     "testing": {"errors", "dtypes", "records", "state", "formats", "injection", "checkpoint"},
+    "integrations": {"errors", "dtypes", "records", "state", "formats", "checkpoint"},
     "cli": {"evergrad", "errors", "dtypes", "records", "state", "formats", "injection", "checkpoint"},
     "__init__": {"errors", "records", "state", "formats", "injection", "checkpoint"},
     "__main__": {"cli"},

@@ -427,7 +427,7 @@ def test_a_version_that_is_being_read_is_not_written_over(make: Make, tmp_path: 
 
     ck = make(tiers=[eg.Local(tmp_path / "disk", keep=1)])
     ck.save(1, state(1)).wait()
-    (copy,) = ck._stores[0].find(0)
+    (copy,) = ck._stores["local"].find(0)
     with Shard(copy, ck._job.id) as shard:
         assert shard.verify() == []
         for step in (2, 3, 4):

@@ -9,29 +9,46 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evergrad.checkpoint.board import Pending
     from evergrad.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+    from evergrad.checkpoint.policy import EverySeconds, EverySteps, MaxOverhead, Policy, Progress, YoungDaly
     from evergrad.checkpoint.rng import rng_state
-    from evergrad.checkpoint.tiers import Local, Memory
+    from evergrad.checkpoint.tiers import Compress, Local, Memory, Persistent
     from evergrad.checkpoint.version import Version, VersionRecord
 
 _HOMES = {
     "CheckpointWarning": "checkpointer",
     "Checkpointer": "checkpointer",
+    "Compress": "tiers",
+    "EverySeconds": "policy",
+    "EverySteps": "policy",
     "Local": "tiers",
+    "MaxOverhead": "policy",
     "Memory": "tiers",
     "Pending": "board",
+    "Persistent": "tiers",
+    "Policy": "policy",
+    "Progress": "policy",
     "Version": "version",
     "VersionRecord": "version",
+    "YoungDaly": "policy",
     "rng_state": "rng",
 }
 
 __all__ = [
     "CheckpointWarning",
     "Checkpointer",
+    "Compress",
+    "EverySeconds",
+    "EverySteps",
     "Local",
+    "MaxOverhead",
     "Memory",
     "Pending",
+    "Persistent",
+    "Policy",
+    "Progress",
     "Version",
     "VersionRecord",
+    "YoungDaly",
     "rng_state",
 ]
 

@@ -6,29 +6,36 @@ import json
 import logging
 import operator
 import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from evergrad.checkpoint.arena import Arena, Ticket
 from evergrad.checkpoint.arena_folder import arena_folder
 from evergrad.checkpoint.board import Board, Pending
+from evergrad.checkpoint.cadence import Cadence
 from evergrad.checkpoint.capture.plan import Plan
 from evergrad.checkpoint.capture.recorder import InFlight, Recorder
+from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.finish.agent import linger_seconds
 from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.link import AgentLink, Link, ThreadLink
 from evergrad.checkpoint.job import Job, now
 from evergrad.checkpoint.layout import uncollected
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.policy import Policy
 from evergrad.checkpoint.ranks import Ranks
+from evergrad.checkpoint.restore.obtaining import Obtaining
+from evergrad.checkpoint.restore.resizing import Resize
 from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
-from evergrad.checkpoint.tiers import Local, Memory, Site, Tier
+from evergrad.checkpoint.restore.sources import is_dcp_folder, stores_of
+from evergrad.checkpoint.tiers import Compress, Local, Memory, Site, Tier, join_compression, without_secrets
 from evergrad.checkpoint.version import Version, VersionRecord
-from evergrad.errors import CheckpointError, FormatError, SaveRefused, UsageError
+from evergrad.errors import CheckpointError, EvergradError, SaveRefused, UsageError
 from evergrad.state import Where
 
 __all__ = ["CheckpointWarning", "Checkpointer"]
@@ -60,7 +67,7 @@ class Checkpointer:
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        tiers: Sequence[Tier] | Tier | None = None,
+        tiers: Sequence[Tier | Compress] | Tier | None = None,
         *,
         reserve: object = None,
         agent: bool = True,
@@ -69,6 +76,10 @@ class Checkpointer:
         modules: Sequence[Module] = (),
         linger_s: float | None = None,
         node: str | None = None,
+        policy: Policy | int | Sequence[Policy | int] | None = None,
+        preempt_signals: Sequence[str | int] = ("SIGTERM", "SIGUSR2"),
+        exit_code: int = 75,
+        grace_s: float = 25.0,
     ) -> None:
         """Find or start the job of a run folder, which all nodes share.
 
@@ -81,7 +92,11 @@ class Checkpointer:
         - `modules`: your own links in the agent's chain; it must be able to import them.
         - `linger_s`: how long an agent that this starts stays without work; EVERGRAD_LINGER, or 60 s.
         - `node`: the failure domain that this process is in; EVERGRAD_NODE, or the host's name.
+        - `policy`: when `need_checkpoint` says so: every so many steps, `EverySeconds(600)`, …, or a list of them.
+        - `preempt_signals`: what asks the job to save and leave. `exit_code` is then the process's to return, and
+          `grace_s` how long after the signal `should_exit` may wait for the last save.
         """
+        self._cadence = Cadence(policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s)
         self._tiers = _checked_tiers(tiers)
         if when_busy not in ("wait", "refuse"):
             raise UsageError(f"when_busy={when_busy!r}: expected 'wait' or 'refuse'")
@@ -89,15 +104,17 @@ class Checkpointer:
         self._pid = os.getpid()
         self._folder = arena_folder(self._job)
         self._site = Site(self._job.id, self._job.node_folder, self._folder, self._job.run_dir)
-        self._stores = [tier.store(self._site) for tier in self._tiers]
-        for store in self._stores:
+        self._stores = {tier.kind: tier.store(self._site) for tier in self._tiers}
+        for store in self._stores.values():
             store.check()
         self._board = Board()
         self._replicated = replicated
         self._recorder = Recorder(self._folder, self._board, when_busy)
         self._attached: Ranks | None = None
         self._attempt = self._last_step = -1
+        self._saves = 0
         self._parent: str | None = None
+        self._source: str | None = None
         self._restored: Restored | None = None
         self._closed = False
         self._link: Link = (
@@ -130,51 +147,89 @@ class Checkpointer:
         last save is said now, as a `CheckpointWarning`.
         """
         self._check_usable()
+        self._cadence.begin_save()
         step, notes = _checked_step(step), _checked_meta(meta)
         ranks = Ranks.now()
         self._attach(ranks, step)
         # From here on a step back is another attempt, on every rank alike, whatever becomes of this save on one.
         self._last_step = step
-        version, kinds = Version(step, self._attempt), [tier.kind for tier in self._tiers]
-        durable = next((tier.kind for tier in self._tiers if tier.survives_reboot), kinds[0])
+        tiers = [tier for tier in self._tiers if tier.is_due(self._saves) or self._cadence.preempted]
+        self._saves += 1
+        version, kinds = Version(step, self._attempt), [tier.kind for tier in tiers]
+        durable = next((tier.kind for tier in tiers if tier.survives_reboot), kinds[0])
         try:
             for message in self._board.errors():
                 warnings.warn(message, CheckpointWarning, stacklevel=2)
             pending = Pending(version, kinds, durable, self._board)
-            flight = self._capture(version, state, notes, ranks, [tier.to_json() for tier in self._tiers])
+            flight = self._capture(version, state, notes, ranks, [tier.to_json() for tier in tiers])
         except BaseException as error:  # no other rank shall wait for this one's shard
             self._board.disown(version)
             self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")
             raise
         pending.follow(flight)
+        self._cadence.saved(pending, kinds)
         return pending
+
+    def need_checkpoint(self) -> bool:
+        """Whether to save now: the policy says so, or the job has to leave. All ranks call it, and get one answer."""
+        self._check_usable()
+        return self._cadence.need_checkpoint()
+
+    def should_exit(self) -> bool:
+        """Whether to leave now, with `exit_code`: a signal came to any rank, and the save after it was waited for."""
+        self._check_usable()
+        leaves = self._cadence.should_exit()
+        for message in self._cadence.complaints():
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+        return leaves
+
+    @property
+    def exit_code(self) -> int:
+        """0, until `should_exit` says so: then 75, with which schedulers run a job again."""
+        return self._cadence.exit_code
 
     def restore(
         self,
         state: object,
         *,
-        version: Version | int | None = None,
+        version: Version | int | str | None = None,
         strict: bool = True,
         where: Where | None = None,
+        source: str | os.PathLike[str] | None = None,
+        resize: Resize | None = None,
     ) -> int | None:
         """Put the newest version that all ranks can obtain into the state, in place; its step, or None.
 
         Every digest is checked first. A corrupt or torn version is passed over for the one before, and that is
-        logged. `version` asks for one, by step or exactly. With `strict=False` what does not fit is left out and
-        logged; `where` restores only some tensors (names, globs, roles: as `select`). `RestoreError` if there are
-        versions and none of them is intact.
+        logged. `version` asks for one: by step, by name, by tag, or exactly. With `strict=False` what does not fit is
+        left out and logged; `where` restores only some tensors (names, globs, roles: as `select`). `RestoreError` if
+        there are versions and none of them is intact.
+
+        `source` begins from elsewhere: another job's run folder, the URL of its persistent tier, or a folder of
+        torch.distributed.checkpoint. With another number of ranks what is sharded is cut anew, what is replicated is
+        given to all, and of what was each rank's own `resize(path, saved, rank, world_size)` says what this one gets.
         """
         self._check_usable()
         ranks = Ranks.now()
+        if source is not None and is_dcp_folder(source):
+            return self._restore_dcp(Path(source), state, strict, where, ranks)
         ranks.together(lambda: self._settle(ranks))
-        request = Request(state, version, strict, where)
-        mapped = self._recorder.mapped()
+        job, stores = self._job.id, self._stores
+        if source is not None:
+            job, stores = ranks.together(lambda: stores_of(source, self._tiers))
+        asked = self._named(version, source)
+        request = Request(state, asked, strict, where)
+        scratch = self._scratch()
+        obtaining = Obtaining(job, stores, state, scratch, self._recorder.mapped(), resize, strict, self._replicated)
         with uncollected():
-            committed = Completion(self._job.run_dir, None).last_committed()
-            self._restored = restore(request, self._job.id, self._stores, ranks, mapped, committed)
+            committed = Completion(self._job.run_dir, None).last_committed() if source is None else None
+            self._restored = restore(request, job, stores, ranks, obtaining, committed)
+        if any(ranks.gather(scratch.exists())):
+            shutil.rmtree(scratch, ignore_errors=True)
         if self._restored is None:
             return None
-        self._parent = self._restored.version.name
+        name = self._restored.version.name
+        self._parent, self._source = (name, None) if source is None else (f"{job}/{name}", os.fspath(source))
         self._attached = None  # what is saved from here on is another attempt
         return self._restored.version.step
 
@@ -182,12 +237,11 @@ class Checkpointer:
         """The versions that this rank could restore now, newest first."""
         completion = Completion(self._job.run_dir, None)
         completion.refresh()
-        for store in self._stores:
+        for store in self._stores.values():
             for copy in store.find():
-                with suppress(FormatError, OSError):
-                    completion.note(
-                        copy.version, copy.tier, copy.rank, Manifest.read(copy.manifest, digests=False).world_size
-                    )
+                with suppress(EvergradError, OSError):
+                    size = store.read_manifest(copy, digests=False).world_size
+                    completion.note(copy.version, copy.tier, copy.rank, size)
         return list_versions(self._job.id, self._stores, completion.is_complete, Ranks.now().rank)
 
     def close(self) -> None:
@@ -195,6 +249,7 @@ class Checkpointer:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self._cadence.close()
         self._recorder.settle()
         self._link.close()
         self._board.break_off("the Checkpointer was closed before this was known: ask one on the same run folder")
@@ -225,7 +280,7 @@ class Checkpointer:
         mine = ranks.together(lambda: self._begin_attempt(ranks))
         attempt = ranks.gather(mine)[0]
         ranks.together(lambda: self._take_part(ranks, attempt))
-        self._attempt, self._attached = attempt, ranks
+        self._attempt, self._attached, self._saves = attempt, ranks, 0
 
     def _settle(self, ranks: Ranks) -> None:
         self._recorder.settle()
@@ -234,13 +289,46 @@ class Checkpointer:
     def _begin_attempt(self, ranks: Ranks) -> int:
         if ranks.rank:
             return 0
-        return self._job.begin_attempt(world_size=ranks.world_size, parent=self._parent)
+        tiers = [without_secrets(tier.to_json()) for tier in self._tiers]
+        return self._job.begin_attempt(
+            world_size=ranks.world_size, parent=self._parent, source=self._source, tiers=tiers
+        )
 
     def _take_part(self, ranks: Ranks, attempt: int) -> None:
         self._check_shared(attempt)
         self._recorder.lease(ranks.rank)
         self._board.follow(ranks.rank, attempt)
         self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
+
+    def _restore_dcp(self, folder: Path, state: object, strict: bool, where: Where | None, ranks: Ranks) -> int | None:
+        from evergrad.checkpoint.restore.foreign import restore_dcp
+
+        skipped = ranks.together(lambda: restore_dcp(folder, state, strict=strict, where=where))
+        for line in skipped:
+            _log.warning("rank %d: %s", ranks.rank, line)
+        self._parent, self._source = None, str(folder.absolute())
+        self._attached = self._restored = None
+        return None
+
+    def _named(self, version: Version | int | str | None, source: object) -> Version | int | None:
+        if not isinstance(version, str):
+            return version
+        if source is not None:
+            known = Version.parse(version)
+            if known is None:
+                raise UsageError(
+                    f"version={version!r}: of another job, expected a step, or a name as {Version(1, 1).name}"
+                )
+            return known
+        pins = Pins(self._job.run_dir)
+        usable = [record.version for record in self.versions()]
+        return resolve(version, usable, pins.tags(), usable)
+
+    def _scratch(self) -> Path:
+        """Where what has to be fetched lies meanwhile: on the node's own disk, if there is one."""
+        path = next((tier.path for tier in self._tiers if isinstance(tier, Local)), None)
+        root = Path(path) if path is not None else self._job.run_dir / "local"
+        return root / self._job.id / self._job.node_folder / ".fetched"
 
     def _check_shared(self, attempt: int) -> None:
         if not self._job.sees_attempt(attempt):
@@ -281,11 +369,14 @@ class Checkpointer:
         }  # fmt: skip
 
 
-def _checked_tiers(tiers: Sequence[Tier] | Tier | None) -> list[Tier]:
-    chosen = [Memory(), Local()] if tiers is None else [tiers] if isinstance(tiers, Tier) else list(tiers)
-    for tier in chosen:
-        if not isinstance(tier, Tier):
+def _checked_tiers(tiers: Sequence[Tier | Compress] | Tier | None) -> list[Tier]:
+    given = [Memory(), Local()] if tiers is None else [tiers] if isinstance(tiers, Tier) else list(tiers)
+    for tier in given:
+        if not isinstance(tier, (Tier, Compress)):
             raise UsageError(f"tiers: {tier!r} is no tier (expected eg.Memory(), eg.Local(path), …)")
+    chosen = join_compression(given)
+    if chosen and not any(tier.is_due(1) for tier in chosen):
+        raise UsageError(f"tiers: {chosen[0]!r} alone would leave saves out: put eg.Memory() or eg.Local() before it")
     kinds = [tier.kind for tier in chosen]
     if not kinds or len(set(kinds)) < len(kinds):
         raise UsageError(f"tiers: expected at least one, each kind once, found {', '.join(kinds) or 'none'}")

@@ -13,13 +13,15 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quote
 from os import PathLike
 from typing import Any, NamedTuple
+
+import xxhash
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError
@@ -29,6 +31,7 @@ from evergrad.state import Skeleton
 
 __all__ = [
     "ALIGNMENT",
+    "ELSEWHERE_KEY",
     "PLACEMENTS_KEY",
     "SHARD_KEY",
     "Entry",
@@ -36,6 +39,7 @@ __all__ = [
     "Layout",
     "Parsed",
     "Spec",
+    "cut",
     "escaped",
     "parse",
     "uncollected",
@@ -44,6 +48,7 @@ __all__ = [
 ALIGNMENT = 4096
 SHARD_KEY = "evergrad.shard"
 PLACEMENTS_KEY = "evergrad.placements"
+ELSEWHERE_KEY = "evergrad.elsewhere"
 _SPARE_BYTES = 1024  # for a step with more digits, a learning rate with more places, a longer note
 _SPARE_SHARE = 32  # or this part of the header, if that is more: long histories grow faster
 
@@ -153,6 +158,12 @@ class Parsed(NamedTuple):
     skeleton: Skeleton
     shard: dict[str, Any]
     placements: dict[str, Any]
+    values: str
+    """Digest of the skeleton: where two ranks' are equal, so are all their values that are no tensors."""
+    absent: dict[str, tuple[DType, tuple[int, ...]]]
+    """Tensors that another rank's shard holds: dtype and shape."""
+    absent_aliases: dict[str, str]
+    """Tied tensors of those: path → path of the one that is there."""
 
 
 @contextmanager
@@ -188,10 +199,16 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
             metadata = header.pop("__metadata__")
             shard = {**json.loads(metadata[SHARD_KEY])}
             skeleton = Skeleton.loads(metadata[SKELETON_KEY])
+            values = xxhash.xxh3_128_hexdigest(metadata[SKELETON_KEY].encode())
             entries = _entries(header, {**json.loads(metadata.get(DTYPES_KEY, "{}"))}, data_start)
             aliases = {**json.loads(metadata.get(ALIASES_KEY, "{}"))}
             placements = {**json.loads(metadata.get(PLACEMENTS_KEY, "{}"))}
-            tied = all(alias not in header and name in header for alias, name in aliases.items())
+            gone = {**json.loads(metadata.get(ELSEWHERE_KEY, "{}"))}
+            forms = _Forms()
+            absent = {path: forms[code, *shape][:2] for path, (code, shape) in gone.get("tensors", {}).items()}
+            absent_aliases = {**gone.get("aliases", {})}
+            tied = all(path in absent for path in absent_aliases.values())
+            tied &= all(alias not in header and name in header for alias, name in aliases.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateError) as error:
         raise DamagedFile(path, f"not the header of a shard: {type(error).__name__}: {error}") from None
     end = data_start
@@ -203,7 +220,40 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
         raise DamagedFile(path, "tensors lie beyond the end", expected=f"{end} bytes", found=len(view))
     if not tied:
         raise DamagedFile(path, "a tied tensor is stored as well, or tied to none that is")
-    return Parsed(Layout(tuple(entries), aliases, data_start, end), skeleton, shard, placements)
+    return Parsed(
+        Layout(tuple(entries), aliases, data_start, end), skeleton, shard, placements, values, absent, absent_aliases
+    )
+
+
+def cut(buffer: Any, parsed: Parsed, without: Container[str]) -> tuple[bytes, list[Entry]]:
+    """The header of a shard that lacks some tensors, and the entries that stay, where they lie in the whole one.
+
+    What it lacks is described in `evergrad.elsewhere`: dtype and shape of each, and what was tied to it.
+    """
+    view = memoryview(buffer).cast("B")
+    header = json.loads(bytes(view[8 : parsed.layout.data_start]))
+    metadata = header.pop("__metadata__")
+    kept = [entry for entry in parsed.layout.entries if entry.path not in without]
+    gone = {
+        entry.path: [entry.dtype.value, list(entry.shape)] for entry in parsed.layout.entries if entry.path in without
+    }
+    aliases = parsed.layout.aliases
+    stay = {alias: path for alias, path in aliases.items() if path not in gone}
+    elsewhere = {"tensors": gone, "aliases": {alias: path for alias, path in aliases.items() if path in gone}}
+    metadata.pop(ALIASES_KEY, None)
+    if stay:
+        metadata[ALIASES_KEY] = _compact(stay)
+    if DTYPES_KEY in metadata:
+        foreign = json.loads(metadata[DTYPES_KEY])
+        metadata[DTYPES_KEY] = _compact({path: what for path, what in foreign.items() if path not in gone})
+    metadata[ELSEWHERE_KEY] = _compact(elsewhere)
+    rows, begin = {}, 0
+    for entry in kept:
+        rows[entry.path] = {**header[entry.path], "data_offsets": [begin, begin + entry.nbytes]}
+        begin += entry.nbytes
+    text = _compact({"__metadata__": metadata, **rows}).encode()
+    size = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8), kept
 
 
 def _row(spec: Spec, begin: int) -> str:

@@ -48,6 +48,8 @@ class Manifest:
     generation: int = 0
     """In memory: which use of the arena this describes."""
     meta: Mapping[str, Any] = field(default_factory=dict)
+    values: str = ""
+    """Digest of all that is no tensor: where two ranks' are equal, so are their values."""
     placements: Mapping[str, Any] = field(default_factory=dict)
     """Which tensors are not this rank's own: see `checkpoint/placement.py`."""
     elsewhere: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Manifest:
             "parent": self.parent,
             "generation": self.generation,
             "meta": dict(self.meta),
+            "values": self.values,
             "placements": dict(self.placements),
             "owed": [dict(tier) for tier in self.owed],
             "encoding": self.encoding,

@@ -12,19 +12,36 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from evergrad import __version__
-from evergrad.cli import agent, convert, demo, diff, inject, inspect, replay, undo, verify
+from evergrad.cli import agent, checkpoints, convert, demo, diff, inject, inspect, replay, undo, verify
 from evergrad.cli.output import printable, safe_streams
 from evergrad.errors import EvergradError
 
 __all__ = ["app", "main"]
 
+_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, agent)
+
+
+class _Workflow(TyperGroup):
+    """Names the verbs in the order of the workflow; else those that have verbs of their own would come last."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return [_name_of(verb) for verb in _VERBS]
+
+
+def _name_of(verb: ModuleType) -> str:
+    return verb.__name__.rsplit(".", 1)[-1]
+
+
 app = typer.Typer(
     name="evergrad",
+    cls=_Workflow,
     help="Keep distributed PyTorch training alive through crashes and silent data corruption, "
     "and measure what both cost.",
     epilog="Exit codes: 0 fine · 1 found something (diff: they differ; verify: something is wrong; "
@@ -34,9 +51,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for _verb in (demo, inspect, verify, diff, convert, inject, undo, replay, agent):
-    _name = _verb.__name__.rsplit(".", 1)[-1]
-    app.command(_name, epilog=_verb.EPILOG)(getattr(_verb, _name))
+for _verb in _VERBS:
+    if _verb is checkpoints:
+        app.add_typer(checkpoints.app)
+    else:
+        app.command(_name_of(_verb), epilog=_verb.EPILOG)(getattr(_verb, _name_of(_verb)))
 
 
 def _version(asked: bool) -> None:

@@ -9,6 +9,7 @@ torch_zip.py · torch_legacy.py · safetensors.py · numpy_files.py · folders.p
 hdf5.py · keras_zip.py    hdf5_{file,listing,types,storage,chunks,attributes}.py read, hdf5_{notes,state}.py write
 tensorflow.py    with sstable.py and tensorflow_index.py for its index, castagnoli.py for its checksums
 dcp.py · deepspeed.py · orbax.py    with pieces.py for tensors that lie in several places
+version_folder.py    a version of the checkpointer; version_{shard,records,following}.py keep its digests true
 registry.py      which format a file is of
 compare.py · convert.py · match.py    what is done with two of them
 verify.py · outliers.py    whether one is sound: checksums, and values that no training makes

@@ -27,6 +27,7 @@ from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
 from evergrad.formats.torch_legacy import TorchLegacy
 from evergrad.formats.torch_zip import TorchZip
+from evergrad.formats.version_folder import VersionFolder
 
 __all__ = ["formats", "open_checkpoint"]
 
@@ -91,6 +92,7 @@ def formats() -> tuple[Format, ...]:
 @lru_cache(maxsize=1)
 def _ours() -> tuple[Format, ...]:
     return (
+        VersionFolder(),  # before safetensors: a shard with its manifest beside it is one of those, too
         Safetensors(),
         TorchZip(),
         TorchLegacy(),

@@ -28,6 +28,7 @@ MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 SKELETON_KEY = "evergrad.skeleton"
 DTYPES_KEY = "evergrad.dtypes"  # name → [true dtype, true shape]
 ALIASES_KEY = "evergrad.aliases"  # name → name of the tensor it is tied to
+ELSEWHERE_KEY = "evergrad.elsewhere"  # tables "tensors" and "aliases": by name, what another rank's shard holds
 
 DTYPES: dict[str, DType] = {
     "F64": DType.FLOAT64,
@@ -103,6 +104,10 @@ def _open(path: Path, file: DataFile) -> Checkpoint:
         if name not in regions or alias in regions:
             raise DamagedFile(path, f"{alias!r} is said to be {name!r}, and one of them contradicts that")
         regions[alias] = regions[name]
+    for name in _elsewhere(path, metadata):
+        if name in regions or name in others:
+            raise DamagedFile(path, f"{name!r} is said to be elsewhere, and is here")
+        others[name] = "a tensor that another rank's shard holds"
     if skeleton is not None and (wrong := skeleton.tensor_names() ^ (regions.keys() | others.keys())):
         raise DamagedFile(path, f"the skeleton in the metadata and the header disagree on {min(wrong)!r}")
     _check_no_overlap(path, {name: region for name, region in regions.items() if name not in aliases})
@@ -191,6 +196,15 @@ def _own_notes(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], di
     except (ValueError, TypeError, RecursionError, StateError) as error:
         raise DamagedFile(path, f"notes in the metadata are damaged: {error}") from None
     return true_types, aliases, skeleton
+
+
+def _elsewhere(path: Path, metadata: dict[str, str]) -> list[str]:
+    """Tensors of the state that were left to another shard of the same version."""
+    try:
+        noted = json.loads(metadata.get(ELSEWHERE_KEY, "{}"))
+        return [*noted.get("tensors", {}), *noted.get("aliases", {})]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFile(path, f"notes in the metadata are damaged: {error}") from None
 
 
 def _header(source: Checkpoint, tensors_only: bool) -> tuple[bytes, list[TensorInfo]]:

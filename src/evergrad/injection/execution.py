@@ -125,6 +125,8 @@ def prepare(
             ) from None
     if outcome.in_place:
         check_writable(noted.files if patched else place.files, replaced=not patched)
+        if not outcome.stale_checksum:
+            check_writable(place.records, replaced=True)
     log = InjectionLog(
         file=str(given.absolute()),
         out="" if outcome.dry_run else str((outcome.out or place.path).absolute()),
@@ -154,8 +156,11 @@ def _patch(log: InjectionLog, place: Workplace, work: Workplace, noted: Rehearsa
     patches: list[Patch] = []
     files: list[FileChange] = []
     for file, changes in noted.files.items():
+        if place.single and outcome.out is not None and file in place.records:
+            continue  # they stay with the original
         name = place.name(file)
         patch, change = _prepare(work.file(name), name, changes, outcome)
+        patch.whole = outcome.in_place and file in place.records
         patches.append(patch)
         files.append(change)
     log = _keep(replace(log, files=tuple(files)), place, outcome)

@@ -88,7 +88,7 @@ def inject(
     with ExitStack() as locks:
         with rehearsal(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
             if in_place:
-                locks.enter_context(exclusive(Workplace.of(ck, given).files))
+                locks.enter_context(exclusive(Workplace.of(ck, given).locked))
             chosen = population(ck, fault, where, types)
             sites = sample(chosen, amount, sampling, draws)
             planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)

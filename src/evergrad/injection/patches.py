@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.formats.durable import replacing
 from evergrad.formats.region import file_errors
 from evergrad.formats.rehearsal import Changes
 
@@ -49,6 +50,8 @@ class Patch:
     images: Octets
     """One row a block, as it is in the file; the last block of the file is filled up with zeros."""
     touched: npt.NDArray[np.bool_]
+    whole: bool = False
+    """Whether the file is replaced in one step, and not written into: someone may read it, or hold a link to it."""
 
     @classmethod
     def read(cls, path: Path, changes: Changes) -> Patch:
@@ -99,7 +102,10 @@ class Patch:
         self.put_rows(np.array([offset]), np.frombuffer(data, np.uint8)[None, :])
 
     def write(self) -> None:
-        """Write the touched blocks into the file, and make them durable."""
+        """Write the touched blocks into the file, or a new file that takes its place; durably."""
+        if self.whole:
+            self._replace()
+            return
         with file_errors(self.path, "cannot be altered"):
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -116,6 +122,15 @@ class Patch:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+    def _replace(self) -> None:
+        with replacing(self.path) as temporary, file_errors(self.path, "cannot be replaced"):
+            data = bytearray(self.path.read_bytes())
+            if len(data) != self.size:
+                raise FileAccessError(self.path, f"has {len(data):,} bytes (expected {self.size:,}): it changed")
+            for block, image in zip(self.blocks[self.touched].tolist(), self.images[self.touched], strict=True):
+                data[block * BLOCK : (block + 1) * BLOCK] = image[: self.size - block * BLOCK].tobytes()
+            temporary.write_bytes(data)
 
     def _cells(self, addresses: Integers, size: int) -> tuple[npt.NDArray[np.unsignedinteger], Integers]:
         """The images as words, and which of them these bytes are: whole elements where all are aligned."""

@@ -66,7 +66,7 @@ def replay(
     with ExitStack() as locks:
         with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
             if in_place:
-                locks.enter_context(exclusive(Workplace.of(ck, given).files))
+                locks.enter_context(exclusive(Workplace.of(ck, given).locked))
             names = _names(log, ck, rename, source)
             aimed = [_aimed(ck, column, names.get(column.tensor)) for column in log.columns]
             columns = [_repeat(ck, column, fault) for column in _each_byte_once(ck, aimed)]

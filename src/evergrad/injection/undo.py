@@ -21,6 +21,7 @@ from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.contract import Bits
 from evergrad.formats.region import file_errors
 from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal, rehearsal
+from evergrad.formats.version_records import Recorded
 from evergrad.injection.columns import Column
 from evergrad.injection.log import FileChange, InjectionLog
 from evergrad.injection.order import logs_of, mark_undone
@@ -68,13 +69,14 @@ def undo(
     log = log if isinstance(log, InjectionLog) else InjectionLog.load(log)
     target = _target(log, file)
     with open_checkpoint(target) as ck:
-        files = Workplace.of(ck, target).files
+        files = Workplace.of(ck, target).locked
     with exclusive(files):
         _refuse_unless_last(log, target)
         place, found, patches = _look(log, target)
         if found is not Was.CLEAN:
             changed = [_file(place, change) for change in log.files]
             check_writable(changed, replaced=any(change.rewritten for change in log.files))
+            check_writable([file for file in changed if file in place.records], replaced=True)
             for patch in patches:
                 patch.write()
             for change in log.files:
@@ -132,6 +134,7 @@ def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]
         addresses = [where for where, _ in kinds[0].of(path).rows]
         changes = Changes(list(zip(addresses, masks, strict=True)), {at: old for at, old, _ in change.seals})
         patch, state = _restored(path, change, changes, olds, news)
+        patch.whole = path in place.records
         states.append(state)
         patches.append(patch)
     return place, _together(log.files, states), patches
@@ -139,6 +142,8 @@ def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]
 
 def _rehearsed(log: InjectionLog, target: Path, pick: Callable[[Column], Bits]) -> tuple[Workplace, Rehearsal]:
     with rehearsal(stale=bool(log.settings.get("stale_checksum"))) as noted, open_checkpoint(target) as ck:
+        if isinstance(ck, Recorded):
+            ck.leave_records()  # the log knows what stood there
         for column in log.columns:
             _check_tensor(ck, column)
             ends = column.ends()

@@ -18,6 +18,7 @@ from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
 from evergrad.formats.durable import fsync, replacing, temporary_name
 from evergrad.formats.region import file_errors
+from evergrad.formats.version_records import Recorded
 
 __all__ = ["Progress", "Workplace", "check_writable", "exclusive", "replace_file"]
 
@@ -35,13 +36,21 @@ class Workplace:
     path: Path
     root: Path
     files: tuple[Path, ...]
+    records: tuple[Path, ...] = ()
+    """Files with digests of the others: replaced in one step, and left behind when a single file is copied."""
 
     @classmethod
     def of(cls, ck: Checkpoint, given: Path) -> Workplace:
         """The place of an open checkpoint that was named by this path."""
         path = given if given.is_dir() else ck.path
         files = tuple(dict.fromkeys(file for file in ck.files() if file.is_file()))
-        return cls(path, path if path.is_dir() else path.parent, files)
+        records = tuple(ck.records()) if isinstance(ck, Recorded) else ()
+        return cls(path, path if path.is_dir() else path.parent, files, records)
+
+    @property
+    def locked(self) -> tuple[Path, ...]:
+        """What nobody else may alter meanwhile."""
+        return tuple(dict.fromkeys((*self.files, *self.records)))
 
     @property
     def single(self) -> bool:
@@ -54,7 +63,8 @@ class Workplace:
 
     def file(self, name: str) -> Path:
         """The file of that name; of a single one, whatever it is called by now."""
-        return self.path if self.single else self.root / name
+        is_record = any(record.name == name for record in self.records)
+        return self.path if self.single and not is_record else self.root / name
 
     def check_out(self, out: Path, overwrite: bool) -> None:
         """Refuse a place for the copy that is taken, or is not there."""

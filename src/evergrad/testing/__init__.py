@@ -18,12 +18,14 @@ from evergrad.testing.crashes import (
     kill_after,
 )
 from evergrad.testing.format_contract import FormatContract, raw_bytes
+from evergrad.testing.shared_tier_contract import SharedTierContract
 from evergrad.testing.tier_contract import TierContract, captured
 
 __all__ = [
     "FormatContract",
     "FullStorage",
     "ReadOnlyStorage",
+    "SharedTierContract",
     "SlowStorage",
     "StorageCall",
     "StorageCalls",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -18,6 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from evergrad.checkpoint.capture.bulk import Bulk
+from evergrad.checkpoint.capture.cuda import DeviceCopies, device_of
+from evergrad.checkpoint.capture.device import refuse_while_recording
+from evergrad.checkpoint.capture.settled import Settled
 from evergrad.checkpoint.capture.sources import Sources
 from evergrad.checkpoint.capture.spread import declared, known, local_of, spec_of
 from evergrad.checkpoint.capture.template import Template
@@ -42,6 +46,8 @@ class Gathered:
 
     tensors: list[torch.Tensor]
     values: list[bytes]
+    settled: frozenset[int] = frozenset()
+    """The tensors, by number, on a GPU that nothing but `optimizer.step()` changes."""
 
 
 class Copying(Protocol):
@@ -66,6 +72,8 @@ class Plan:
         self._spread = spread
         positions = {path: n for n, path in enumerate(template.paths)}
         self._stored = [positions[entry.path] for entry in self.layout.entries]
+        self._devices = [device_of(device) for device in dict.fromkeys(sources.cuda) if device is not None]
+        self._settled = Settled() if self._devices else None
 
     @classmethod
     def of(cls, state: object, shard: Mapping[str, Json] | None = None, *, replicated: Where | bool = False) -> Plan:
@@ -99,6 +107,7 @@ class Plan:
 
     def gather(self, state: object) -> Gathered | None:
         """Today's tensors and values; None when the state is no longer of the form that was planned."""
+        refuse_while_recording(self._devices)
         leaves = self._template.read(state)
         if leaves is None:
             return None
@@ -110,7 +119,9 @@ class Plan:
             tensors = None if pieces is None else self._sources.match(pieces)
         if tensors is None:
             return None
-        return Gathered([tensors[n] for n in self._stored], values)
+        stored = [tensors[n] for n in self._stored]
+        settled = self._settled.choose(state, stored) if self._settled is not None else frozenset()
+        return Gathered(stored, values, settled)
 
     def _pieces(self, leaves: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Today's tensors with this rank's pieces of those that are cut; None if one is cut in another way."""
@@ -131,12 +142,19 @@ class Plan:
         """For each entry of the layout, whether its source lies in host memory as it will in the file."""
         return [self._sources.plain[n] for n in self._stored]
 
+    def cuda(self) -> list[torch.device | None]:
+        """For each entry of the layout, the CUDA device that its source is on."""
+        return [self._sources.cuda[n] for n in self._stored]
+
 
 class Target:
     """A mapped arena as places to copy into. It holds on to the buffer: drop it before the buffer is closed."""
 
-    def __init__(self, plan: Plan, buffer: mmap.mmap | memoryview | bytearray) -> None:
-        """See the tensors of a plan in a buffer of at least `plan.layout.size` bytes."""
+    def __init__(self, plan: Plan, buffer: mmap.mmap | memoryview | bytearray, *, pinned: bool = False) -> None:
+        """See the tensors of a plan in a buffer of at least `plan.layout.size` bytes.
+
+        `pinned`: the CUDA driver knows the buffer, so that copies from a GPU need not be waited for.
+        """
         self._whole = torch.frombuffer(buffer, dtype=torch.uint8)
         self._typed: dict[DType, torch.Tensor] = {}
         self._runs: list[tuple[slice, torch.Tensor]] = []
@@ -144,10 +162,12 @@ class Target:
         self._places: list[torch.Tensor] = []
         large: list[tuple[int, Entry]] = []
         entries = list(enumerate(plan.layout.entries))
-        plain = plan.plain()
-        for _, members in groupby(entries, lambda item: (item[1].dtype, item[1].shape, plain[item[0]])):
+        plain, cuda = plan.plain(), plan.cuda()
+        for _, members in groupby(entries, lambda item: (item[1].dtype, item[1].shape, plain[item[0]], cuda[item[0]])):
             alike = list(members)
             first, entry = alike[0]
+            if cuda[first] is not None:
+                continue
             if plain[first] and entry.nbytes >= _LARGE_BYTES:
                 large += alike
             elif plain[first] and entry.nbytes and len(alike) >= _MANY:
@@ -157,17 +177,29 @@ class Target:
                 self._singles += (n for n, _ in alike)
                 self._places += (self._place(entry, entry.shape) for _, entry in alike)
         self._bulk = Bulk(self._whole.data_ptr(), large)
+        on_devices = [
+            (n, entry, device) for (n, entry), device in zip(entries, cuda, strict=True) if device is not None
+        ]
+        self._device_copies = DeviceCopies(self._whole, on_devices, pinned=pinned) if on_devices else None
 
     def copy(self, gathered: Gathered) -> Copying | None:
         """Copy the bytes of every tensor to its place; None if they are there when this returns."""
         tensors = gathered.tensors
         with torch.no_grad():
-            self._bulk.copy(tensors)
-            for part, place in self._runs:
-                torch.stack(tensors[part], out=place)
-            if self._places:
-                torch._foreach_copy_(self._places, [tensors[n] for n in self._singles])
-        return None
+            # First what goes on by itself.
+            copying = self._device_copies.start(tensors, gathered.settled) if self._device_copies else None
+            try:
+                self._bulk.copy(tensors)
+                for part, place in self._runs:
+                    torch.stack(tensors[part], out=place)
+                if self._places:
+                    torch._foreach_copy_(self._places, [tensors[n] for n in self._singles])
+            except BaseException:
+                if copying is not None:  # nothing may write to the arena once nobody knows of it
+                    with suppress(Exception):
+                        copying.wait()
+                raise
+        return copying
 
     def close(self) -> None:
         """Let go of the buffer."""

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from evergrad.checkpoint.arena import Arena, Ticket
 from evergrad.checkpoint.board import Board
+from evergrad.checkpoint.capture.pinned import Pinned
 from evergrad.checkpoint.capture.plan import Copying, Gathered, Plan, Target
 from evergrad.checkpoint.layout import uncollected
 from evergrad.errors import SaveRefused, TierError, UsageError
@@ -71,6 +72,7 @@ class Recorder:
         self._plan: Plan | None = None
         self._arenas: list[Arena] = []
         self._targets: dict[int, tuple[Plan, Target]] = {}
+        self._pinned: dict[int, Pinned] = {}
         self._in_flight: dict[int, InFlight] = {}
         self._queue: queue.SimpleQueue[InFlight | None] | None = None
         self.rank = -1
@@ -106,6 +108,9 @@ class Recorder:
         for _, target in self._targets.values():
             target.close()
         self._targets.clear()
+        for pinned in self._pinned.values():
+            pinned.close()
+        self._pinned.clear()
         for arena in self._arenas:
             arena.close()
         self._arenas, self.rank = [], -1
@@ -151,8 +156,11 @@ class Recorder:
         size = chosen.layout.size
         arena = self._free_arena()
         arena.begin()
-        if arena.size != size and (old := self._targets.pop(arena.files.index, None)) is not None:
-            old[1].close()  # it would keep the old memory while the new is reserved
+        if arena.size != size:  # nothing may keep the old memory while the new is reserved
+            if (old := self._targets.pop(arena.files.index, None)) is not None:
+                old[1].close()
+            if (pinned := self._pinned.pop(arena.files.index, None)) is not None:
+                pinned.close()
         arena.reserve(size)
         assert arena.buffer is not None
         copying = self._target(arena, chosen).copy(gathered)
@@ -189,8 +197,21 @@ class Recorder:
             assert arena.buffer is not None
             if known is not None:
                 known[1].close()
-            known = self._targets[arena.files.index] = (plan, Target(plan, arena.buffer))
+            known = self._targets[arena.files.index] = (plan, Target(plan, arena.buffer, pinned=self._pin(arena, plan)))
         return known[1]
+
+    def _pin(self, arena: Arena, plan: Plan) -> bool:
+        """Whether GPUs can write to an arena by themselves; asked for once, whatever plans follow."""
+        device = next((device for device in plan.cuda() if device is not None), None)
+        if device is None:
+            return False
+        assert arena.buffer is not None
+        known = self._pinned.get(arena.files.index)
+        if known is None or known.buffer is not arena.buffer:
+            if known is not None:
+                known.close()
+            known = self._pinned[arena.files.index] = Pinned(arena.buffer, device)
+        return known.ok
 
     def _free_arena(self) -> Arena:
         """The arena to overwrite: one that holds nothing, else the one with the older version, once it may be."""

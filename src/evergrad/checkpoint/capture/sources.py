@@ -28,6 +28,8 @@ class Sources:
         self._contiguous = [tensor.is_contiguous() for tensor in given]
         self.plain = [tensor.is_cpu and tensor.is_contiguous() for tensor in given]
         """For each tensor, whether it lies in host memory as it will in the file."""
+        self.cuda = [tensor.device if tensor.is_cuda else None for tensor in given]
+        """For each tensor, the CUDA device that it is on."""
         self._itemsizes = [tensor.element_size() for tensor in given]
         # Those with a record of how they lie: where in their storage, and with which strides.
         self._strides = {n: views[path].stride for n, path in enumerate(tensors) if path in views}

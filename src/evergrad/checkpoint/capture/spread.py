@@ -22,7 +22,7 @@ from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, Where, join, role_of, select
 from evergrad.state.paths import segments
 
-__all__ = ["declared", "is_spread", "known", "local_of", "place_of", "spec_of"]
+__all__ = ["Wanted", "declared", "is_spread", "known", "local_of", "place_of", "spec_of", "stateful_paths"]
 
 
 def is_spread(tensor: object) -> TypeGuard[Any]:
@@ -62,6 +62,33 @@ def place_of(path: str, tensor: torch.Tensor) -> Place | None:
     # Of an empty piece the offset may lie anywhere.
     begins = tuple(min(begin, size - n) for begin, n, size in zip(offset, shape, tensor.shape, strict=True))
     return Place(tuple(tensor.shape), begins, local)
+
+
+class Wanted:
+    """The pieces that a live state has room for; of an optimizer without state, those that it will have."""
+
+    def __init__(self, state: object, leaves: Mapping[str, torch.Tensor]) -> None:
+        self._exact = {path: place for path, leaf in leaves.items() if (place := place_of(path, leaf)) is not None}
+        self._slots: dict[str, Place] = {}
+        for path, thing in _objects(state, None):
+            if isinstance(thing, Optimizer):
+                parameters = (parameter for group in thing.param_groups for parameter in group["params"])
+                for number, parameter in enumerate(parameters):
+                    slots = join(path, f"state/{number}")
+                    if (place := place_of(slots, parameter)) is not None:
+                        self._slots[slots] = place
+
+    def get(self, path: str, whole: tuple[int, ...]) -> Place:
+        """The piece of a tensor of that shape that is wanted; all of it, if it is not cut here."""
+        place = self._exact.get(path) or self._slots.get(path.rpartition("/")[0])
+        # A live tensor of another shape is a mismatch, which whoever compares the two will name.
+        return place if place is not None and place.whole == whole else Place.of_whole(whole)
+
+    def fits(self, saved: Mapping[str, Place]) -> bool:
+        """Whether a rank's shard has just the pieces that are wanted."""
+        return self._exact.keys() <= saved.keys() and all(
+            self.get(path, place.whole) == place for path, place in saved.items()
+        )
 
 
 def known(state: object, leaves: Mapping[str, torch.Tensor]) -> Placements:
@@ -105,6 +132,20 @@ def declared(where: Where | bool, tensors: Mapping[str, torch.Tensor], skeleton:
         role = skeleton.roles.get(path) or role_of(path, is_float=is_float, rank=len(shape))
         infos[path] = TensorInfo(path, shape, _dtype(tensor), role, 0)
     return Placements(tuple(select(infos, where)))
+
+
+def stateful_paths(state: object, path: str | None = None) -> Iterator[str | None]:
+    """Where objects are in a state that load themselves, and are no modules."""
+    if isinstance(state, nn.Module):
+        return
+    if not isinstance(state, type) and callable(getattr(state, "state_dict", None)):
+        yield path
+    elif isinstance(state, Mapping):
+        for key, segment in segments(state).items():
+            yield from stateful_paths(state[key], join(path, segment))
+    elif isinstance(state, (list, tuple)):
+        for index, child in enumerate(state):
+            yield from stateful_paths(child, join(path, str(index)))
 
 
 class _Wrapped:

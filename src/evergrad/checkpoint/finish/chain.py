@@ -8,7 +8,7 @@ next one, so that a full disk does not keep a shard from the tier behind it. Onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.tiers.contract import Store, Work
 from evergrad.errors import UsageError
 
-__all__ = ["Digest", "Module", "Put", "arrange", "describe_module", "load_module", "run_chain"]
+__all__ = ["Digest", "Module", "Put", "arrange", "describe_module", "divided", "load_module", "run_chain"]
 
 
 @runtime_checkable
@@ -59,6 +59,7 @@ class Digest:
             data_start=layout.data_start,
             header=header,
             digests=dict(zip(paths, digests, strict=True)),
+            values=parsed.values,
             placements=parsed.placements,
         )
 
@@ -88,6 +89,12 @@ def arrange(stores: dict[str, Store], extra: Sequence[Module]) -> list[Module]:
         else:
             raise UsageError(f"module {module.name!r} wants to follow {after!r}. There are {', '.join(names)}.")
     return chain
+
+
+def divided(chain: Sequence[Module], slow: Container[str]) -> tuple[list[Module], list[Module]]:
+    """The chain up to the first slow tier, and from there on."""
+    at = next((n for n, module in enumerate(chain) if isinstance(module, Put) and module.name in slow), len(chain))
+    return list(chain[:at]), list(chain[at:])
 
 
 def run_chain(chain: Sequence[Module], work: Work, report: Callable[[Module, Exception | None], None]) -> None:

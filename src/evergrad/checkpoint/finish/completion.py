@@ -109,6 +109,16 @@ class Completion:
         shards = self._known.get((version, tier))
         return shards is not None and len(shards.ranks) == shards.world_size
 
+    def has(self, version: Version, tier: str, rank: int) -> bool:
+        """Whether a rank's shard is there."""
+        shards = self._known.get((version, tier))
+        return shards is not None and rank in shards.ranks
+
+    def world_size(self, version: Version, tier: str) -> int:
+        """How many shards a version has."""
+        shards = self._known.get((version, tier))
+        return 0 if shards is None else shards.world_size
+
     def failure(self, version: Version, tier: str) -> str | None:
         """Why a version will never be complete there, if some rank said so."""
         shards = self._known.get((version, tier))

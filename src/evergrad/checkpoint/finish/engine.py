@@ -1,5 +1,8 @@
 """Finishes captured shards: runs the chain, sees versions become complete, retires old ones, frees arenas.
 
+Near tiers come first, one shard of a rank after the other. What goes to slow ones is then flushed by workers of their
+own, from a copy on disk where there is one, so that an arena is free again long before an upload ends.
+
 The agent runs one for all ranks of a node; with `agent=False` each trainer runs one for its own rank. It needs no
 torch. It keeps no state of its own that matters: whatever it is told, it could also find in the arenas and the tiers,
 and that is what `recover` does after a crash.
@@ -10,21 +13,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
+from evergrad.checkpoint.catalogue.journal import Journal
 from evergrad.checkpoint.events import Committed, Event, Failed, Free
-from evergrad.checkpoint.finish.chain import Module, Put, arrange, run_chain
+from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, divided, run_chain
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.holdings import Holdings
 from evergrad.checkpoint.finish.maps import ArenaMaps
+from evergrad.checkpoint.finish.shares import Shares
+from evergrad.checkpoint.finish.workers import Workers
 from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.manifest import Manifest, shard_name
-from evergrad.checkpoint.tiers import Site, Work, read_tiers
+from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.tiers import Copy, Site, Tier, Work, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, FormatError, SaveRefused
+from evergrad.errors import EvergradError, FormatError, SaveRefused, TierError
 
 __all__ = ["Engine"]
 
@@ -41,9 +49,13 @@ class Engine:
         writer = job.node_folder if rank is None else f"{job.node_folder}.{shard_name(rank)}"
         self._completion = Completion(job.run_dir, writer)
         self._lock = threading.RLock()
-        self._workers: dict[int, ThreadPoolExecutor] = {}
-        self._owed = 0
-        self._closing = False
+        self._near, self._far = Workers("evergrad"), Workers("evergrad-flush")
+        self._shares = Shares(job.run_dir)
+        self._journal, self._writer = Journal(job.run_dir), writer
+        self._noted: set[tuple[Version, int]] = set()
+        """Version and rank of shards that the catalogue knows of."""
+        self._flushing: set[tuple[Version, int]] = set()
+        self._committing: set[tuple[Version, str]] = set()
         self._unsettled: set[tuple[int, int, int]] = set()
         """(rank, index, generation) of what is captured and in no tier yet."""
         self._settled = threading.Condition(self._lock)
@@ -63,7 +75,7 @@ class Engine:
     @property
     def owed(self) -> int:
         """Captured shards whose chain has not ended."""
-        return self._owed
+        return self._near.owed + self._far.owed
 
     def recover(self) -> None:
         """Take up what was captured and not finished: after a crash of the trainer, of an agent, or of both."""
@@ -77,6 +89,9 @@ class Engine:
             except EvergradError as error:  # such as a tier that this Evergrad does not know
                 _log.error("%s: found in memory, and left there: %s", self._where(ticket), error)
                 continue
+            slow = {tier.kind for tier in read_tiers(ticket.tiers) if tier.slow}
+            if slow.issuperset(missing) and missing and self._holdings.lasting(ticket.version, ticket.rank):
+                missing = []  # flushed from there, below
             if missing and files.shard.exists():  # if not, the arena was being removed
                 if self._queue(files, ticket):
                     _log.info("%s: found in memory, going on", self._where(ticket))
@@ -84,6 +99,9 @@ class Engine:
                 with self._lock:
                     self._taken[files.rank, files.index] = ticket.generation
                     self._finished[files.rank, files.index] = ticket.generation
+        for copy, manifest, tiers in self._holdings.owed():
+            _log.info("%s, rank %d: not in tier %s yet, going on", copy.version, copy.rank, tiers[0].kind)
+            self._flush_later(_ticket(manifest, tiers), replace(manifest, owed=()), copy)
         self._evaluate()
 
     def attach(self, attempt: int, tiers: Sequence[dict[str, Any]], modules: Sequence[Module] = ()) -> None:
@@ -135,11 +153,8 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is owed, and stop."""
-        with self._lock:
-            self._closing = True
-            workers = list(self._workers.values())
-        for worker in workers:
-            worker.shutdown(wait=True)
+        self._near.close()
+        self._far.close()
         self._closed.set()
         self._news.set()
 
@@ -151,7 +166,7 @@ class Engine:
         """
         free: dict[str, int] = {}
         with self._lock:
-            complete = self._completion.complete()
+            complete = self._holdings.complete()
             for files in find_arenas(self._site.arenas, rank):
                 ticket = files.read_ticket()
                 if ticket is None or not ticket.captured:
@@ -197,49 +212,53 @@ class Engine:
     def _queue(self, files: ArenaFiles, ticket: Ticket) -> bool:
         """Have the chain run on a shard; False if that was said before."""
         with self._lock:
-            if self._closing or self._is_taken(files, ticket):
+            if self._is_taken(files, ticket):
                 return False
             self._taken[files.rank, files.index] = ticket.generation
-            worker = self._workers.get(files.rank)
-            if worker is None:
-                worker = ThreadPoolExecutor(1, thread_name_prefix=f"evergrad-{shard_name(files.rank)}")
-                self._workers[files.rank] = worker
-            self._owed += 1
             self._unsettled.add((files.rank, files.index, ticket.generation))
-            worker.submit(self._finish, files, ticket)
+            if not self._near.submit(files.rank, self._finish, files, ticket):
+                self._settle(files, ticket)
+                return False
             return True
 
     def _finish(self, files: ArenaFiles, ticket: Ticket) -> None:
-        """Run the chain on one shard."""
+        """Run the near part of the chain on one shard; what goes further is flushed afterwards."""
+        flushed_from_here = False
         try:
             # What was captured later is announced later; an arena is never reused before its chain has ended.
             if self._finished.get((files.rank, files.index)) != ticket.generation:
                 with files.worked_on():  # another process may have found it too
                     now = files.read_ticket()
                     if now is not None and now.generation == ticket.generation:
-                        self._run(files, ticket)
+                        flushed_from_here = self._run(files, ticket)
         except Exception as error:
             _log.exception("%s: not finished", self._where(ticket))
             for tier in read_tiers(ticket.tiers):
                 self._note(ticket, tier.kind, f"{type(error).__name__}: {error}")
         finally:
-            with self._lock:
-                self._finished[files.rank, files.index] = ticket.generation
-                self._owed -= 1
+            if not flushed_from_here:
+                self._end(files, ticket)
             self._settle(files, ticket)
             self._evaluate()
+
+    def _end(self, files: ArenaFiles, ticket: Ticket) -> None:
+        """Nobody reads the arena any more."""
+        with self._lock:
+            self._finished[files.rank, files.index] = ticket.generation
 
     def _settle(self, files: ArenaFiles, ticket: Ticket) -> None:
         with self._settled:
             self._unsettled.discard((files.rank, files.index, ticket.generation))
             self._settled.notify_all()
 
-    def _run(self, files: ArenaFiles, ticket: Ticket) -> None:
-        stores = {tier.kind: self._holdings.store(tier) for tier in read_tiers(ticket.tiers)}
+    def _run(self, files: ArenaFiles, ticket: Ticket) -> bool:
+        """Digest, near tiers; True if the arena is still needed, because slow tiers are flushed from it."""
+        tiers = read_tiers(ticket.tiers)
+        owed = [without_secrets(tier.to_json()) for tier in tiers if tier.slow]
         manifest = Manifest(
             job=self._job.id, version=ticket.version, rank=ticket.rank, world_size=ticket.world_size,
             size=ticket.size, data_start=0, time=ticket.time, header="", digests={}, node=self._job.node,
-            parent=ticket.parent, meta=ticket.meta,
+            parent=ticket.parent, meta=ticket.meta, owed=owed,
         )  # fmt: skip
         try:  # taken before a crash: digests of what was captured, not of what may have happened to it since
             earlier = Manifest.read(files.manifest)
@@ -248,25 +267,121 @@ class Engine:
         except (FormatError, FileNotFoundError):
             pass
         work = Work(ticket, files, self._maps.view(files, ticket.size), self._site, manifest)
+        near, far = self._chain(tiers)
 
         def report(module: Module, error: Exception | None) -> None:
-            if error is not None:
-                _log.error("%s: %s: %s", self._where(ticket), module.name, error)
-            if isinstance(module, Put):
-                self._note(ticket, module.name, None if error is None else str(error))
-                if error is None:
-                    self._settle(files, ticket)
-            elif error is not None:
-                # Without digests nothing is stored; any other module is reported for itself.
-                kinds = stores if module.name == "digest" else [module.name]
-                for kind in kinds:
-                    self._note(ticket, kind, f"{module.name}: {error}")
-            self._evaluate()
+            if isinstance(module, Digest) and error is None and far and ticket.world_size > 1:
+                self._shares.publish(work.manifest, parse(work.shard, files.shard).layout.entries)
+            if isinstance(module, Put) and error is None:
+                self._record(work.manifest)
+                self._settle(files, ticket)
+            self._report(ticket, tiers, module, error)
 
         try:
-            run_chain(arrange(stores, self._modules), work, report)
+            run_chain(near, work, report)
+            if not far or not work.manifest.header:
+                return False
+            source = self._holdings.lasting(ticket.version, ticket.rank)
+            return self._flush_later(ticket, work.manifest, source, files) and source is None
         finally:
             work.shard.release()
+
+    def _chain(self, tiers: Sequence[Tier]) -> tuple[list[Module], list[Module]]:
+        stores = {tier.kind: self._holdings.store(tier) for tier in tiers}
+        return divided(arrange(stores, self._modules), {tier.kind for tier in tiers if tier.slow})
+
+    def _report(self, ticket: Ticket, tiers: Sequence[Tier], module: Module, error: Exception | None) -> None:
+        """How a module ended."""
+        if error is not None:
+            _log.error("%s: %s: %s", self._where(ticket), module.name, error)
+        if isinstance(module, Put):
+            self._note(ticket, module.name, None if error is None else str(error))
+        elif error is not None:
+            # Without digests nothing is stored; any other module is reported for itself.
+            for kind in [tier.kind for tier in tiers] if isinstance(module, Digest) else [module.name]:
+                self._note(ticket, kind, f"{module.name}: {error}")
+        self._evaluate()
+
+    def _record(self, manifest: Manifest) -> None:
+        """Tell the catalogue of a shard, once."""
+        with self._lock:
+            if (manifest.version, manifest.rank) in self._noted:
+                return
+            self._noted.add((manifest.version, manifest.rank))
+        self._journal.note_shard(manifest, self._writer)
+
+    def _flush_later(
+        self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles | None = None
+    ) -> bool:
+        """Have a shard flushed from a copy, or from its arena; False if it is being flushed already."""
+        key = ticket.version, ticket.rank
+        with self._lock:
+            if key in self._flushing:
+                return False
+            self._flushing.add(key)
+            if source is not None:
+                self._holdings.needed.add(key)
+            arena = files or ArenaFiles(self._site.arenas, ticket.rank, 0)
+            return self._far.submit(ticket.rank, self._flush, ticket, manifest, source, arena)
+
+    def _flush(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles) -> None:
+        tiers = read_tiers(ticket.tiers)
+        slow = [tier for tier in tiers if tier.slow]
+        shard: Shard | None = None
+        try:
+            if source is not None:
+                shard = Shard(source, self._job.id)
+                if wrong := shard.verify():
+                    raise TierError(f"{source.shard}: {wrong[0]} is not what was captured: it is not flushed")
+                view = shard.view
+            else:
+                view = self._maps.view(files, ticket.size)
+            plain = replace(manifest, owed=(), generation=0)
+            given_up = lambda: any(self._failure(ticket, tier.kind) for tier in slow)  # noqa: E731
+            work = self._shares.divide(Work(ticket, files, view, self._site, plain), given_up)
+            run_chain(self._chain(tiers)[1], work, lambda *ended: self._report(ticket, tiers, *ended))
+        except Exception as error:
+            _log.error("%s: not flushed: %s", self._where(ticket), error)
+            for tier in slow:
+                self._note(ticket, tier.kind, f"{type(error).__name__}: {error}")
+        finally:
+            if shard is not None:
+                shard.close()
+            with self._lock:
+                self._flushing.discard((ticket.version, ticket.rank))
+                self._holdings.needed.discard((ticket.version, ticket.rank))
+            if source is None:
+                self._end(files, ticket)
+            self._evaluate()
+
+    def _failure(self, ticket: Ticket, kind: str) -> str | None:
+        with self._lock:
+            return self._completion.failure(ticket.version, kind)
+
+    def _commit_later(self, version: Version, tier: Tier) -> None:
+        with self._lock:
+            if (version, tier.kind) not in self._committing:
+                self._committing.add((version, tier.kind))
+                self._far.submit(-1, self._commit, version, tier)
+
+    def _commit(self, version: Version, tier: Tier) -> None:
+        """Make a version visible in a tier that all nodes share; every node does, and all say the same."""
+        try:
+            world_size = self._completion.world_size(version, tier.kind)
+            self._holdings.store(tier).commit(version, world_size)
+            self._holdings.show(version, tier.kind)
+            for old in self._holdings.retain(shared=True):
+                with self._lock:
+                    self._forget(*old)
+            self._shares.tidy(version)
+        except EvergradError as error:
+            _log.error("%s: not committed in tier %s: %s", version, tier.kind, error)
+            with self._lock:
+                self._completion.note(version, tier.kind, self._rank or 0, 0, f"not committed: {error}")
+        finally:
+            with self._lock:
+                self._committing.discard((version, tier.kind))
+            self._evaluate()
 
     def _note(self, ticket: Ticket, tier: str, failure: str | None) -> None:
         with self._lock:
@@ -278,7 +393,7 @@ class Engine:
         with self._lock:
             tiers = self._holdings.tiers()
             for kind in (tier.kind for tier in tiers):
-                complete = self._completion.complete(kind)
+                complete = self._holdings.complete(kind)
                 for version in complete:
                     self._tell(news, Committed(version.step, version.attempt, kind), version, kind)
                 if complete:
@@ -288,8 +403,11 @@ class Engine:
                 self._tell(news, Failed(version.step, version.attempt, name, why), version, name)
             ranks = {files.rank for files in find_arenas(self._site.arenas, self._rank)}
             if any(isinstance(event, Committed) for event in news):
-                for version, name in list(self._holdings.retain()):
+                for version, name in self._holdings.retain(shared=False):
                     self._forget(version, name)
+            for version, tier in self._holdings.uncommitted():
+                if self._completion.failure(version, tier.kind) is None:
+                    self._commit_later(version, tier)
             lasting = {tier.kind for tier in tiers if tier.survives_reboot}
             for event in news:
                 if isinstance(event, Committed) and event.tier in lasting:
@@ -338,5 +456,15 @@ class Engine:
                 pause = _QUICK_S
                 self._evaluate()
 
-    def _where(self, ticket: Ticket) -> str:
+    @staticmethod
+    def _where(ticket: Ticket) -> str:
         return f"{ticket.version}, rank {ticket.rank} of {ticket.world_size}"
+
+
+def _ticket(manifest: Manifest, tiers: Sequence[Tier]) -> Ticket:
+    """What a trainer said of a shard whose arena is long in use again."""
+    version, specs = manifest.version, [tier.to_json() for tier in tiers]
+    return Ticket(
+        0, True, version.step, version.attempt, manifest.rank, manifest.world_size, manifest.size, manifest.time,
+        manifest.parent, specs, dict(manifest.meta),
+    )  # fmt: skip

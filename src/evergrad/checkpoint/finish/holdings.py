@@ -6,14 +6,16 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from evergrad.checkpoint.arena import Ticket
+from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers
+from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, FormatError
+from evergrad.errors import EvergradError
 
 __all__ = ["Holdings"]
 
@@ -25,8 +27,15 @@ class Holdings:
 
     def __init__(self, site: Site, completion: Completion, lock: threading.RLock, rank: int | None) -> None:
         self._site, self._completion, self._lock, self._rank = site, completion, lock, rank
+        self._pins = Pins(site.run_dir)
         self._stores: dict[str, tuple[Tier, Store]] = {}
         """By settings; of each kind, the last that was used is the one that retires old versions."""
+        self._visible: set[tuple[Version, str]] = set()
+        """What is committed in shared tiers."""
+        self._owed: dict[tuple[Version, int], tuple[Copy, Manifest]] = {}
+        """Shards that were found in a tier and are still to be flushed to a slow one."""
+        self.needed: set[tuple[Version, int]] = set()
+        """Version and rank of copies that a flush reads from: they stay, however old."""
 
     def store(self, tier: Tier) -> Store:
         """The store of a tier."""
@@ -38,69 +47,161 @@ class Holdings:
 
     def tiers(self) -> list[Tier]:
         """The tiers that there are, one of each kind."""
-        return list({tier.kind: tier for tier, _ in self._stores.values()}.values())
+        with self._lock:
+            return list({tier.kind: tier for tier, _ in self._stores.values()}.values())
 
     def survey(self, specs: Sequence[dict[str, Any]]) -> None:
         """Note every complete shard in tiers that were not looked at yet."""
         for tier in read_tiers(specs):
-            new = json.dumps(tier.to_json()) not in self._stores
+            with self._lock:
+                new = json.dumps(tier.to_json()) not in self._stores
             store = self.store(tier)
             if not new:
                 continue
             try:
-                for copy in store.find(self._rank):
-                    self._note(copy)
+                for copy in store.find(None if tier.shared else self._rank):
+                    if self._note(store, copy) and tier.shared:
+                        self.show(copy.version, tier.kind)
+                for copy in store.begun():
+                    self._note(store, copy)
             except EvergradError as error:
                 _log.warning("tier %s: %s", tier.kind, error)
+
+    def show(self, version: Version, kind: str) -> None:
+        """A version was committed in a shared tier."""
+        with self._lock:
+            self._visible.add((version, kind))
+
+    def complete(self, kind: str | None = None) -> list[Version]:
+        """The versions that can be restored from a tier, or from any, oldest first."""
+        with self._lock:
+            found = set()
+            for tier in self.tiers():
+                if kind in (None, tier.kind):
+                    whole = self._completion.complete(tier.kind)
+                    found |= {v for v in whole if not tier.shared or (v, tier.kind) in self._visible}
+            return sorted(found, key=Version.age)
+
+    def uncommitted(self) -> list[tuple[Version, Tier]]:
+        """What is complete in a shared tier, and not visible there yet."""
+        with self._lock:
+            return [
+                (version, tier)
+                for tier in self.tiers()
+                if tier.shared
+                for version in self._completion.complete(tier.kind)
+                if (version, tier.kind) not in self._visible
+            ]
 
     def missing(self, ticket: Ticket) -> list[str]:
         """The tiers that a shard should be in, and is not, as far as can be seen; retired is not missing."""
         missing = []
         for tier in read_tiers(ticket.tiers):
-            try:
-                copies = self.store(tier).find(ticket.rank)
-            except EvergradError:  # trying to put it there will tell
-                copies = []
-            with self._lock:
-                complete = self._completion.complete(tier.kind)
+            there = False
+            if tier.shared:  # everything that is there was noted: no need to ask a slow service again
+                with self._lock:
+                    there = self._completion.has(ticket.version, tier.kind, ticket.rank)
+            else:
+                with suppress(EvergradError):  # trying to put it there will tell
+                    there = any(copy.version == ticket.version for copy in self.store(tier).find(ticket.rank))
+            complete = self.complete(tier.kind)
             retired = bool(complete) and ticket.version.age() < complete[-1].age()
-            if not retired and not any(copy.version == ticket.version for copy in copies):
+            if not retired and not there:
                 missing.append(tier.kind)
         return missing
 
-    def retain(self) -> Iterator[tuple[Version, str]]:
+    def lasting(self, version: Version, rank: int) -> Copy | None:
+        """A copy that outlives its arena, and is near."""
+        with self._lock:
+            stores = [(tier, store) for tier, store in self._stores.values() if tier.survives_reboot and not tier.slow]
+        for _, store in stores:
+            try:
+                for copy in store.find(rank):
+                    if copy.version == version:
+                        return copy
+            except EvergradError as error:
+                _log.warning("%s", error)
+        return None
+
+    def owed(self) -> Iterator[tuple[Copy, Manifest, list[Tier]]]:
+        """What was found in a near tier and has to go to slow ones that are known here; each is given once."""
+        with self._lock:
+            found = sorted(self._owed.items(), key=lambda item: item[0][0].age())
+            tiers = {json.dumps(_place(tier.to_json())): tier for tier, _ in self._stores.values() if tier.slow}
+        for (version, rank), (copy, manifest) in found:
+            wanted = [tiers.get(json.dumps(_place(dict(spec)))) for spec in manifest.owed]
+            if None in wanted:
+                continue  # its settings come with the next trainer
+            with self._lock:
+                self._owed.pop((version, rank), None)
+            missing = []
+            for tier in wanted:
+                assert tier is not None
+                complete = self.complete(tier.kind)
+                overtaken = bool(complete) and version.age() < complete[-1].age()
+                with self._lock:
+                    if not overtaken and not self._completion.has(version, tier.kind, rank):
+                        missing.append(tier)
+            if missing:
+                yield copy, manifest, missing
+
+    def retain(self, *, shared: bool) -> list[tuple[Version, str]]:
         """Drop what is older than the versions that a tier keeps; gives what need not be remembered any more.
 
-        What was begun before the newest complete version and never completed goes, too.
+        What was begun before the newest complete version and never completed goes, too. Pinned versions stay.
         """
-        for tier, store in {tier.kind: (tier, store) for tier, store in self._stores.values()}.values():
-            complete = self._completion.complete(tier.kind)
+        with self._lock:
+            stores = {tier.kind: (tier, store) for tier, store in self._stores.values() if tier.shared == shared}
+        forgotten: list[tuple[Version, str]] = []
+        try:
+            pinned = self._pins.pinned()
+        except EvergradError as error:
+            _log.warning("nothing is retired, because what is pinned is not known: %s", error)
+            return forgotten
+        for tier, store in stores.values():
+            complete = self.complete(tier.kind)
             if not complete:
                 continue
-            kept, newest = complete[-tier.keep :], complete[-1]
+            kept, newest = {*complete[-tier.keep :], *pinned}, complete[-1]
             try:
-                copies = store.find(self._rank) if tier.kind != "memory" else []  # arenas are overwritten
+                # Arenas are overwritten by themselves.
+                copies = store.find(None if shared else self._rank) if tier.kind != "memory" else []
             except EvergradError as error:
                 _log.warning("tier %s: old versions could not be looked for: %s", tier.kind, error)
                 continue
             for copy in copies:
-                if copy.version not in kept and copy.version.age() < newest.age():
+                old = copy.version not in kept and copy.version.age() < newest.age()
+                if shared:
+                    old = old and copy.version in complete  # what was there before it was adopted is not ours
+                if old and (shared or (copy.version, copy.rank) not in self.needed):
                     try:
                         store.drop(copy)
                     except EvergradError as error:
                         _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
-            yield from ((version, tier.kind) for version in complete if version not in kept)
-        newest_of_all = self._completion.complete()[-1:]
-        for version, kind in list(self._completion.failed()):
-            if newest_of_all and version.age() < newest_of_all[0].age():
-                yield version, kind
+            forgotten += ((version, tier.kind) for version in complete if version not in kept)
+        with self._lock:
+            newest_of_all = self._completion.complete()[-1:]
+            for version, kind in list(self._completion.failed()):
+                if newest_of_all and version.age() < newest_of_all[0].age():
+                    forgotten.append((version, kind))
+            self._visible -= set(forgotten)
+        return forgotten
 
-    def _note(self, copy: Copy) -> None:
+    def _note(self, store: Store, copy: Copy) -> bool:
         try:
-            manifest = Manifest.read(copy.manifest, digests=False)
-        except (FormatError, FileNotFoundError) as error:
+            manifest = store.read_manifest(copy, digests=False)
+        except (EvergradError, FileNotFoundError) as error:
             _log.warning("tier %s: %s", copy.tier, error)
-            return
-        if manifest.job == self._site.job and manifest.version == copy.version:
-            with self._lock:
-                self._completion.note(copy.version, copy.tier, copy.rank, manifest.world_size)
+            return False
+        if manifest.job != self._site.job or manifest.version != copy.version:
+            return False
+        with self._lock:
+            self._completion.note(copy.version, copy.tier, copy.rank, manifest.world_size)
+            if manifest.owed:
+                self._owed[copy.version, copy.rank] = copy, manifest
+        return True
+
+
+def _place(spec: dict[str, Any]) -> dict[str, Any]:
+    """What tells one slow tier from another, among those of a kind."""
+    return {name: value for name, value in without_secrets(spec).items() if name in ("kind", "url")}

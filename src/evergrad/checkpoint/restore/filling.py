@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from evergrad.checkpoint.capture.spread import local_of
 from evergrad.checkpoint.digests import balanced
 from evergrad.dtypes import DType
 from evergrad.state import Skeleton
@@ -53,6 +54,8 @@ def fill(source: Source, targets: Iterable[tuple[str, torch.Tensor | np.ndarray]
     views: list[torch.Tensor] = []
     for path, target in targets:
         view = source.tensor(path)
+        if isinstance(target, torch.Tensor):
+            target = local_of(target)
         if isinstance(target, np.ndarray):
             np.copyto(target, view.numpy())
         elif target.is_conj() or target.is_neg():  # the ones that no call for many takes

@@ -51,6 +51,8 @@ class Call:
     live: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors of its own that are filled and given back to it, instead of new ones."""
     devices: dict[str, torch.device] = field(default_factory=dict)
+    like: dict[str, Any] = field(default_factory=dict)
+    """Tensors that it gets as pieces of a DTensor, cut as this one is."""
 
     def leave_out(self, names: frozenset[str], *, values: bool) -> None:
         """Give it its part without these tensors, and with or without what is no tensor."""
@@ -68,6 +70,9 @@ class Call:
         """Load; what goes wrong in the object's own code becomes a `StateError` that names it."""
         fill(source, self.live.items())
         tensors = self.live | fresh(source, sorted(self.names - self.live.keys()), self.devices)
+        for name, model in self.like.items():
+            if name in tensors and name not in self.live:
+                tensors[name] = _spread(tensors[name], model)
         value = decode(self.node, tensors.__getitem__)
         try:
             if self.lenient and "strict" in inspect.signature(self.target.load_state_dict).parameters:
@@ -164,6 +169,15 @@ def rebuilding(node: Json) -> Callable[[], Any]:
     """Makes the value of a node that holds no tensor, anew each time."""
     decode(node, _no_tensor)  # what cannot be rebuilt is found now, before anything is touched
     return lambda: decode(node, _no_tensor)
+
+
+def _spread(piece: torch.Tensor, model: Any) -> torch.Tensor:
+    """A rank's piece as the DTensor that it is a piece of."""
+    made = type(model).from_local(
+        piece, model.device_mesh, model.placements, run_check=False, shape=model.shape, stride=model.stride()
+    )
+    assert isinstance(made, torch.Tensor)
+    return made
 
 
 def _is_tied(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
+from evergrad.checkpoint.capture.spread import is_spread, local_of
 from evergrad.checkpoint.restore.filling import is_expanded, obstacle
 from evergrad.checkpoint.restore.load_plan import Call, Mismatch, children, describe
 from evergrad.dtypes import DType
@@ -40,7 +41,7 @@ def compare(path: str, tensor: torch.Tensor, node: Json, shapes: Shapes) -> Mism
     if not isinstance(node, dict) or "tensor" not in node:
         names = Skeleton(node).tensor_names()
         return Mismatch(path, f"expected a tensor, found {describe(node)} in the checkpoint", frozenset({path, *names}))
-    name = str(node["tensor"])
+    name, tensor = str(node["tensor"]), local_of(tensor)
     if reason := obstacle(tensor):
         return Mismatch(path, reason, frozenset({name}))
     dtype, shape = shapes[name]
@@ -67,8 +68,10 @@ def owns_loading(module: Module, live: Mapping[str, Any]) -> tuple[bool, bool]:
     for part in module.modules():
         cls = type(part)
         renames |= cls.load_state_dict is not Module.load_state_dict or "load_state_dict" in vars(part)
-        renames |= cls._load_from_state_dict not in plain_parts or bool(part._load_state_dict_pre_hooks)
-        owns |= bool(part._load_state_dict_post_hooks) or cls.set_extra_state is not Module.set_extra_state
+        hooks = [hook for hook in part._load_state_dict_pre_hooks.values() if not _only_shards(hook)]
+        renames |= cls._load_from_state_dict not in plain_parts or bool(hooks)
+        owns |= not all(map(_only_shards, part._load_state_dict_post_hooks.values()))
+        owns |= cls.set_extra_state is not Module.set_extra_state
     return owns or renames or not _is_own_memory(module, live), renames
 
 
@@ -96,15 +99,19 @@ def optimizer_call(optimizer: Optimizer, node: Json, path: str | None, shapes: S
         if mismatch := compare(name, tensor, {"tensor": name}, shapes):
             mismatches.append(mismatch)
         # Memory that two entries share would get the values of the second.
-        elif tensor.data_ptr() not in taken and not is_expanded(tensor):
-            taken.add(tensor.data_ptr())
+        elif (address := local_of(tensor).data_ptr()) not in taken and not is_expanded(local_of(tensor)):
+            if address:  # an empty piece lies nowhere
+                taken.add(address)
             call.live[name] = tensor
     # What torch would move to the parameter's device anyway starts there, without a second copy on the host.
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for name in names:
         number, _, slot = name.removeprefix(join(path, "state/")).partition("/")
         if number.isdecimal() and int(number) < len(params) and slot != "step":
-            call.devices[name] = params[int(number)].device
+            param = params[int(number)]
+            call.devices[name] = param.device
+            if is_spread(param) and shapes[name][1] == local_of(param).shape:
+                call.like[name] = param
     return call, mismatches
 
 
@@ -114,13 +121,22 @@ def _is_own_memory(module: Module, live: Mapping[str, Any]) -> bool:
     owned.update(module.named_parameters(remove_duplicate=False))
     for name, tensor in live.items():
         own = owned.get(name)
-        if own is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if own is None or is_spread(own) != is_spread(tensor):
+            return False
+        own, tensor = local_of(own), local_of(tensor)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return False
         if own.device != tensor.device or own.dtype != tensor.dtype or own.stride() != tensor.stride():
             return False
         if not own.is_meta and own.data_ptr() != tensor.data_ptr():
             return False
     return True
+
+
+def _only_shards(hook: Any) -> bool:
+    """Whether a hook is FSDP2's, which brings parameters back to pieces and leaves what is loaded alone."""
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def _group_sizes(node: Json) -> list[int] | None:

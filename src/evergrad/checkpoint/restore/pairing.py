@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from evergrad.checkpoint.capture.spread import local_of
 from evergrad.checkpoint.restore.filling import Source
 from evergrad.checkpoint.restore.load_plan import Call, LoadPlan, Mismatch, children, describe, rebuilding
 from evergrad.checkpoint.restore.objects import compare, is_stateful, live_tensors, optimizer_call, owns_loading
@@ -80,7 +81,7 @@ class _Walk:
             self.plan.mismatches.append(mismatch)
         else:
             assert isinstance(node, dict)
-            self.plan.fills.append((str(node["tensor"]), live))
+            self.plan.fills.append((str(node["tensor"]), local_of(live)))
 
     def _array(self, live: np.ndarray, node: Json, path: str) -> Replacement | None:
         if isinstance(node, dict) and "array" in node:  # of strings, say: a value

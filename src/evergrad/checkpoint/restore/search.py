@@ -2,25 +2,28 @@
 
 Every rank says what it can obtain; all take the newest that all have named. Each then checks the digests of its
 nearest copy, and of the next if they are wrong; if one rank has no intact copy, all go back to the version before.
-Nothing of the live state is touched before all ranks hold a verified shard that fits.
+Nothing of the live state is touched before all ranks hold verified shards that fit.
+
+A rank takes its own shard where it can. With another number of ranks, another cut of the tensors, or a version that
+only a shared tier has, the state is assembled from several (`obtaining.py`).
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.loading import Loading, prepare
-from evergrad.checkpoint.restore.shard import Shard
-from evergrad.checkpoint.tiers import Copy, Store
+from evergrad.checkpoint.restore.obtaining import Obtained, Obtaining
+from evergrad.checkpoint.restore.offers import Offer, Shelf, look
+from evergrad.checkpoint.restore.resizing import Resize
+from evergrad.checkpoint.tiers import Store
 from evergrad.checkpoint.version import Version, VersionRecord
-from evergrad.errors import CheckpointError, FormatError, RestoreError, UsageError
+from evergrad.errors import EvergradError, RestoreError, UsageError
 from evergrad.state import Where
 
 __all__ = ["Request", "Restored", "list_versions", "restore"]
@@ -36,6 +39,8 @@ class Request:
     version: Version | int | None = None
     strict: bool = True
     where: Where | None = None
+    resize: Resize | None = None
+    replicated: Where | bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,62 +51,62 @@ class Restored:
     tier: str
     meta: dict[str, object]
     skipped: tuple[str, ...] = ()
+    world_size: int = 1
+    """How many ranks had saved it."""
 
 
-@dataclass(slots=True)
-class _Offer:
-    """The copies of this rank's shards, nearest first, by version."""
+@dataclass(frozen=True, slots=True)
+class _News:
+    """What a rank tells all others."""
 
-    copies: dict[Version, list[Copy]] = field(default_factory=dict)
-    world_sizes: dict[Version, int] = field(default_factory=dict)
-    damaged: dict[Version, str] = field(default_factory=dict)
-    torn: dict[Version, str] = field(default_factory=dict)
-    committed: Version | None = None
+    offers: Mapping[Version, Offer]
+    damaged: Mapping[Version, str]
+    torn: Mapping[Version, str]
+    committed: Version | None
 
 
 def restore(
     request: Request,
     job: str,
-    stores: Sequence[Store],
+    stores: Mapping[str, Store],
     ranks: Ranks,
-    mapped: Mapping[Path, mmap.mmap],
+    obtaining: Obtaining,
     committed: Version | None,
 ) -> Restored | None:
     """Restore the newest version that all ranks can obtain, or the one asked for; None if there is none at all.
 
-    `mapped` are arenas that this process has mapped already, `committed` is the newest version that is known to have
-    been complete where it survives a reboot.
+    `committed` is the newest version that is known to have been complete where it survives a reboot.
     """
-    offer = _look(job, stores, ranks.rank)
-    offer.committed = committed
-    offers = ranks.gather(offer)
-    common = set.intersection(*(set(each.copies) for each in offers))
+    shelf = look(job, stores, ranks.rank, ranks.world_size)
+    news = ranks.gather(_News(shelf.offers, shelf.damaged, shelf.torn, committed))
+    size = ranks.world_size
+    seen = {version for each in news for version in each.offers}
+    common = {v for v in seen if all(v in each.offers and each.offers[v].obtainable(size) for each in news)}
     candidates = [version for version in sorted(common, key=Version.age, reverse=True) if _asked(request, version)]
-    candidates = _of_this_size(candidates, [each.world_sizes for each in offers], ranks.world_size)
-    complaints: dict[Version, list[str]] = _incomplete(common, offers)
+    complaints: dict[Version, list[str]] = _incomplete(common, news, size)
     for version in common:
-        if why := offer.damaged.get(version) or offer.torn.get(version):
+        if why := shelf.damaged.get(version) or shelf.torn.get(version):
             complaints[version] = [f"{version}: {why}"]
     for version in candidates:
-        restored = _try(request, job, version, offer.copies[version], ranks, complaints, mapped)
+        restored = _try(request, version, shelf, [each.offers[version] for each in news], ranks, obtaining, complaints)
         if restored is not None:
             for newer in sorted(complaints, key=Version.age, reverse=True):
                 if newer.age() >= version.age():
                     _log.warning("rank %d: %s. Restoring %s.", ranks.rank, "; ".join(complaints[newer]), version)
             return restored
-    _nothing(request, candidates, complaints, offers, ranks)
+    _nothing(request, candidates, complaints, news, ranks)
     return None
 
 
 def list_versions(
-    job: str, stores: Sequence[Store], is_complete: Callable[[Version, str], bool], rank: int
+    job: str, stores: Mapping[str, Store], is_complete: Callable[[Version, str], bool], rank: int
 ) -> list[VersionRecord]:
     """What this rank could restore, newest first, with the tiers that hold all of it."""
     found: dict[Version, tuple[Manifest, list[str]]] = {}
-    for store in stores:
+    for store in stores.values():
         for copy in store.find(rank):
-            with suppress(FormatError, OSError):
-                manifest = Manifest.read(copy.manifest, digests=False)
+            with suppress(EvergradError, OSError):
+                manifest = store.read_manifest(copy, digests=False)
                 if manifest.job == job and manifest.version == copy.version and is_complete(copy.version, copy.tier):
                     found.setdefault(copy.version, (manifest, []))[1].append(copy.tier)
     return [
@@ -110,147 +115,121 @@ def list_versions(
     ]
 
 
-def _look(job: str, stores: Iterable[Store], rank: int) -> _Offer:
-    """Every copy of this rank's shards that a manifest vouches for."""
-    offer = _Offer()
-    for store in stores:
-        try:
-            copies = store.find(rank)
-            torn = store.torn(rank)
-        except CheckpointError as error:
-            _log.warning("rank %d: %s", rank, error)
-            continue
-        # What is wrong with a copy matters only where no nearer tier has the version.
-        for version, (what, was_complete) in torn.items():
-            if version not in offer.copies:
-                (offer.damaged if was_complete else offer.torn)[version] = what
-        for copy in copies:
-            try:
-                manifest = Manifest.read(copy.manifest, digests=False)
-            except (FormatError, OSError) as error:
-                if copy.version not in offer.copies:
-                    offer.damaged[copy.version] = str(error)
-                continue
-            if manifest.job == job:
-                offer.copies.setdefault(copy.version, []).append(copy)
-                offer.world_sizes[copy.version] = manifest.world_size
-    return offer
-
-
 def _asked(request: Request, version: Version) -> bool:
     asked = request.version
     return asked is None or version == asked or (isinstance(asked, int) and version.step == asked)
 
 
-def _of_this_size(versions: list[Version], sizes: list[dict[Version, int]], world_size: int) -> list[Version]:
-    fitting = [version for version in versions if all(known.get(version) == world_size for known in sizes)]
-    if versions and not fitting:
-        saved = sizes[0].get(versions[0])
-        raise RestoreError(
-            f"{versions[0]} was saved by {saved} ranks, and this job has {world_size}: start it with {saved} ranks"
-        )
-    return fitting
-
-
-def _incomplete(common: set[Version], offers: Sequence[_Offer]) -> dict[Version, list[str]]:
-    """Versions that some rank has at least a part of, and not every rank all, in words."""
+def _incomplete(common: set[Version], news: Sequence[_News], world_size: int) -> dict[Version, list[str]]:
+    """Versions that some rank has at least a part of, and not every rank can obtain, in words."""
     found: dict[Version, list[str]] = {}
-    begun = {version for offer in offers for version in (*offer.copies, *offer.damaged, *offer.torn)}
+    begun = {version for each in news for version in (*each.offers, *each.damaged, *each.torn)}
     for version in begun - common:
         reasons = []
-        for rank, offer in enumerate(offers):
-            if version not in offer.copies:
-                why = offer.damaged.get(version) or offer.torn.get(version) or "no shard"
-                reasons.append(f"rank {rank}: {why}")
+        for rank, each in enumerate(news):
+            offer = each.offers.get(version)
+            if offer is not None and offer.obtainable(world_size):
+                continue
+            why = each.damaged.get(version) or each.torn.get(version) or "no shard"
+            if offer is not None and offer.world_size != world_size:
+                lost = ", ".join(map(str, sorted(set(range(offer.world_size)) - offer.seen)))
+                why = f"it was saved by {offer.world_size} ranks, and the shards of {lost} are not seen here"
+            reasons.append(f"rank {rank}: {why}")
         found[version] = [f"{version} is not whole: {'; '.join(reasons[:3])}"]
     return found
 
 
 def _try(
     request: Request,
-    job: str,
     version: Version,
-    copies: list[Copy],
+    shelf: Shelf,
+    offers: Sequence[Offer],
     ranks: Ranks,
+    obtaining: Obtaining,
     complaints: dict[Version, list[str]],
-    mapped: Mapping[Path, mmap.mmap],
 ) -> Restored | None:
-    """Load one version, if every rank has an intact copy of its shard."""
-    shard = None
-    for copy in copies:
-        shard, complaint = _open(copy, job, mapped.get(copy.shard))
-        if complaint:
-            complaints.setdefault(version, []).append(complaint)
-        if shard is not None:
-            break
+    """Load one version, if every rank can obtain intact shards."""
+    copies, told = shelf.copies[version], complaints.setdefault(version, [])
+    ways: list[Callable[[], Obtained | None]] = []
+    if all(offer.own and offer.world_size == ranks.world_size for offer in offers):
+        ways.append(lambda: obtaining.own(copies.get(ranks.rank, []), told))
+    if all(offer.seen >= set(range(offer.world_size)) for offer in offers):
+        ways.append(lambda: obtaining.assembled(copies, offers[0].world_size, ranks, told))
     try:
-        intact = ranks.gather(shard is not None)
-        if not all(intact):
-            if shard is not None:
-                lost = ", ".join(str(rank) for rank, good in enumerate(intact) if not good)
-                complaints.setdefault(version, []).append(f"{version}: no intact shard of rank {lost}")
-            return None
-        assert shard is not None
-        loading = ranks.together(lambda: prepare(request.state, shard, strict=request.strict, where=request.where))
-        return ranks.together(lambda: _load(loading, shard))
+        for way in ways:
+            obtained, failure = None, None
+            try:
+                obtained = way()
+            except RestoreError as error:  # not a matter of which copy: it has to be said
+                failure = error
+            try:
+                states = ranks.gather(
+                    (obtained is not None, str(failure) if failure else "", obtained and obtained.fits)
+                )
+                if failure is not None:
+                    raise failure
+                for rank, (_, why, _) in enumerate(states):
+                    if why:
+                        raise RestoreError(f"rank {rank}: {why}")
+                if not all(intact for intact, _, _ in states):
+                    if obtained is not None:
+                        lost = ", ".join(str(rank) for rank, state in enumerate(states) if not state[0])
+                        told.append(f"{version}: no intact shard of rank {lost}")
+                    continue
+                if not all(fits for _, _, fits in states):
+                    continue  # cut in another way: it has to be assembled
+                assert obtained is not None
+                return _load_together(request, obtained, ranks)
+            finally:
+                if obtained is not None:
+                    obtained.close()
+        return None
     finally:
-        if shard is not None:
-            shard.close()
+        if not told:
+            del complaints[version]
 
 
-def _open(copy: Copy, job: str, mapped: mmap.mmap | None) -> tuple[Shard | None, str]:
-    """A copy that is what was captured, or what is wrong with it."""
-    where = f"{copy.version} in tier {copy.tier}"
-    try:
-        shard = Shard(copy, job, mapped)
-    except (FormatError, OSError) as error:
-        return None, f"{where}: {error}"
-    try:
-        wrong = shard.verify()
-        if not wrong and shard.is_current():
-            return shard, ""
-        what = f"{wrong[0]}: not what was captured" if wrong else "overwritten meanwhile"
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        complaint = f"{where}: {what}{more}"
-    except FormatError as error:
-        complaint = f"{where}: {error}"
-    shard.close()
-    return None, complaint
+def _load_together(request: Request, obtained: Obtained, ranks: Ranks) -> Restored:
+    loading = ranks.together(
+        lambda: prepare(request.state, obtained.source, strict=request.strict, where=request.where)
+    )
+    return ranks.together(lambda: _load(loading, obtained, ranks.rank))
 
 
-def _load(loading: Loading, shard: Shard) -> Restored:
+def _load(loading: Loading, obtained: Obtained, rank: int) -> Restored:
     loading.apply()
-    if not shard.is_current():
-        raise RestoreError(
-            f"{shard.copy.shard}: another trainer overwrote it while it was read. Stop that one, and restore again."
-        )
-    manifest = shard.manifest
-    for line in loading.skipped:
-        _log.warning("rank %d: %s", manifest.rank, line)
-    return Restored(manifest.version, shard.copy.tier, dict(manifest.meta), loading.skipped)
+    if (gone := obtained.overwritten()) is not None:
+        raise RestoreError(f"{gone}: another trainer overwrote it while it was read. Stop that one, and restore again.")
+    manifest = obtained.manifest
+    left = {line.partition(":")[0] for line in obtained.skipped}
+    skipped = (*(line for line in loading.skipped if line.partition(":")[0] not in left), *obtained.skipped)
+    for line in skipped:
+        _log.warning("rank %d: %s", rank, line)
+    return Restored(manifest.version, obtained.tier, dict(manifest.meta), skipped, manifest.world_size)
 
 
 def _nothing(
     request: Request,
     candidates: list[Version],
     complaints: dict[Version, list[str]],
-    offers: Sequence[_Offer],
+    news: Sequence[_News],
     ranks: Ranks,
 ) -> None:
     """There is nothing to restore; an error, if there should have been."""
     told = ranks.gather([line for version in sorted(complaints, key=Version.age) for line in complaints[version]])
     reasons = "; ".join(dict.fromkeys(line for lines in told for line in lines))
-    known = sorted({version for offer in offers for version in offer.copies}, key=Version.age, reverse=True)
+    known = sorted({version for each in news for version in each.offers}, key=Version.age, reverse=True)
     if request.version is not None and any(_asked(request, version) for version in (*known, *complaints)):
         raise RestoreError(f"version {request.version} cannot be restored: {reasons}. Nothing was touched.")
     if request.version is not None:
         steps = ", ".join(str(version.step) for version in known[:8])
         raise UsageError(f"there is no version {request.version}. There are {steps or 'none'}.")
-    if candidates or any(offer.damaged for offer in offers):
+    other_size = any(offer.world_size != ranks.world_size for each in news for offer in each.offers.values())
+    if candidates or other_size or any(each.damaged for each in news):
         raise RestoreError(
             f"none of the versions is intact: {reasons}. Nothing was touched. To start anew, choose another run folder."
         )
-    lost = [offer.committed for offer in offers if offer.committed is not None]
+    lost = [each.committed for each in news if each.committed is not None]
     if lost:
         newest = max(lost, key=Version.age)
         raise RestoreError(

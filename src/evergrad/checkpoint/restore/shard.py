@@ -96,6 +96,11 @@ class Shard:
             entry.path for entry, digest in zip(order, found, strict=True) if digest != manifest.digests[entry.path]
         ]
 
+    @property
+    def view(self) -> memoryview:
+        """The bytes of the whole shard."""
+        return self._view
+
     def is_current(self) -> bool:
         """Whether an arena still holds what was mapped; a file is not written over while it is locked."""
         if self.copy.generation is None:

@@ -27,7 +27,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import UsageError
 
-__all__ = ["Copy", "Site", "Store", "Tier", "Torn", "Work", "read_tiers", "tier_kinds"]
+__all__ = ["Copy", "Site", "Store", "Tier", "Torn", "Work", "read_tiers", "tier_kinds", "without_secrets"]
 
 _KINDS: dict[str, type[Tier]] = {}
 
@@ -97,6 +97,9 @@ class Torn(NamedTuple):
 class Store(ABC):
     """A tier of one job on one node."""
 
+    shared: ClassVar[bool] = False
+    """Whether all nodes see the same: a rank's shard may then leave to another's what both have."""
+
     @abstractmethod
     def check(self) -> None:
         """Raise `TierError` if nothing could be put here now: missing, read-only."""
@@ -141,6 +144,8 @@ class Tier(ABC):
     survives_reboot: ClassVar[bool]
     slow: ClassVar[bool] = False
     """Whether it is flushed to in the background of the background: from a nearer tier, while saves go on."""
+    shared: ClassVar[bool] = False
+    """Whether all nodes see the same: a version is there once it was committed."""
     keep: int
     """Complete versions that stay."""
 
@@ -159,6 +164,11 @@ class Tier(ABC):
     def to_json(self) -> dict[str, Any]:
         """The settings, with the kind."""
         return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+
+def without_secrets(spec: dict[str, Any]) -> dict[str, Any]:
+    """Settings as others may read them: options of a storage service may hold keys."""
+    return {name: value for name, value in spec.items() if name != "options"}
 
 
 def tier_kinds() -> list[str]:

@@ -1,0 +1,178 @@
+"""What happened to a job's versions, as lines that are only ever appended.
+
+    <run folder>/catalogue/<writer>.jsonl
+
+Each writer has a file of its own, so that no two ever write to one at the same time; readers merge them. A version
+that was retired stays in here. A line that a crash has torn is passed over, and so is one that is not understood.
+Losing a line loses history, never a version: what can be restored is decided by the manifests in the tiers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from evergrad.checkpoint.job import now, safe_name
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.version import Version
+
+__all__ = ["FOLDER", "SCHEMA_VERSION", "History", "Journal", "ShardNote", "Verdict", "shard_digest"]
+
+_log = logging.getLogger(__name__)
+SCHEMA_VERSION = 1
+FOLDER = "catalogue"
+"""The catalogue's folder in a run folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardNote:
+    """A rank's shard became complete in its first tier."""
+
+    version: Version
+    rank: int
+    world_size: int
+    size: int
+    digest: str
+    time: str
+    parent: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A version was checked in a tier."""
+
+    version: Version
+    tier: str
+    time: str
+    verdict: Literal["ok", "failed"]
+    why: str = ""
+
+
+@dataclass(slots=True)
+class History:
+    """All that was noted: the shards of each version by rank, and the last verdict on each of its tiers."""
+
+    shards: dict[Version, dict[int, ShardNote]] = field(default_factory=dict)
+    verdicts: dict[Version, dict[str, Verdict]] = field(default_factory=dict)
+
+
+class Journal:
+    """The journals of a run folder. Making one touches nothing; any number of processes may have one."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+
+    def note_shard(self, manifest: Manifest, writer: str) -> None:
+        """A shard is complete. Said twice, it counts once. A disk that is full costs the line, and a warning."""
+        self._append(
+            writer,
+            {
+                "version": manifest.version.name,
+                "rank": manifest.rank,
+                "world_size": manifest.world_size,
+                "size": manifest.size,
+                "digest": shard_digest(manifest),
+                "time": manifest.time,
+                "parent": manifest.parent,
+                "meta": dict(manifest.meta),
+                "node": manifest.node,
+            },
+        )
+
+    def note_verified(self, version: Version, tier: str, *, ok: bool, why: str = "", writer: str = "verify") -> None:
+        """Every digest of a version in a tier was checked."""
+        self._append(writer, {"verified": version.name, "tier": tier, "time": now(), "ok": ok, "why": why})
+
+    def read(self) -> History:
+        """Everything that was noted, in one pass."""
+        history = History()
+        for line in self._lines():
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                record = json.loads(line)
+                if record["schema_version"] != SCHEMA_VERSION:
+                    continue
+                if "verified" in record:
+                    _take_verdict(history, record)
+                else:
+                    _take_shard(history, record)
+        return history
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            names = sorted(name for name in os.listdir(self._folder) if name.endswith(".jsonl"))
+        except OSError:
+            return
+        for name in names:
+            try:
+                yield from (self._folder / name).read_bytes().split(b"\n")
+            except OSError as error:
+                _log.warning("%s: left out of the history: %s", self._folder / name, error)
+
+    def _append(self, writer: str, record: Mapping[str, Any]) -> None:
+        line = json.dumps({"schema_version": SCHEMA_VERSION, **record}).encode() + b"\n"
+        path = self._folder / f"{safe_name(writer)}.jsonl"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            try:
+                size = os.fstat(fd).st_size
+                if size and os.pread(fd, 1, size - 1) != b"\n":
+                    line = b"\n" + line  # a crash tore the last line: this one must not be lost with it
+                while line:
+                    line = line[os.write(fd, line) :]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            _log.warning("%s: not noted in the history: %s", path, error)
+
+
+def shard_digest(manifest: Manifest) -> str:
+    """One digest (xxh3_128) for all tensors of a shard: equal states have equal ones, whatever the step."""
+    hasher = xxhash.xxh3_128()
+    digests = {**manifest.digests, **{path: digest for path, (_, digest) in manifest.elsewhere.items()}}
+    for path, digest in sorted(digests.items()):
+        hasher.update(f"{path}\0{digest}\n".encode("utf-8", "surrogatepass"))
+    return hasher.hexdigest()
+
+
+def _take_shard(history: History, record: Mapping[str, Any]) -> None:
+    version = Version.parse(record["version"])
+    rank, world_size, size = int(record["rank"]), int(record["world_size"]), int(record["size"])
+    parent = record.get("parent")
+    if version is None or not 0 <= rank < world_size or size < 0:
+        return
+    note = ShardNote(
+        version,
+        rank,
+        world_size,
+        size,
+        str(record["digest"]),
+        str(record["time"]),
+        None if parent is None else str(parent),
+        {**(record.get("meta") or {})},
+        str(record.get("node") or ""),
+    )
+    history.shards.setdefault(version, {})[rank] = note
+
+
+def _take_verdict(history: History, record: Mapping[str, Any]) -> None:
+    version = Version.parse(record["verified"])
+    if version is None or not isinstance(record["ok"], bool):
+        return
+    verdict = Verdict(
+        version, str(record["tier"]), str(record["time"]), "ok" if record["ok"] else "failed", str(record["why"])
+    )
+    known = history.verdicts.setdefault(version, {})
+    before = known.get(verdict.tier)
+    if before is None or before.time <= verdict.time:
+        known[verdict.tier] = verdict

@@ -1,0 +1,163 @@
+"""Versions that retention leaves alone, and the names that people give them.
+
+    <run folder>/catalogue/pins/v0000000120-02        a pin: its name says everything
+    <run folder>/catalogue/tags/best.json             a tag: the version that it stands for
+
+One small file each, which appears whole or not at all: several processes may pin at the same time, and a crash
+leaves what was there. Looking needs no lock, and costs a listing and a short read a tag.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from evergrad.checkpoint import storage
+from evergrad.checkpoint.catalogue.journal import FOLDER
+from evergrad.checkpoint.job import now
+from evergrad.checkpoint.version import Version
+from evergrad.errors import FileAccessError, UsageError, nearest
+
+__all__ = ["SCHEMA_VERSION", "Pins", "resolve"]
+
+_log = logging.getLogger(__name__)
+SCHEMA_VERSION = 1
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_LATEST = "latest"
+_MAX_TAG_BYTES = 4096
+
+
+class Pins:
+    """The pins and tags of a run folder. Making one touches nothing."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._pins = run_dir / FOLDER / "pins"
+        self._tags = run_dir / FOLDER / "tags"
+
+    def pin(self, version: Version) -> None:
+        """Keep a version until it is unpinned. It may be pinned already."""
+        self._publish(self._pins / version.name, {"version": version.name})
+
+    def unpin(self, version: Version) -> None:
+        """Let a version go: its pin, and every tag on it."""
+        for name, tagged in self.tags().items():
+            if tagged == version:
+                self.untag(name)
+        self._remove(self._pins / version.name)
+
+    def tag(self, version: Version, name: str) -> None:
+        """Give a version a name, which pins it too; a name that another version had goes over to this one."""
+        self._publish(self._tags / f"{_checked(name)}.json", {"tag": name, "version": version.name})
+
+    def untag(self, name: str) -> None:
+        """Take a name away; `UsageError` if there is none such."""
+        known = self.tags()
+        if name not in known:
+            raise UsageError(f"there is no tag {name!r}. There are {', '.join(sorted(known)) or 'none'}.")
+        self._remove(self._tags / f"{name}.json")
+
+    def pinned(self) -> set[Version]:
+        """The versions that must stay: pinned, or tagged."""
+        found = {Version.parse(name) for name in _names(self._pins)}
+        return {version for version in found if version is not None} | set(self.tags().values())
+
+    def tags(self) -> dict[str, Version]:
+        """The tags, by name."""
+        found = {}
+        for entry in _names(self._tags):
+            name, dot, ending = entry.rpartition(".")
+            if not dot or ending != "json" or not _TAG.fullmatch(name):
+                continue
+            path = self._tags / entry
+            try:
+                with path.open("rb") as file:
+                    version = Version.parse(str(json.loads(file.read(_MAX_TAG_BYTES))["version"]))
+            except FileNotFoundError:
+                continue  # taken away meanwhile
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                _log.warning("%s: is no tag: %s. Tag the version again.", path, error)
+                continue
+            if version is not None:
+                found[name] = version
+        return found
+
+    def _publish(self, path: Path, record: dict[str, object]) -> None:
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **record, "time": now()}) + "\n"
+        try:
+            for folder in (path.parent.parent, path.parent):
+                if storage.make_folder(folder):
+                    storage.fsync_folder(folder.parent)
+            storage.publish(path, text.encode())
+        except OSError as error:
+            raise FileAccessError(path, f"cannot be written: {(error.strerror or str(error)).lower()}") from error
+
+    def _remove(self, path: Path) -> None:
+        try:
+            storage.remove(path)
+            if path.parent.is_dir():
+                storage.fsync_folder(path.parent)
+        except OSError as error:
+            raise FileAccessError(path, f"cannot be removed: {(error.strerror or str(error)).lower()}") from error
+
+
+def resolve(text: str, known: Iterable[Version], tags: dict[str, Version], usable: Iterable[Version]) -> Version:
+    """The version that a person means: a step, a version's name, a tag, or "latest".
+
+    A step that several attempts have saved means the newest of them, of those that are usable if there are any.
+    `UsageError`, with the nearest ones, if there is none such.
+
+    >>> resolve("120", [Version(120, 1), Version(120, 2)], {}, []).name
+    'v0000000120-02'
+    """
+    known, usable = set(known), set(usable)
+    if text in tags:
+        return tags[text]
+    if text == _LATEST:
+        if usable:
+            return max(usable, key=Version.age)
+        raise UsageError("there is no latest version: none can be restored")
+    named = Version.parse(text)
+    if named is not None and named in known:
+        return named
+    if text.isdecimal():
+        found = {version for version in known if version.step == int(text)}
+        if found:
+            return max(found & usable or found, key=Version.age)
+    raise UsageError(f"there is no version {text!r}. {_hint(text, known, tags)}")
+
+
+def _hint(text: str, known: set[Version], tags: dict[str, Version]) -> str:
+    if not known:
+        return "There are none."
+    asked = int(text) if text.isdecimal() else named.step if (named := Version.parse(text)) else None
+    if asked is not None:
+        close = sorted(known, key=lambda version: (abs(version.step - asked), version.step, -version.attempt))[:3]
+        return f"The nearest are {', '.join(version.name for version in close)}."
+    alike = nearest(text, [*tags, *(version.name for version in known), _LATEST])
+    if alike:
+        return f"Did you mean {' or '.join(map(repr, alike))}?"
+    newest = sorted(known, key=Version.age, reverse=True)[:3]
+    return f"Name a step, a version, a tag or 'latest'. There are {', '.join(version.name for version in newest)}, …"
+
+
+def _checked(name: str) -> str:
+    if not _TAG.fullmatch(name) or name.isdecimal() or name == _LATEST or Version.parse(name) is not None:
+        raise UsageError(
+            f"tag {name[:80]!r}: expected letters, digits, '.', '_' and '-', at most 64, and neither a number, a "
+            "version's name nor 'latest'"
+        )
+    return name
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise FileAccessError(folder, f"cannot be read: {(error.strerror or str(error)).lower()}") from error

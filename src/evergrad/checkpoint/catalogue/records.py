@@ -1,0 +1,239 @@
+"""The catalogue: every version that a job ever had, with what is left of it now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from evergrad.checkpoint.catalogue.journal import History, Journal, ShardNote, Verdict
+from evergrad.checkpoint.catalogue.pins import Pins, resolve
+from evergrad.checkpoint.catalogue.survey import Found, Home, Survey, find_home, survey
+from evergrad.checkpoint.job import safe_name
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.tiers import Tier
+from evergrad.checkpoint.tiers.redaction import Redaction
+from evergrad.checkpoint.version import Version
+from evergrad.errors import CheckpointError, FormatError, UsageError
+from evergrad.records import Json
+
+__all__ = ["Catalogue", "CatalogueEntry", "State"]
+
+State = Literal["restorable", "partial", "retired", "torn", "unknown"]
+"""Whole somewhere · some shards are here · gone · gone, and never whole · some tier could not be looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """One version of a job: what is known of it, and where it is."""
+
+    job: str
+    version: Version
+    state: State
+    tiers: tuple[str, ...]
+    """The tiers in which every rank's shard is."""
+    parent: str | None
+    """What it was trained from: the version before it in its attempt, or what the attempt was restored from."""
+    time: str
+    world_size: int
+    size_bytes: int
+    """Of all ranks' shards."""
+    digest: str = ""
+    """Of all tensors of all ranks, where every shard was noted; equal states have equal ones."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    verified: Literal["ok", "failed", "unknown"] = "unknown"
+    verified_at: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    pinned: bool = False
+    tags: tuple[str, ...] = ()
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """The node that each rank was on, as far as was noted."""
+
+    @property
+    def retired(self) -> bool:
+        """Whether nothing of it is left."""
+        return self.state in ("retired", "torn")
+
+    @property
+    def restorable(self) -> bool:
+        """Whether every rank's shard is in some tier."""
+        return self.state == "restorable"
+
+    def to_json(self) -> dict[str, Json]:
+        """The row that `evergrad checkpoints ls --json` prints."""
+        return {
+            "version": self.version.name,
+            "step": self.version.step,
+            "attempt": self.version.attempt,
+            "job": self.job,
+            "state": self.state,
+            "tiers": list(self.tiers),
+            "parent": self.parent,
+            "time": self.time,
+            "world_size": self.world_size,
+            "size_bytes": self.size_bytes,
+            "digest": self.digest,
+            "meta": dict(self.meta),
+            "verified": self.verified,
+            "verified_at": self.verified_at,
+            "pinned": self.pinned,
+            "tags": list(self.tags),
+        }
+
+
+class Catalogue:
+    """The versions of a job, looked up by its run folder or by the URL of a persistent tier. Making one does nothing.
+
+    With a URL there is no history and nothing can be pinned: only what the tier holds is known.
+    """
+
+    def __init__(self, where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> None:
+        """`tiers` are looked at besides those that the run folder has on record."""
+        self.where = os.fspath(where)
+        self.label = Redaction()(self.where)
+        """As messages may show it: a URL may hold a password."""
+        self._tiers = tuple(tiers)
+
+    @cached_property
+    def home(self) -> Home:
+        """The job, and its tiers."""
+        return find_home(self.where, self._tiers)
+
+    @property
+    def pins(self) -> Pins:
+        """Pins and tags; `UsageError` for a URL."""
+        return Pins(self._run_dir())
+
+    def note_shard(self, manifest: Manifest, writer: str) -> None:
+        """A shard is complete in its first tier. `writer` is one process at a time: the node, or the node and rank."""
+        self._journal.note_shard(manifest, writer)
+
+    def note_verified(self, version: Version, tier: str, *, ok: bool, why: str = "", writer: str = "verify") -> None:
+        """Every digest of a version in a tier was checked. With a URL there is no place to note that."""
+        if self.home.run_dir is not None:
+            self._journal.note_verified(version, tier, ok=ok, why=why, writer=writer)
+
+    def look(self) -> Survey:
+        """What the tiers hold now."""
+        return survey(self.home)
+
+    def entries(self, seen: Survey | None = None) -> list[CatalogueEntry]:
+        """Every version, newest first. One listing a tier, and a manifest for each version that was never noted."""
+        seen = self.look() if seen is None else seen
+        run_dir = self.home.run_dir
+        history = Journal(run_dir).read() if run_dir is not None else History()
+        pinned = Pins(run_dir).pinned() if run_dir is not None else set()
+        tags: dict[Version, list[str]] = {}
+        for name, version in Pins(run_dir).tags().items() if run_dir is not None else ():
+            tags.setdefault(version, []).append(name)
+        entries: list[CatalogueEntry] = []
+        last: dict[int, str] = {}  # attempt → its version before
+        for version in sorted({*history.shards, *seen.shards}, key=Version.age):
+            notes = history.shards.get(version) or _noted(version, seen.shards[version])
+            origin = last.get(version.attempt) or self.origin(version.attempt, notes)
+            last[version.attempt] = version.name
+            verdicts = tuple(history.verdicts.get(version, {}).values())
+            entries.append(
+                _entry(self.home.job, version, notes, seen, origin, verdicts, version in pinned, tags.get(version, []))
+            )
+        return entries[::-1]
+
+    def resolve(self, text: str, entries: Sequence[CatalogueEntry] | None = None) -> CatalogueEntry:
+        """The version that a person means: a step, a version's name, a tag, "latest"; `UsageError` if none."""
+        entries = self.entries() if entries is None else entries
+        by_version = {entry.version: entry for entry in entries}
+        tags = {tag: entry.version for entry in entries for tag in entry.tags}
+        usable = [entry.version for entry in entries if entry.restorable]
+        try:
+            return by_version[resolve(text, by_version, tags, usable)]
+        except UsageError as error:
+            raise UsageError(f"{self.label}: {error}") from None
+
+    def origin(self, attempt: int, notes: Mapping[int, ShardNote] | None = None) -> str | None:
+        """What an attempt was restored from: a version's name, after `<job>/` if it is another job's."""
+        recorded = self.home.attempts.get(attempt, {}).get("parent")
+        if isinstance(recorded, str) and recorded:
+            return recorded
+        return next((note.parent for note in (notes or {}).values() if note.parent), None)
+
+    @cached_property
+    def _journal(self) -> Journal:
+        return Journal(Path(self.where).absolute())
+
+    def _run_dir(self) -> Path:
+        if self.home.run_dir is None:
+            raise UsageError(f"{self.label}: pins are kept in the run folder of a job: name that instead of the URL")
+        return self.home.run_dir
+
+
+def _noted(version: Version, found: Sequence[Found]) -> dict[int, ShardNote]:
+    """What the tiers say of a version that nobody has noted: one manifest, and the sizes of the files."""
+    notes: dict[int, ShardNote] = {}
+    first: Manifest | None = None
+    for each in sorted(found, key=lambda each: each.copy.rank):
+        copy = each.copy
+        if copy.rank in notes:
+            continue
+        with suppress(FormatError, CheckpointError, OSError):
+            manifest = each.manifest(digests=False) if first is None or copy.url else first
+            first = first or manifest
+            size = manifest.size if copy.rank == manifest.rank else copy.shard.stat().st_size
+            notes[copy.rank] = ShardNote(
+                version, copy.rank, manifest.world_size, size, "", manifest.time, manifest.parent, manifest.meta,
+                manifest.node if manifest.rank == copy.rank else each.node,
+            )  # fmt: skip
+    return notes
+
+
+def _entry(
+    job: str,
+    version: Version,
+    notes: Mapping[int, ShardNote],
+    seen: Survey,
+    parent: str | None,
+    verdicts: tuple[Verdict, ...],
+    pinned: bool,
+    tags: Sequence[str],
+) -> CatalogueEntry:
+    first = notes[min(notes)] if notes else None
+    world_size = first.world_size if first is not None else 0
+    tiers = seen.tiers(version, world_size) if world_size else ()
+    here = seen.ranks(version)
+    if world_size and here >= set(range(world_size)):
+        state: State = "restorable"
+    elif here:
+        state = "partial"
+    elif seen.unseen:
+        state = "unknown"
+    else:
+        state = "retired" if len(notes) == world_size else "torn"
+    present = {each.copy.tier for each in seen.shards.get(version, [])}
+    relevant = [verdict for verdict in verdicts if verdict.tier in present] or list(verdicts)
+    worst = sorted(relevant, key=lambda verdict: (verdict.verdict == "failed", verdict.time))[-1:]
+    digest = ""
+    if notes and len(notes) == world_size and all(note.digest for note in notes.values()):
+        digest = xxhash.xxh3_128_hexdigest("\n".join(f"{rank} {notes[rank].digest}" for rank in sorted(notes)).encode())
+    return CatalogueEntry(
+        job=job,
+        version=version,
+        state=state,
+        tiers=tiers,
+        parent=parent,
+        time=first.time if first is not None else "",
+        world_size=world_size,
+        size_bytes=sum(note.size for note in notes.values()),
+        digest=digest,
+        meta=first.meta if first is not None else {},
+        verified=worst[0].verdict if worst else "unknown",
+        verified_at=worst[0].time if worst else "",
+        verdicts=verdicts,
+        pinned=pinned,
+        tags=tuple(sorted(tags)),
+        nodes={rank: safe_name(note.node) for rank, note in notes.items() if note.node},
+    )

@@ -1,0 +1,211 @@
+"""What the tiers of a job hold now, as far as this machine sees: looked up, and nothing made or changed.
+
+A job is looked up by its run folder, or by the URL of a persistent tier. Which tiers it has is in the records of its
+attempts, and in the tickets of its arenas. A tier of the node's own is looked at for every node whose folder can be
+seen here; a tier that cannot be reached is named in `Survey.unseen`, because what is there is then not known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evergrad.checkpoint.arena_folder import arenas_root, find_arenas
+from evergrad.checkpoint.job import node_name, read_identity, safe_name
+from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
+from evergrad.checkpoint.tiers.redaction import Redaction
+from evergrad.checkpoint.version import Version
+from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError
+
+__all__ = ["Found", "Home", "Survey", "find_home", "survey"]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a job is looked up."""
+
+    job: str
+    run_dir: Path | None
+    """None if the job is known by the URL of a tier alone."""
+    tiers: tuple[Tier, ...]
+    """Nearest first."""
+    attempts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What was noted of each attempt when it began."""
+    complaints: tuple[str, ...] = ()
+    """Tiers that are recorded and cannot be looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A complete shard, and the store that it was found in."""
+
+    copy: Copy
+    store: Store
+    node: str
+    """The folder of the node that it is on; empty where all nodes share the tier."""
+
+    def manifest(self, *, digests: bool = True) -> Manifest:
+        """Its record; `FormatError` if that is damaged, `FileNotFoundError` if it is gone."""
+        return self.store.read_manifest(self.copy, digests=digests)
+
+
+@dataclass(slots=True)
+class Survey:
+    """The complete shards that there are, by version, nearest first."""
+
+    shards: dict[Version, list[Found]] = field(default_factory=dict)
+    nodes: set[str] = field(default_factory=set)
+    """The folders of nodes that were looked into."""
+    unseen: list[str] = field(default_factory=list)
+    """Tiers that could not be looked at, and why."""
+
+    def ranks(self, version: Version, tier: str | None = None) -> set[int]:
+        """The ranks whose shards of a version are there, in one tier or in any."""
+        found = self.shards.get(version, [])
+        return {each.copy.rank for each in found if tier in (None, each.copy.tier)}
+
+    def tiers(self, version: Version, world_size: int) -> tuple[str, ...]:
+        """The tiers in which every rank's shard of a version is."""
+        kinds = dict.fromkeys(each.copy.tier for each in self.shards.get(version, []))
+        return tuple(kind for kind in kinds if self.ranks(version, kind) >= set(range(world_size)))
+
+
+def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home:
+    """The job of a run folder or of a tier's URL; `UsageError` or `FileAccessError` if there is none.
+
+    `tiers` are looked at besides those that are on record.
+    """
+    text = os.fspath(where)
+    if "://" in text:
+        return _home_at_url(text, text)
+    folder = Path(text).absolute()
+    if not folder.is_dir():
+        raise FileAccessError(text, "there is no such run folder" if not folder.exists() else "is no folder")
+    folder = folder.resolve()
+    job = read_identity(folder)
+    if job is None:
+        if (folder / "JOB.json").is_file():
+            return _home_at_url(f"file://{folder}", text)
+        raise FileAccessError(text, "is no run folder: there is no job.json in it")
+    attempts = _attempts(folder)
+    specs = [spec for number in sorted(attempts, reverse=True) for spec in _specs(attempts[number].get("tiers"))]
+    specs += _specs_of_tickets(job)
+    specs.append(Local().to_json())
+    chosen, complaints = _read(specs)
+    return Home(job, folder, tuple(_distinct([*tiers, *chosen])), attempts, tuple(complaints))
+
+
+def survey(home: Home, only: str | None = None) -> Survey:
+    """Look at all tiers of a job, or at those of one kind."""
+    found = Survey(unseen=[] if only else list(home.complaints))
+    seen: set[tuple[str, str]] = set()
+    for tier in home.tiers:
+        if only not in (None, tier.kind):
+            continue
+        is_shared = not isinstance(tier, (Local, Memory))
+        for node in _nodes(home, tier):
+            site = Site(home.job, node, arenas_root() / home.job / node, home.run_dir or Path(os.devnull))
+            try:
+                store = tier.store(site)
+                copies = store.find()
+                for copy in copies:
+                    place = copy.url or str(copy.manifest)
+                    if (copy.tier, place) not in seen and (not is_shared or _is_of(home.job, copy, store)):
+                        seen.add((copy.tier, place))
+                        found.shards.setdefault(copy.version, []).append(Found(copy, store, "" if is_shared else node))
+                found.nodes |= set() if is_shared else {node}
+            except (EvergradError, OSError) as error:
+                found.unseen.append(f"tier {tier.kind}: {error}")
+    return found
+
+
+def _home_at_url(url: str, said: str) -> Home:
+    (tier,) = read_tiers([{"kind": "persistent", "url": url}])
+    store = tier.store(Site("", safe_name(node_name()), Path(os.devnull), Path(os.devnull)))
+    owner = getattr(store, "owner", None)
+    job = owner() if callable(owner) else None
+    if not isinstance(job, str) or not job:
+        raise UsageError(f"{Redaction()(said)}: no job has versions there: there is no JOB.json")
+    return Home(job, None, (tier,))
+
+
+def _is_of(job: str, copy: Copy, store: Store) -> bool:
+    """Whether a copy in a shared tier is this job's: one that was adopted holds another one's, too."""
+    try:
+        return store.read_manifest(copy, digests=False).job == job
+    except (FormatError, OSError):
+        return True  # damaged: whoever checks it says so
+
+
+def _nodes(home: Home, tier: Tier) -> list[str]:
+    """The nodes whose part of a tier can be seen here."""
+    if isinstance(tier, Memory):
+        return _folders(arenas_root() / home.job)
+    if isinstance(tier, Local):
+        if tier.path is None and home.run_dir is None:
+            return []
+        root = Path(tier.path) if tier.path is not None else Path(home.run_dir or "") / "local"
+        return _folders(root / home.job)
+    return [safe_name(node_name())]
+
+
+def _folders(parent: Path) -> list[str]:
+    with suppress(OSError):
+        return sorted(entry.name for entry in os.scandir(parent) if entry.is_dir())
+    return []
+
+
+def _attempts(folder: Path) -> dict[int, dict[str, Any]]:
+    found = {}
+    for path in (folder / "attempts").glob("*.json"):
+        with suppress(OSError, ValueError, RecursionError):
+            record = json.loads(path.read_text())
+            if path.stem.isdigit() and isinstance(record, dict):
+                found[int(path.stem)] = record
+    return found
+
+
+def _specs(value: object) -> Iterator[dict[str, Any]]:
+    if isinstance(value, list):
+        yield from (spec for spec in value if isinstance(spec, dict))
+
+
+def _specs_of_tickets(job: str) -> list[dict[str, Any]]:
+    """What trainers on this machine said: with the settings that are too private for the run folder."""
+    tickets = []
+    for node in _folders(arenas_root() / job):
+        found = (files.read_ticket() for files in find_arenas(arenas_root() / job / node))
+        tickets += [ticket for ticket in found if ticket is not None]
+    tickets.sort(key=lambda ticket: ticket.version.age(), reverse=True)
+    return [spec for ticket in tickets for spec in _specs(ticket.tiers)]
+
+
+def _read(specs: Sequence[dict[str, Any]]) -> tuple[list[Tier], list[str]]:
+    """The tiers of the records, memory first; those that this Evergrad cannot make are named."""
+    tiers: list[Tier] = [Memory()]
+    complaints: dict[str, None] = {}
+    for spec in specs:
+        try:
+            tiers += read_tiers([spec])
+        except (EvergradError, TypeError, ValueError) as error:
+            complaints[str(error)] = None
+    return tiers, list(complaints)
+
+
+def _distinct(tiers: Sequence[Tier]) -> list[Tier]:
+    """Each place once, whatever else its settings say; of two the one that says more, in the order of kinds."""
+    found: dict[tuple[str, str], Tier] = {}
+    for tier in tiers:
+        settings = tier.to_json()
+        place = str(settings.get("url") or settings.get("path") or "")
+        known = found.get((tier.kind, place))
+        if known is None or len(json.dumps(known.to_json())) < len(json.dumps(settings)):
+            found[tier.kind, place] = tier
+    kinds = list(dict.fromkeys(tier.kind for tier in found.values()))
+    return sorted(found.values(), key=lambda tier: (tier.survives_reboot, tier.slow, kinds.index(tier.kind)))

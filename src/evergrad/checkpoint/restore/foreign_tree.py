@@ -1,0 +1,270 @@
+"""Flat names, as DCP has them, laid out as a live state is nested.
+
+DCP joins keys by dots, and keys have dots themselves: only the live state knows where one ends. What no part of it asks
+for is kept under its flat name, so that comparing the two finds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evergrad.checkpoint.capture.spread import place_of
+from evergrad.checkpoint.placement import Place
+from evergrad.checkpoint.restore.objects import is_stateful
+from evergrad.dtypes import DType
+from evergrad.errors import StateError
+from evergrad.records import Json
+from evergrad.state import escape, join
+from evergrad.state.paths import segments
+from evergrad.state.skeleton import decode, encode_scalar
+
+__all__ = ["Tree"]
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class Tree:
+    """The skeleton of a folder, and which of its tensors is where in it."""
+
+    places: dict[str, tuple[str, Place | None]]
+    """Path → name in the folder, and the piece of it that this rank's DTensor wants."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tensors: Mapping[str, tuple[DType, tuple[int, ...]]],
+        value: Callable[[str, str], Json],
+    ) -> None:
+        """`names` are all that the folder has, sorted; `value` reads one that is no tensor, given a path."""
+        self.places = {}
+        self._names, self._tensors, self._value = names, tensors, value
+        self._known = set(names)
+        self._used: set[str] = set()
+        self._parameters: dict[int, str] = {}
+
+    def root(self, live: object) -> Json:
+        """The whole folder, nested as the live state is."""
+        self._parameters = {
+            id(parameter): _bare(name)
+            for module in _modules(live)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        node = self._node(live, "", None)
+        return {"dict": []} if node is None else node
+
+    def _below(self, name: str) -> list[str]:
+        """What has this name and a dot before its own; all there is for the root."""
+        if not name:
+            return list(self._names)
+        start = bisect_left(self._names, f"{name}.")
+        stop = bisect_left(self._names, f"{name}/")  # the character after the dot
+        return list(self._names[start:stop])
+
+    def _leaf(self, name: str, path: str, live: object = None) -> Json:
+        self._used.add(name)
+        if name not in self._tensors:
+            return self._value(name, path)
+        place = None
+        if isinstance(live, torch.Tensor) and self._tensors[name][1] == tuple(live.shape):
+            place = place_of(path, live)
+        self.places[path] = name, place
+        return {"tensor": path}
+
+    def _node(self, live: Any, name: str, path: str | None) -> Json | None:
+        """What the folder has for a live value; None if it has nothing."""
+        if isinstance(live, (torch.Tensor, np.ndarray)):
+            return self._leaf(name, path or name, live) if name in self._known else self._strays(name, path)
+        if isinstance(live, nn.Module):
+            return self._module(live, name, path)
+        if isinstance(live, Optimizer):
+            return self._optimizer(live, name, path)
+        if is_stateful(live):
+            live = live.state_dict()
+        if name in self._known:
+            return self._leaf(name, path or name)
+        if isinstance(live, Mapping):
+            return self._mapping(live, name, path)
+        if isinstance(live, (list, tuple)) and (self._below(name) or not live):
+            return self._sequence(live, name, path)
+        return self._strays(name, path)
+
+    def _mapping(self, live: Mapping[Any, Any], name: str, path: str | None) -> Json | None:
+        entries: list[Json] = []
+        for key, segment in segments(live).items():
+            below = self._node(live[key], f"{name}.{key}" if name else str(key), join(path, segment))
+            if below is not None:
+                entries.append([_key(key), below])
+        entries += self._extra(name, path, numbered=bool(live) and all(type(key) is int for key in live))
+        # DCP has no name for an empty dict: that there is nothing means nothing.
+        return {"dict": entries} if entries or not live or not name else None
+
+    def _sequence(self, live: Sequence[Any], name: str, path: str | None) -> Json:
+        items: list[Json] = []
+        for index in range(len(self._names)):
+            below = f"{name}.{index}"
+            if below not in self._known and not self._below(below):
+                break
+            items.append(self._node(live[index] if index < len(live) else None, below, join(path, str(index))))
+        return {"tuple" if isinstance(live, tuple) else "list": items}
+
+    def _strays(self, name: str, path: str | None) -> Json | None:
+        """Something is below a name for which the live state has no container."""
+        extra = self._extra(name, path, numbered=False)
+        return {"dict": extra} if extra else None
+
+    def _extra(self, name: str, path: str | None, *, numbered: bool) -> list[Json]:
+        """What is below a name and was not asked for: by its first key, and below that as it is called."""
+        groups: dict[str, dict[str, str]] = {}
+        for found in self._below(name):
+            if found not in self._used:
+                rest = found[len(name) + 1 :] if name else found
+                first, _, inner = rest.partition(".")
+                groups.setdefault(first, {})[inner] = found
+        entries: list[Json] = []
+        for first, members in groups.items():
+            key: Json = int(first) if numbered and first.isdecimal() else first
+            place = join(path, escape(first))
+            if list(members) == [""]:
+                entries.append([key, self._leaf(members[""], place)])
+            else:
+                inner_nodes: list[Json] = [
+                    [inner, self._leaf(found, join(place, escape(inner)))] for inner, found in members.items()
+                ]
+                entries.append([key, {"dict": inner_nodes}])
+        return entries
+
+    def _module(self, live: nn.Module, name: str, path: str | None) -> Json | None:
+        state = live.state_dict()
+        known = {_bare(key): key for key in state}
+        entries: list[Json] = []
+        for found in self._below(name):
+            rest = found[len(name) + 1 :] if name else found
+            key = rest if rest in state else known.get(_bare(rest), rest)
+            entries.append([key, self._leaf(found, join(path, escape(key)), state.get(key))])
+        return {"odict": entries} if entries or not state else None
+
+    def _optimizer(self, live: Optimizer, name: str, path: str | None) -> Json | None:
+        below = self._below(name)
+        if not below:
+            return None
+        params = [param for group in live.param_groups for param in group["params"]]
+        start = len(name) + 1 if name else 0
+        groups = self._groups([found for found in below if found[start:].startswith("param_groups.")], start, path)
+        numbers = self._numbers(params, groups)
+        states: dict[int, dict[str, Json]] = {}
+        strays: list[Json] = []
+        for found in below:
+            if not found[start:].startswith("state."):
+                continue
+            owner, slot = _owner(found[start + len("state.") :], numbers)
+            if owner is None:
+                rest = found[start + len("state.") :]
+                strays.append([rest, self._leaf(found, join(path, f"state/{escape(rest)}"))])
+                continue
+            place = join(path, f"state/{owner}/{escape(slot)}")
+            states.setdefault(owner, {})[slot] = self._leaf(found, place, params[owner])
+        numbered: list[Json] = [
+            [owner, {"dict": [[slot, node] for slot, node in slots.items()]}] for owner, slots in sorted(states.items())
+        ]
+        listed = _regrouped(live, groups, numbers)
+        return {"dict": [["state", {"dict": numbered + strays}], ["param_groups", {"list": listed}]]}
+
+    def _groups(self, names: list[str], start: int, path: str | None) -> dict[str, dict[str, Json]]:
+        """The settings of parameter groups: by the group's number, or by a parameter's name."""
+        groups: dict[str, dict[str, Json]] = {}
+        for found in names:
+            rest = found[start + len("param_groups.") :]
+            owner, _, setting = rest.rpartition(".")
+            groups.setdefault(owner, {})[setting] = self._leaf(found, join(path, f"param_groups/{escape(rest)}"))
+        return groups
+
+    def _numbers(self, params: list[torch.Tensor], groups: Mapping[str, Mapping[str, Json]]) -> dict[str, int]:
+        """How the folder calls each of the optimizer's parameters: by a number, or by a name."""
+        called: list[Any] = []
+        for group in sorted((g for g in groups if g.isdecimal() and "params" in groups[g]), key=int):
+            called += _listed(groups[group]["params"])
+        if all(type(each) is int for each in called) and called:
+            return {str(each): place for place, each in enumerate(called) if place < len(params)}
+        live = {name: n for n, param in enumerate(params) if (name := self._parameters.get(id(param))) is not None}
+        if called and not all(_bare(str(each)) in live for each in called):  # names of another module: by their order
+            return {str(each): place for place, each in enumerate(called) if place < len(params)}
+        if len(live) < len(params):
+            raise StateError(
+                "the folder calls an optimizer's parameters by name, and the state given has no module whose they are: "
+                "restore the module with its optimizer"
+            )
+        return live | {str(each): live[_bare(str(each))] for each in called}
+
+
+def _owner(rest: str, numbers: Mapping[str, int]) -> tuple[int | None, str]:
+    """The number of the parameter that `<parameter>.<slot>` is about, and the slot; the longest name counts."""
+    at = rest.rfind(".")
+    while at > 0:
+        number = numbers.get(rest[:at], numbers.get(_bare(rest[:at])))
+        if number is not None:
+            return number, rest[at + 1 :]
+        at = rest.rfind(".", 0, at)
+    return None, rest
+
+
+def _regrouped(live: Optimizer, groups: Mapping[str, Mapping[str, Json]], numbers: Mapping[str, int]) -> list[Json]:
+    """The groups as the optimizer numbers them."""
+    by_number = [dict(groups[key]) for key in sorted((g for g in groups if "params" in groups[g]), key=int)]
+    if by_number:
+        for group in by_number:
+            group["params"] = {"list": [numbers.get(str(each), -1) for each in _listed(group["params"])]}
+        return [{"dict": [[key, node] for key, node in group.items()]} for group in by_number]
+    named: dict[int, Mapping[str, Json]] = {}
+    for name, settings in groups.items():  # every parameter has the settings of its group
+        number = numbers.get(name, numbers.get(_bare(name)))
+        if number is not None:
+            named[number] = settings
+    listed: list[Json] = []
+    first = 0
+    for live_group in live.param_groups:
+        count = len(live_group["params"])
+        mine: list[Json] = [[key, node] for key, node in named.get(first, {}).items()]
+        listed.append({"dict": [*mine, ["params", {"list": list(range(first, first + count))}]]})
+        first += count
+    return listed
+
+
+def _listed(node: Json) -> list[Any]:
+    value = decode(node, _no_tensor)
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _modules(live: object) -> Iterator[nn.Module]:
+    if isinstance(live, nn.Module):
+        yield live
+    elif isinstance(live, Mapping):
+        for child in live.values():
+            yield from _modules(child)
+    elif isinstance(live, (list, tuple)):
+        for child in live:
+            yield from _modules(child)
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        if name.startswith(wrapper) or f".{wrapper}" in name:
+            name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+def _key(key: object) -> Json:
+    if isinstance(key, tuple):
+        return {"tuple": [encode_scalar(part) for part in key]}
+    return encode_scalar(key)
+
+
+def _no_tensor(path: str) -> Any:
+    raise StateError(f"{path}: a tensor where the names of parameters belong")

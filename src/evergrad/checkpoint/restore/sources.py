@@ -1,0 +1,82 @@
+"""Where else a job can begin from: another job's run folder, the URL of a persistent tier, a DCP folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from evergrad.checkpoint.arena_folder import arenas_root
+from evergrad.checkpoint.catalogue.survey import find_home
+from evergrad.checkpoint.job import node_name, safe_name
+from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, Torn, Work
+from evergrad.checkpoint.version import Version
+from evergrad.errors import TierError
+
+__all__ = ["is_dcp_folder", "stores_of"]
+
+
+def is_dcp_folder(source: str | os.PathLike[str]) -> bool:
+    """Whether this is a checkpoint of torch.distributed.checkpoint."""
+    return "://" not in os.fspath(source) and Path(source, ".metadata").is_file()
+
+
+def stores_of(source: str | os.PathLike[str], tiers: list[Tier]) -> tuple[str, dict[str, Store]]:
+    """Another job, and its tiers as far as they are seen here, nearest first.
+
+    `tiers` are this job's: one with the same URL has the settings that it takes to get in.
+    """
+    text = os.fspath(source)
+    given = [tier for tier in tiers if getattr(tier, "url", None) == text]
+    home = find_home(text, given)
+    stores: dict[str, Store] = {}
+    for tier in home.tiers if not given or home.run_dir is not None else given:
+        if isinstance(tier, (Local, Memory)):
+            parts = [tier.store(site) for site in _sites(tier, home.job, home.run_dir)]
+        else:
+            parts = [tier.store(_site(home.job, safe_name(node_name()), home.run_dir))]
+        known = stores.get(tier.kind)
+        if parts:
+            stores[tier.kind] = _Several(([known] if known is not None else []) + parts) if len(parts) > 1 else parts[0]
+    return home.job, stores
+
+
+def _sites(tier: Local | Memory, job: str, run_dir: Path | None) -> Iterator[Site]:
+    """A site for every node whose folder is seen here."""
+    if isinstance(tier, Memory):
+        root = arenas_root() / job
+    elif tier.path is not None:
+        root = Path(tier.path) / job
+    elif run_dir is not None:
+        root = run_dir / "local" / job
+    else:
+        return
+    if root.is_dir():
+        yield from (_site(job, name, run_dir) for name in sorted(os.listdir(root)) if (root / name).is_dir())
+
+
+def _site(job: str, node: str, run_dir: Path | None) -> Site:
+    return Site(job, node, arenas_root() / job / node, run_dir or Path(os.devnull))
+
+
+class _Several(Store):
+    """The same tier on several nodes, to read from."""
+
+    def __init__(self, parts: list[Store]) -> None:
+        self._parts = parts
+
+    def check(self) -> None:
+        for part in self._parts:
+            part.check()
+
+    def put(self, work: Work) -> None:
+        raise TierError(f"{work.version}: another job's tier is only read from")
+
+    def find(self, rank: int | None = None) -> list[Copy]:
+        return [copy for part in self._parts for copy in part.find(rank)]
+
+    def torn(self, rank: int) -> dict[Version, Torn]:
+        return {version: torn for part in self._parts for version, torn in part.torn(rank).items()}
+
+    def drop(self, copy: Copy) -> None:
+        raise TierError(f"{copy.version}: another job's tier is only read from")

@@ -1,0 +1,122 @@
+"""COMMIT.json: what makes a version of a shared tier exist. Any agent writes the same bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import xxhash
+
+from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.version import Version
+from evergrad.errors import DamagedFile
+
+__all__ = ["COMMIT_NAME", "Commit", "StoredShard", "payload_name"]
+
+COMMIT_NAME = "COMMIT.json"
+SCHEMA_VERSION = 1
+_PREFIX = b'{"check": "'
+_BODY = len(_PREFIX) + 32 + len(b'", ')
+_MAX_RANKS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """One shard of a version, as it lies in the store."""
+
+    rank: int
+    name: str
+    size: int
+    """Bytes of the shard, unpacked."""
+    stored: int
+    """Bytes in the store."""
+    manifest: str
+    """Digest (xxh3_128) of the manifest's bytes."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it has to be unpacked."""
+        return self.name.endswith(".zst")
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The record of a whole version. It carries a digest of itself, as a manifest does."""
+
+    job: str
+    version: Version
+    world_size: int
+    time: str
+    shards: Sequence[StoredShard]
+    """Of every rank, in order."""
+    parent: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    encoding: str = ""
+
+    @classmethod
+    def of(cls, shards: Sequence[tuple[bytes, Manifest, int]]) -> Commit:
+        """From all ranks' manifests, in order: as bytes, as read, and how many bytes of payload are stored."""
+        first = shards[0][1]
+        stored = [
+            StoredShard(m.rank, payload_name(m.rank, m.encoding), m.size, size, xxhash.xxh3_128_hexdigest(data))
+            for data, m, size in shards
+        ]
+        return cls(
+            first.job, first.version, first.world_size, first.time, stored, first.parent, first.meta, first.encoding
+        )
+
+    def to_bytes(self) -> bytes:
+        """The record as JSON, its own digest first."""
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "job": self.job,
+            "step": self.version.step,
+            "attempt": self.version.attempt,
+            "world_size": self.world_size,
+            "time": self.time,
+            "parent": self.parent,
+            "meta": dict(self.meta),
+            "encoding": self.encoding,
+            "shards": [asdict(shard) for shard in self.shards],
+        }
+        text = json.dumps(body).encode()[1:] + b"\n"
+        return _PREFIX + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str, version: Version) -> Commit:
+        """Read and check a record; `DamagedFile` if it is not as it was written, or of another version."""
+        claimed = data[len(_PREFIX) : len(_PREFIX) + 32]
+        if not data.startswith(_PREFIX) or claimed != xxhash.xxh3_128_hexdigest(data[_BODY:]).encode():
+            raise DamagedFile(where, "the record is not as it was written")
+        try:
+            body = json.loads(data)
+            if body["schema_version"] != SCHEMA_VERSION:
+                raise DamagedFile(where, f"schema {body['schema_version']!r}", expected=SCHEMA_VERSION)
+            shards = tuple(StoredShard(**shard) for shard in body["shards"])
+            found = cls(
+                str(body["job"]), Version(body["step"], body["attempt"]), body["world_size"], str(body["time"]),
+                shards, body["parent"], {**body["meta"]}, str(body["encoding"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedFile(where, f"lacks what it should have: {error}") from None
+        if found.version != version:
+            raise DamagedFile(where, "of another version", expected=version, found=found.version)
+        if not 0 < len(shards) <= _MAX_RANKS or len(shards) != found.world_size:
+            raise DamagedFile(where, "not every rank's shard", expected=found.world_size, found=len(shards))
+        for rank, shard in enumerate(shards):
+            names = (payload_name(rank, ""), payload_name(rank, "zstd-shuffle"))
+            sizes = (shard.size, shard.stored)
+            if shard.rank != rank or shard.name not in names or not all(type(n) is int and n >= 0 for n in sizes):
+                raise DamagedFile(where, f"not the shard of rank {rank}", found=f"{shard.name!s:.80}")
+        return found
+
+
+def payload_name(rank: int, encoding: str) -> str:
+    """What a shard is called in a shared tier.
+
+    >>> payload_name(3, ""), payload_name(3, "zstd-shuffle")
+    ('rank-00003.safetensors', 'rank-00003.safetensors.zst')
+    """
+    return f"{shard_name(rank)}.safetensors{'.zst' if encoding else ''}"

@@ -1,0 +1,400 @@
+"""What lies below the URL of a persistent tier, and in which order it comes and goes.
+
+A version exists if and only if its COMMIT.json is there and sound. It is written when every rank's payload and
+manifest are, and removed before any of them. Records are read once: they never change.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import xxhash
+
+from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.tiers.buckets import Bucket, Chunk
+from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, StoredShard, payload_name
+from evergrad.checkpoint.tiers.compress import Compress
+from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Torn, Work
+from evergrad.checkpoint.tiers.fetching import fetch_shard
+from evergrad.checkpoint.tiers.frames import ENCODING, pack
+from evergrad.checkpoint.version import Version
+from evergrad.errors import DamagedFile, FormatError, TierError
+
+__all__ = ["JOB_NAME", "PersistentStore"]
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+JOB_NAME = "JOB.json"
+_SCHEMA_VERSION = 1
+_PARALLEL = 8
+_log = logging.getLogger(__name__)
+
+
+class PersistentStore(Store):
+    """The versions of a job below a URL, shared by all nodes."""
+
+    shared: ClassVar[bool] = True
+
+    def __init__(self, bucket: Bucket, site: Site, *, adopt: bool = False, compress: Compress | None = None) -> None:
+        self._bucket, self._site, self._adopt, self._compress = bucket, site, adopt, compress
+        self._commits: dict[Version, Commit] = {}
+        self._lock = threading.Lock()
+        self._is_ours = False
+
+    def check(self) -> None:
+        _check_reachable(self._bucket)
+
+    def owner(self) -> str | None:
+        """The job that writes here; None if none does yet."""
+        try:
+            data = self._bucket.read(JOB_NAME)
+        except FileNotFoundError:
+            return None
+        try:
+            record = json.loads(data)
+            if record["schema_version"] == _SCHEMA_VERSION and isinstance(record["id"], str):
+                return str(record["id"])
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise TierError(f"{self._bucket.label(JOB_NAME)}: does not say whose this is: remove it, if it is yours")
+
+    def forget(self) -> None:
+        """Read every record again: someone may have changed what should not change."""
+        with self._lock:
+            self._commits.clear()
+
+    def put(self, work: Work) -> None:
+        with self._told(f"{work.version.name}/{shard_name(work.rank)}"):
+            self._claim()
+            # What is owed may hold credentials, and which use of an arena it was means nothing here.
+            encoding = "" if self._compress is None else ENCODING
+            manifest = replace(work.manifest, owed=(), generation=0, encoding=encoding)
+            if self._is_stored(manifest):
+                return
+            payload = work.payload()
+            if (length := sum(view.nbytes for view in payload)) != manifest.size:
+                raise TierError(
+                    f"{work.version}, rank {work.rank}: {length} bytes, and its manifest says {manifest.size}"
+                )
+            compress = self._compress
+
+            def source() -> Iterator[Chunk]:
+                return iter(payload) if compress is None else pack(payload, compress.level)
+
+            folder = work.version.name
+            self._bucket.upload(f"{folder}/{payload_name(work.rank, encoding)}", source, manifest.size)
+            # The manifest last: a torn save must look like no save.
+            self._bucket.write(f"{folder}/{shard_name(work.rank)}.json", manifest.to_bytes())
+
+    def find(self, rank: int | None = None) -> list[Copy]:
+        found = []
+        for version, commit in self._survey().items():
+            if isinstance(commit, Commit):
+                shards = commit.shards if rank is None else commit.shards[rank : rank + 1]
+                found += [self._copy(version, shard.rank, shard.name) for shard in shards]
+        return found
+
+    def begun(self, rank: int | None = None) -> list[Copy]:
+        found = []
+        for version, commit in self._survey().items():
+            if commit is None:
+                names = self._names(version)
+                for name in sorted(names):
+                    stem, _, ending = name.partition(".")
+                    is_one = ending == "json" and stem.startswith("rank-") and stem[5:].isdigit()
+                    if is_one and rank in (None, int(stem[5:])):
+                        payloads = [payload_name(int(stem[5:]), encoding) for encoding in ("", ENCODING)]
+                        found += [self._copy(version, int(stem[5:]), each) for each in payloads if each in names][:1]
+        return found
+
+    def torn(self, rank: int) -> dict[Version, Torn]:
+        found = {}
+        for version, commit in self._survey().items():
+            if commit is None:
+                found[version] = Torn(f"{self._bucket.label(version.name)}: no {COMMIT_NAME}")
+            elif isinstance(commit, FormatError):
+                found[version] = Torn(str(commit), was_complete=True)
+        return found
+
+    def commit(self, version: Version, world_size: int) -> None:
+        with self._told(f"{version.name}/{COMMIT_NAME}"):
+            self._claim()
+            with suppress(DamagedFile):  # then it is written again
+                known = self._commit(version)
+                if known is not None:
+                    if (known.job, known.world_size) != (self._site.job, world_size):
+                        raise TierError(
+                            f"{self._bucket.label(version.name)}: was committed by job {known.job}, {known.world_size} "
+                            f"ranks (expected job {self._site.job}, {world_size})"
+                        )
+                    return
+            names = self._names(version)
+            shards = _together(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
+            record = Commit.of(shards)
+            self._bucket.write(f"{version.name}/{COMMIT_NAME}", record.to_bytes())
+            self._remember(record)
+        try:
+            self.tidy(version)
+        except TierError as error:
+            _log.warning("%s", error)
+
+    def tidy(self, newest: Version) -> None:
+        """Remove what crashes have left of this job's versions before a committed one."""
+        over, left_alone = [], set()
+        for version in self._versions():
+            if version.age() < newest.age():
+                try:
+                    if self._commit(version) is not None:
+                        continue
+                except DamagedFile:
+                    left_alone.add(version)  # was committed once: for a person to look at
+                    continue
+                names = self._names(version)
+                if self._is_our_leftover(version, names):
+                    self._bucket.remove(f"{version.name}/{name}" for name in sorted(names))
+                    over.append(version)
+                else:
+                    left_alone.add(version)
+
+        def is_over(name: str) -> bool:
+            version = Version.parse(name.partition("/")[0])
+            return version is not None and version.age() <= newest.age() and version not in left_alone
+
+        self._bucket.abandon("", is_over)
+        if over:
+            _log.info("%s: removed what was left of %s", self._bucket.where, ", ".join(v.name for v in over))
+
+    def read_manifest(self, copy: Copy, *, digests: bool = True) -> Manifest:
+        commit = self._commit(copy.version)
+        record = f"{copy.version.name}/{shard_name(copy.rank)}.json"
+        if commit is None:
+            return Manifest.from_bytes(self._bucket.read(record), self._bucket.label(record), digests=digests)
+        shard = self._shard(commit, copy)
+        if digests:
+            return Manifest.from_bytes(self._manifest(commit, shard), self._bucket.label(record))
+        return Manifest(
+            job=commit.job, version=commit.version, rank=shard.rank, world_size=commit.world_size, size=shard.size,
+            data_start=0, time=commit.time, header="", digests={}, parent=commit.parent, meta=commit.meta,
+            encoding=ENCODING if shard.is_packed else "",
+        )  # fmt: skip
+
+    def fetch(self, copy: Copy, folder: Path) -> Copy:
+        if not copy.url:
+            return copy
+        name = f"{copy.version.name}/{shard_name(copy.rank)}"
+        with self._told(name):
+            commit = self._commit(copy.version)
+            if commit is None:
+                raise FileNotFoundError(COMMIT_NAME)
+            shard = self._shard(commit, copy)
+            try:
+                data = self._manifest(commit, shard)
+                path = f"{copy.version.name}/{shard.name}"
+                files = fetch_shard(self._bucket, path, shard, data, folder / copy.version.name)
+            except FileNotFoundError:
+                with self._lock:
+                    self._commits.pop(copy.version, None)  # another node has dropped it
+                raise
+            except OSError as error:
+                raise TierError(f"{error.filename or folder}: {(error.strerror or str(error)).lower()}") from error
+        return replace(copy, shard=files[0], manifest=files[1])
+
+    def drop(self, copy: Copy) -> None:
+        folder, stem = copy.version.name, shard_name(copy.rank)
+        with self._told(f"{folder}/{stem}"):
+            with suppress(DamagedFile):
+                commit = self._commit(copy.version)
+                if commit is not None and commit.job != self._site.job:
+                    raise TierError(f"{self._bucket.label(folder)}: belongs to job {commit.job}, and is left to it")
+            with self._lock:
+                self._commits.pop(copy.version, None)
+            # First what makes it visible: a half-removed version must look like none.
+            payloads = [f"{folder}/{payload_name(copy.rank, encoding)}" for encoding in ("", ENCODING)]
+            self._bucket.remove([f"{folder}/{COMMIT_NAME}", f"{folder}/{stem}.json", *payloads])
+            over = tuple(f"{folder}/{start}" for start in (stem, COMMIT_NAME))
+            self._bucket.abandon(f"{folder}/", lambda name: name.endswith("/") or name.startswith(over))
+
+    def _claim(self) -> None:
+        """See that nobody else writes here, and say who does."""
+        with self._lock:
+            if self._is_ours:
+                return
+            record = {"schema_version": _SCHEMA_VERSION, "id": self._site.job, "made": datetime.now(UTC).isoformat()}
+            text = json.dumps(record).encode() + b"\n"
+            owner = self.owner()
+            if owner is None:
+                with suppress(FileExistsError):  # someone was quicker
+                    self._bucket.write(JOB_NAME, text, new=True)
+                owner = self.owner()
+            if owner != self._site.job:
+                if not self._adopt:
+                    raise TierError(f"{self._bucket.where}: belongs to job {owner}: choose another URL, or adopt=True")
+                _log.warning("%s: taken over from job %s", self._bucket.where, owner)
+                self._bucket.write(JOB_NAME, text)
+            self._is_ours = True
+
+    def _is_stored(self, manifest: Manifest) -> bool:
+        """Whether this very shard was put before; an error if another one has its place."""
+        folder = manifest.version.name
+        record = f"{folder}/{shard_name(manifest.rank)}.json"
+        try:
+            found = Manifest.from_bytes(self._bucket.read(record), self._bucket.label(record))
+            if _content(found) != _content(manifest):
+                raise TierError(
+                    f"{self._bucket.label(record)}: {found.version} of job {found.job} is there already, and is "
+                    "not what was captured now: remove it, or choose another URL"
+                )
+            stored = self._bucket.size(f"{folder}/{payload_name(found.rank, found.encoding)}")
+        except (FileNotFoundError, DamagedFile):
+            return False
+        return bool(found.encoding) or stored == found.size
+
+    def _checked(
+        self, version: Version, rank: int, world_size: int, names: dict[str, int]
+    ) -> tuple[bytes, Manifest, int]:
+        """A rank's manifest, in bytes and as read, and the size of its payload; `TierError` if it is not all there."""
+        record = f"{shard_name(rank)}.json"
+        if record not in names:
+            raise TierError(f"{self._bucket.label(version.name)}: the shard of rank {rank} is not there yet")
+        data = self._bucket.read(f"{version.name}/{record}")
+        try:
+            manifest = Manifest.from_bytes(data, self._bucket.label(f"{version.name}/{record}"), digests=False)
+        except DamagedFile as error:
+            raise TierError(str(error)) from None
+        expected = (self._site.job, version, rank, world_size)
+        if (manifest.job, manifest.version, manifest.rank, manifest.world_size) != expected:
+            raise TierError(f"{self._bucket.label(version.name)}/{record}: describes another shard")
+        payload = payload_name(rank, manifest.encoding)
+        stored = names.get(payload)
+        if stored is None or (not manifest.encoding and stored != manifest.size):
+            found = "missing" if stored is None else f"{stored} bytes, and not {manifest.size}"
+            raise TierError(f"{self._bucket.label(version.name)}/{payload}: {found}")
+        return data, manifest, stored
+
+    def _is_our_leftover(self, version: Version, names: dict[str, int]) -> bool:
+        """Whether what is left of a version is ours to remove."""
+        for name in names:
+            if name.endswith(".json"):
+                label = self._bucket.label(f"{version.name}/{name}")
+                with suppress(DamagedFile, FileNotFoundError):
+                    manifest = Manifest.from_bytes(self._bucket.read(f"{version.name}/{name}"), label, digests=False)
+                    return manifest.job == self._site.job
+        return self._is_ours
+
+    def _survey(self) -> dict[Version, Commit | FormatError | None]:
+        """Every version, with its record, what is wrong with that, or None: one listing, one read for each new one."""
+        versions = self._versions()
+        with self._lock:
+            self._commits = {version: self._commits[version] for version in versions if version in self._commits}
+
+        def record(version: Version) -> Commit | FormatError | None:
+            try:
+                return self._commit(version)
+            except FormatError as error:
+                return error
+
+        return dict(zip(versions, _together(record, versions), strict=True))
+
+    def _versions(self) -> list[Version]:
+        found = (Version.parse(item.name) for item in self._bucket.items() if item.is_folder)
+        return sorted((version for version in found if version is not None), key=Version.age)
+
+    def _names(self, version: Version) -> dict[str, int]:
+        return {item.name: item.size for item in self._bucket.items(version.name) if not item.is_folder}
+
+    def _commit(self, version: Version) -> Commit | None:
+        """The record of a version; None if it has none, `DamagedFile` if it is not sound."""
+        known = self._commits.get(version)
+        if known is not None:
+            return known
+        name = f"{version.name}/{COMMIT_NAME}"
+        try:
+            data = self._bucket.read(name)
+        except FileNotFoundError:
+            return None
+        commit = Commit.from_bytes(data, self._bucket.label(name), version)
+        self._remember(commit)
+        return commit
+
+    def _remember(self, commit: Commit) -> None:
+        if self._bucket.path(COMMIT_NAME) is None:  # a file is quickly read again
+            with self._lock:
+                self._commits[commit.version] = commit
+
+    def _shard(self, commit: Commit, copy: Copy) -> StoredShard:
+        if not 0 <= copy.rank < commit.world_size:
+            raise TierError(
+                f"{self._bucket.label(copy.version.name)}: has {commit.world_size} ranks, and no {copy.rank}"
+            )
+        return commit.shards[copy.rank]
+
+    def _manifest(self, commit: Commit, shard: StoredShard) -> bytes:
+        name = f"{commit.version.name}/{shard_name(shard.rank)}.json"
+        data = self._bucket.read(name)
+        found = xxhash.xxh3_128_hexdigest(data)
+        if found != shard.manifest:
+            raise DamagedFile(self._bucket.label(name), "not what was committed", expected=shard.manifest, found=found)
+        return data
+
+    def _copy(self, version: Version, rank: int, name: str) -> Copy:
+        shard, manifest = f"{version.name}/{name}", f"{version.name}/{shard_name(rank)}.json"
+        files = self._bucket.path(shard), self._bucket.path(manifest)
+        if files[0] is not None and files[1] is not None:
+            url = "" if not name.endswith(".zst") else self._bucket.label(shard)
+            return Copy("persistent", version, rank, files[0], files[1], url=url)
+        url = self._bucket.label(shard)
+        return Copy("persistent", version, rank, Path(url), Path(self._bucket.label(manifest)), url=url)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Something that is missing where it must not be is an error of the tier."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise TierError(f"{self._bucket.label(name)}: is gone: someone else has removed it") from None
+
+
+def _content(manifest: Manifest) -> tuple[object, ...]:
+    """What tells one capture from another."""
+    return (
+        manifest.job, manifest.version, manifest.rank, manifest.world_size, manifest.size, manifest.header,
+        dict(manifest.digests),
+    )  # fmt: skip
+
+
+def _together(call: Callable[[_A], _B], items: Sequence[_A]) -> list[_B]:
+    if len(items) < 2:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(min(_PARALLEL, len(items))) as pool:
+        return list(pool.map(call, items))
+
+
+def _check_reachable(bucket: Bucket) -> None:
+    """Quickly, and without a request: the library is there, and a folder could be written to."""
+    scheme, _, rest = bucket.access.url.partition("://")
+    if scheme == "file":
+        folder = Path(rest)
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir():
+            raise TierError(f"{folder}: tier persistent: is no folder")
+        if os.statvfs(folder).f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
+            raise TierError(f"{folder}: tier persistent: cannot be written to")
+        return
+    from fsspec.registry import known_implementations
+
+    home = str(known_implementations.get(scheme, {}).get("class", "")).partition(".")[0]
+    if home and find_spec(home) is None:
+        extra = "evergrad[s3]" if scheme in ("s3", "s3a") else home
+        raise TierError(f"{bucket.where}: needs the library {home}: pip install {extra}")

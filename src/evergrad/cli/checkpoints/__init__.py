@@ -1,0 +1,24 @@
+"""`evergrad checkpoints`: the versions of a job, one file a verb."""
+
+from __future__ import annotations
+
+import typer
+
+from evergrad.cli.checkpoints import export, lineage, ls, pin, rm, show, verify
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="checkpoints",
+    help="The versions that a job has saved: list, check, keep, remove, export them, and see what came from what.",
+    epilog="Examples:\n\n  evergrad checkpoints ls runs/r50 --json\n\n  evergrad checkpoints verify runs/r50\n\n"
+    "  evergrad checkpoints export runs/r50 latest model.safetensors --where 'model/**'\n\n"
+    "RUN_DIR is the job's run folder; verbs that change nothing also take the URL of a persistent tier. VERSION is a "
+    "step, a name such as v0000000120-02, a tag, or 'latest'. Every verb has --json.\n\n"
+    "Exit codes: 0 fine · 1 verify: something is wrong · 2 usage or unreadable input.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+for _verb in (ls, show, verify, pin, rm, export, lineage):
+    _name = _verb.__name__.rsplit(".", 1)[-1]
+    app.command(_name, epilog=_verb.EPILOG)(getattr(_verb, _name))

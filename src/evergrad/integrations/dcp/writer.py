@@ -1,0 +1,163 @@
+"""A storage writer that waits for a version; what was not staged by us it captures itself.
+
+DCP's pickled `.metadata` is never written: the shards say all that is in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from evergrad.checkpoint import Checkpointer
+from evergrad.checkpoint.board import Pending
+from evergrad.errors import UsageError
+from evergrad.integrations.dcp.announced import announce, taken
+from evergrad.integrations.dcp.stager import STAGED, Staged, stage
+
+__all__ = ["TierWriter"]
+
+
+class TierWriter(StorageWriter, AsyncStager):
+    """Writes one version through the tiers of a checkpointer. All ranks of the job use one alike.
+
+    It also stages, as `ArenaStager` does: `dcp.async_save(state, storage_writer=TierWriter(ck, step=120))` is enough.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
+        """Without a `step`, `dcp.save` takes it from its `checkpoint_id`; `dcp.async_save` needs it here."""
+        self._checkpointer = checkpointer
+        self._step = None if step is None else _step_of(step)
+        self._is_fixed = step is not None
+        self._pending: Pending | None = None
+        announce(checkpointer, self)
+
+    @property
+    def step(self) -> int | None:
+        """The step that is written; None while it is not known."""
+        return self._step
+
+    def take(self) -> int:
+        """Stop waiting for a stager; the step."""
+        if self._step is None:
+            raise UsageError("TierWriter: the step has to be known when the state is staged: TierWriter(ck, step=…)")
+        taken(self._checkpointer, self)
+        return self._step
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state into an arena."""
+        self._pending = stage(self._checkpointer, self.take(), state_dict)
+        return {STAGED: Staged(self._pending)}
+
+    def synchronize_staging(self) -> None:
+        """Return when the state that was staged may change."""
+        if self._pending is not None:
+            self._pending.captured()
+
+    def close(self) -> None:
+        """Nothing: the arenas are the checkpointer's."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another write begins; a `checkpoint_id` is its step."""
+        if checkpoint_id is None:
+            return
+        step = _step_of(checkpoint_id)
+        if self._is_fixed and step != self._step:
+            raise UsageError(f"checkpoint_id={checkpoint_id!r}: expected {self._step}, as TierWriter was told")
+        self._step = step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: where things go is the checkpointer's."""
+        taken(self._checkpointer, self)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Wait until every rank's shard is durable; capture first what was not staged."""
+        staged = _staged(planner)
+        pending = staged.pending if staged is not None else self._capture(planner)
+        if pending.step != self._step:
+            raise UsageError(f"step {pending.step} was staged, and this TierWriter is for step {self._step}")
+        pending.wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: a version is complete when every shard is."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a step."""
+        return os.fspath(checkpoint_id).isdecimal()
+
+    def _capture(self, planner: SavePlanner) -> Pending:
+        if self._step is None:
+            raise UsageError("TierWriter: no step: TierWriter(ck, step=…), or a whole number as checkpoint_id")
+        return stage(self._checkpointer, self._step, _state_of(planner))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "TierWriter cannot be sent to another process, the agent is one already: use AsyncCheckpointerType.THREAD"
+        )
+
+
+def _step_of(given: object) -> int:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return int(given)
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if isinstance(text, str) and text.isdecimal():
+        return int(text)
+    raise UsageError(f"step: expected a whole number, 0 or more, found {given!r}")
+
+
+def _staged(planner: SavePlanner) -> Staged | None:
+    state = getattr(planner, "state_dict", None)
+    if isinstance(state, Mapping) and len(state) == 1:  # a planner of the user's may have renamed it
+        only = next(iter(state.values()))
+        return only if isinstance(only, Staged) else None
+    return None
+
+
+def _state_of(planner: SavePlanner) -> dict[str, Any]:
+    """The nested state that a planner was given; planners that alter what they give out are refused."""
+    kind = type(planner)
+    if not isinstance(planner, DefaultSavePlanner) or any(
+        getattr(kind, name) is not getattr(DefaultSavePlanner, name)
+        for name in ("resolve_data", "lookup_object", "transform_object", "create_local_plan")
+    ):
+        raise UsageError(
+            f"planner: {kind.__module__}.{kind.__qualname__} decides what is written (expected DefaultSavePlanner, or "
+            "one that only renames): convert the state before it is saved"
+        )
+    state: dict[str, Any] = planner.state_dict
+    if planner.flatten_state_dict:
+        state = unflatten_state_dict(state, planner.mappings)
+        _number_parameters(state)
+    return state
+
+
+def _number_parameters(state: Any) -> None:
+    """DCP makes text of every key; an optimizer's parameters are numbers, and `Checkpointer.restore` needs them so."""
+    if not isinstance(state, dict):
+        return
+    for value in state.values():
+        _number_parameters(value)
+    if isinstance(state.get("param_groups"), list):
+        numbered = state.setdefault("state", {})  # DCP has no name for an empty dict
+        if isinstance(numbered, dict) and all(str(key).isdecimal() for key in numbered):
+            state["state"] = {int(key): value for key, value in numbered.items()}
