@@ -71,6 +71,14 @@ def test_a_state_that_one_rank_cannot_store_keeps_no_rank_waiting(ranks: Path) -
     assert failure(ranks, "fail") == ""
 
 
+def test_what_was_staged_becomes_durable_after_the_trainer_was_killed(ranks: Path) -> None:
+    assert failure(ranks, "killed") == ""
+
+
+def test_tensors_that_a_shared_tier_stores_once_are_loaded_by_every_rank(ranks: Path) -> None:
+    assert failure(ranks, "shared") == ""
+
+
 def test_folders_of_four_ranks_are_restored_by_two_and_by_one(ranks: Path) -> None:
     assert failure(ranks, "folders") == ""
 

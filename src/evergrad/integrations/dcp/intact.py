@@ -24,6 +24,7 @@ from evergrad.checkpoint.version import Version
 from evergrad.dtypes import DType
 from evergrad.errors import CheckpointError, FormatError, RestoreError, StateError, UsageError
 from evergrad.integrations.dcp.names import Leaf, leaves
+from evergrad.state import Skeleton
 
 __all__ = ["Held", "Intact", "Sight", "find"]
 
@@ -41,6 +42,8 @@ class Held(NamedTuple):
     """Whether this is a piece of a tensor that is spread over ranks."""
     holder: int = 0
     """The rank in whose shard the bytes lie."""
+    inside: tuple[tuple[str, int], ...] = ()
+    """Tensors inside a value, each with the rank in whose shard it lies."""
 
 
 @dataclass(slots=True)
@@ -221,17 +224,20 @@ def _held(shard: Shard) -> dict[str, Held]:
     placements = Placements.from_json(parsed.placements, str(shard.copy.shard))
     known = {**shard.shapes, **parsed.absent}
     known |= {alias: parsed.absent[path] for alias, path in parsed.absent_aliases.items()}
+
+    def holder(path: str) -> int:
+        return manifest.elsewhere.get(parsed.absent_aliases.get(path, path), (manifest.rank, ""))[0]
+
     found = {}
     for name, leaf in leaves(parsed.skeleton.root).items():
         path = leaf.tensor
         if path is None:
-            found[name] = Held(leaf, holder=manifest.rank)
+            inside = tuple((inner, holder(inner)) for inner in sorted(Skeleton(leaf.node).tensor_names()))
+            found[name] = Held(leaf, holder=manifest.rank, inside=inside)
             continue
         dtype, shape = known[path]
         cut = placements.sharded.get(path)
-        stored = parsed.absent_aliases.get(path, path)
-        holder = manifest.elsewhere[stored][0] if stored in manifest.elsewhere else manifest.rank
-        found[name] = Held(leaf, dtype, cut or Place.of_whole(shape), cut is not None, holder)
+        found[name] = Held(leaf, dtype, cut or Place.of_whole(shape), cut is not None, holder(path))
     return found
 
 

@@ -33,7 +33,6 @@ from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, RestoreError, UsageError
 from evergrad.integrations.dcp.intact import Held, Intact, find
-from evergrad.state import Skeleton
 from evergrad.state.skeleton import decode
 
 __all__ = ["TierReader"]
@@ -207,14 +206,14 @@ def _paths(held: Held) -> Iterator[tuple[int, str]]:
     """The tensors that are read, each with the rank in whose shard it lies; a value may have some inside."""
     if held.leaf.tensor is not None:
         yield held.holder, held.leaf.tensor
-    else:
-        for path in Skeleton(held.leaf.node).tensor_names():
-            yield held.holder, path
+    for path, holder in held.inside:
+        yield holder, path
 
 
 def _value(held: Held, view: Callable[[int, str], torch.Tensor]) -> io.BytesIO:
     """A value as DCP's planner wants it: what torch.save makes of it, here and now."""
-    value = decode(held.leaf.node, lambda path: view(held.holder, path).clone())
+    holders = dict(held.inside)
+    value = decode(held.leaf.node, lambda path: view(holders[path], path).clone())
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
