@@ -1,4 +1,4 @@
-"""What is trained: a transformer whose state is 6 GB, and a convolutional net with batch norm and dropout."""
+"""What is trained: a transformer whose state is 6 GB, and convolutional nets with batch norm and dropout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,14 @@ def _tokens(quick: bool, device: torch.device) -> torch.Tensor:
 
 
 def _convolutions(quick: bool) -> nn.Module:
-    widths = [3, 8, 16] if quick else [3, 64, 128, 256, 512, 512, 768, 768]
+    return _net([3, 8, 16] if quick else [3, 64, 128, 256, 512, 512, 768, 768])
+
+
+def _wide_convolutions(quick: bool) -> nn.Module:
+    return _net([3, 16, 32] if quick else [3, 256, 512, 1024, 2048, 2048, 2048])
+
+
+def _net(widths: list[int]) -> nn.Module:
     layers: list[nn.Module] = []
     for number, (before, after) in enumerate(pairwise(widths)):
         for source in (before, after):
@@ -70,8 +77,13 @@ def _images(quick: bool, device: torch.device) -> torch.Tensor:
     return torch.randn((2, 3, 16, 16) if quick else (256, 3, 128, 128), device=device)
 
 
+def _fewer_images(quick: bool, device: torch.device) -> torch.Tensor:
+    return torch.randn((2, 3, 16, 16) if quick else (64, 3, 128, 128), device=device)
+
+
 CASES = {
     "transformer": Case("transformer", _transformer, _tokens),
+    "wide convolutions": Case("wide convolutions", _wide_convolutions, _fewer_images),
     "convolutions": Case("convolutions", _convolutions, _images),
 }
 

@@ -108,8 +108,9 @@ def test_convert_refuses_a_loss_and_dry_run_lists_it(files: Path) -> None:
     assert evergrad("convert", files / "a.pt", files / "a.npz", "--tensors-only").returncode == 0
 
 
-def test_the_demo_runs_and_says_what_it_saw() -> None:
-    report = json.loads(evergrad("demo", "--json").stdout)
+def test_the_demo_runs_and_says_what_it_saw(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    report = json.loads(evergrad("demo", "--json", "--keep", tmp_path / "empty").stdout)
     assert report["accuracy"] > 0.9
     assert report["accuracy_after_flip"] < 0.7
     assert report["verify"] == "failed"
@@ -121,6 +122,13 @@ def test_the_demo_runs_and_says_what_it_saw() -> None:
     assert report["killed"] is True
     assert report["restored_step"] == 40
     assert report["losses_identical"] is True
+    assert report["preempted_exit_code"] == 75
+    assert report["moved_losses_identical"] is True
+    assert report["lineage_picture"] is True
+    # A flipped bit with its digest is restored, one without is passed over for the version before.
+    assert report["following_step"] == report["preempted_step"] > report["stale_step"] > 0
+    assert float(report["following_loss"]) > 10 > report["clean_loss"]
+    assert "model/4.weight: not what was captured" in report["stale_reason"]
 
 
 def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path) -> None:
@@ -130,7 +138,10 @@ def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path)
     assert re.search(r"model/4\.weight\[\d+,\d+\] = ", shown)
     assert "failed: torch-zip, 1 of 24 tensors wrong" in shown
     kept = {path.name for path in (tmp_path / "new" / "kept").iterdir()}
-    assert kept == {"model.pt", "flipped.pt", "flipped.pt.faults.jsonl", "model.safetensors", "run"}
+    files = {"model.pt", "flipped.pt", "flipped.pt.faults.jsonl", "model.safetensors", "lineage.svg"}
+    assert kept == files | {"version.faults.jsonl", "run", "first", "second", "third", "bucket"}
+    assert re.search(r"v\d{10}-01 .* memory, local, persistent ", done.stdout)
+    assert "left with exit code 75" in done.stdout
 
 
 def test_the_demo_keeps_only_in_a_new_or_empty_folder(tmp_path: Path) -> None:
@@ -143,8 +154,6 @@ def test_the_demo_keeps_only_in_a_new_or_empty_folder(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
         assert words in done.stderr
     assert (tmp_path / "full" / "model.pt").read_text() == "mine"
-    (tmp_path / "empty").mkdir()
-    assert evergrad("demo", "--json", "--keep", tmp_path / "empty").returncode == 0
 
 
 def test_diff_tells_values_besides_tensors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,13 +33,15 @@ def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this folder: a new or an empty one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small network, flip bits of its checkpoint and see what that does; kill a trainer, and go on."""
+    """Train a network, flip bits of its checkpoint and see what that does; kill and preempt trainers, and go on."""
     if keep is not None:
         _make_folder(keep)
         _tell(keep, as_json)
     else:
         with tempfile.TemporaryDirectory(prefix="evergrad-demo-") as folder:
             _tell(Path(folder), as_json)
+        if not as_json:
+            console().print(f"\n{folder} is removed again; 'evergrad demo --keep FOLDER' leaves everything in FOLDER.")
 
 
 def _make_folder(folder: Path) -> None:
@@ -63,10 +67,11 @@ def _tell(folder: Path, as_json: bool) -> None:
     from evergrad.cli import main
 
     def run(*arguments: str) -> None:
-        say(
-            f"\n[bold]$ evergrad {' '.join(Path(a).name if a.startswith(str(folder)) else a for a in arguments)}[/bold]"
-        )
-        if not as_json and (code := main(arguments)) > 1:
+        shown = (str(Path(a).relative_to(folder)) if a.startswith(f"{folder}/") else a for a in arguments)
+        say(f"\n[bold]$ evergrad {' '.join(shown)}[/bold]")
+        with redirect_stdout(StringIO()) if as_json else nullcontext():
+            code = main(arguments)
+        if code > 1:
             raise typer.Exit(code)
 
     say("[bold]1. Train a small network and save it as everyone does[/bold]")
@@ -81,8 +86,6 @@ def _tell(folder: Path, as_json: bool) -> None:
 
     say("\n[bold]3. A soft error: flip the top exponent bit of one weight[/bold]")
     run("inject", str(clean), *_FLIP, "--out", str(flipped))
-    if as_json:
-        eg.inject(clean, eg.BitFlip("exponent-msb"), count=1, where="model/4.weight", seed=_SEED, out=flipped)
     log = eg.InjectionLog.load(f"{flipped}.faults.jsonl")
     hit = next(log.faults())
     facts.update(before=hit.old_value, after=hit.new_value, accuracy_after_flip=_accuracy(torch, flipped, data))
@@ -95,8 +98,6 @@ def _tell(folder: Path, as_json: bool) -> None:
 
     say("\n[bold]5. Undo it, byte for byte[/bold]")
     run("undo", f"{flipped}.faults.jsonl")
-    if as_json:
-        eg.undo(log)
     facts["undone"] = flipped.read_bytes() == clean.read_bytes()
     say(f"flipped.pt is model.pt again: {'yes' if facts['undone'] else 'no'}")
 
@@ -108,8 +109,6 @@ def _tell(folder: Path, as_json: bool) -> None:
 
     say("\n[bold]7. The same state in another format: exact, optimizer, epoch and all[/bold]")
     run("convert", str(clean), str(twin))
-    if as_json:
-        eg.convert(clean, twin)
     run("diff", str(clean), str(twin))
     facts["conversion_exact"] = eg.compare(clean, twin).equal
 
@@ -127,6 +126,14 @@ def _tell(folder: Path, as_json: bool) -> None:
 
     say(f"\n[bold]9. Kill a trainer right after its save of step {_KILL_AT}, and go on in another process[/bold]")
     facts.update(_survive(folder / "run", say))
+
+    from evergrad.cli.demo_versions import preempt_and_move, rot_and_restore
+
+    say("\n[bold]10. Preempt a job that also flushes to shared storage, and go on elsewhere[/bold]")
+    facts.update(preempt_and_move(folder, say, run))
+
+    say("\n[bold]11. Soft errors in a version, and what a restore makes of them[/bold]")
+    facts.update(rot_and_restore(folder, say, run))
     if as_json:
         print_json(facts)
 

@@ -1,46 +1,84 @@
-"""The trainer that the demo kills: `python -m evergrad.cli.demo_trainer RUN_DIR STEPS KILL_AT`."""
+"""The trainers that the demo kills and preempts, and what they train.
+
+`python -m evergrad.cli.demo_trainer RUN_DIR STEPS KILL_AT` is killed by itself right after a save;
+`python -m evergrad.cli.demo_trainer RUN_DIR URL` trains until a signal asks it to leave.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "train"]
+__all__ = ["Spirals", "main", "train", "train_until_asked"]
+
+_EVERY = 10
+_PACE_S = 0.02  # a step of a model worth the name takes longer: the demo's would outrun every signal
+
+
+class Spirals:
+    """Two spirals to be told apart: the data, a small network with dropout, its optimizer; always the same."""
+
+    def __init__(self) -> None:
+        import torch
+
+        import evergrad as eg
+
+        torch.manual_seed(7)
+        turn = torch.rand(1000).sqrt() * 9
+        self._label = torch.arange(1000) % 2
+        angle = turn + self._label * torch.pi
+        self._points = torch.stack([angle.cos(), angle.sin()], 1) * turn[:, None] / 9
+        layer = torch.nn.Linear
+        self._model = torch.nn.Sequential(
+            layer(2, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), layer(64, 64), layer(64, 2)
+        )
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=0.01)
+        self.state = {"model": self._model, "optimizer": self._optimizer, "rng": eg.rng_state()}
+
+    def step(self) -> float:
+        """Train one step; its loss."""
+        self._optimizer.zero_grad()
+        loss: Any = self._loss()
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.item())
+
+    def loss(self) -> float:
+        """The loss as things are, without dropout and without a step."""
+        import torch
+
+        with torch.no_grad():
+            self._model.eval()
+            loss = float(self._loss())
+            self._model.train()
+            return loss
+
+    def _loss(self) -> Any:
+        import torch
+
+        return torch.nn.functional.cross_entropy(self._model(self._points), self._label)
 
 
 def train(run_dir: Path | None, steps: int, kill_at: int | None = None) -> tuple[int, list[float]]:
-    """Train on two spirals, saving every tenth step; where it began, and the loss of every step from there on.
+    """Train, saving every tenth step; where it began, and the loss of every step from there on.
 
     Without a run folder nothing is saved. At `kill_at`, right after the save has returned, the process kills itself.
     """
-    import torch
-
     import evergrad as eg
 
-    torch.manual_seed(7)
-    turn = torch.rand(1000).sqrt() * 9
-    label = torch.arange(1000) % 2
-    angle = turn + label * torch.pi
-    points = torch.stack([angle.cos(), angle.sin()], 1) * turn[:, None] / 9
-    model = torch.nn.Sequential(
-        torch.nn.Linear(2, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = {"model": model, "optimizer": optimizer, "rng": eg.rng_state()}
+    task = Spirals()
     ck = eg.Checkpointer(run_dir, linger_s=1) if run_dir is not None else None
-    begin = (ck.restore(state) or 0) if ck is not None else 0
+    begin = (ck.restore(task.state) or 0) if ck is not None else 0
     losses = []
     for step in range(begin + 1, steps + 1):
-        optimizer.zero_grad()
-        loss: Any = torch.nn.functional.cross_entropy(model(points), label)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if ck is not None and step % 10 == 0:
-            ck.save(step, state, meta={"loss": losses[-1]})
+        losses.append(task.step())
+        if ck is not None and step % _EVERY == 0:
+            ck.save(step, task.state, meta={"loss": losses[-1]})
             if step == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
     if ck is not None:
@@ -48,9 +86,29 @@ def train(run_dir: Path | None, steps: int, kill_at: int | None = None) -> tuple
     return begin, losses
 
 
+def train_until_asked(run_dir: Path, url: str) -> int:
+    """Train until a signal comes, every second save also to the URL; the exit code."""
+    import evergrad as eg
+
+    task = Spirals()
+    tiers = [eg.Memory(), eg.Local(), eg.Persistent(url, every=2)]
+    with eg.Checkpointer(run_dir, tiers, policy=_EVERY, linger_s=1) as ck:
+        for step in count(1):
+            loss = task.step()
+            time.sleep(_PACE_S)
+            if ck.need_checkpoint():
+                ck.save(step, task.state, meta={"loss": loss})
+            if ck.should_exit():
+                break
+        return ck.exit_code
+
+
 def main() -> None:
-    """Train until killed."""
-    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    """Train until killed, or until asked to leave."""
+    run_dir, *rest = sys.argv[1:]
+    if len(rest) == 1:
+        sys.exit(train_until_asked(Path(run_dir), rest[0]))
+    train(Path(run_dir), int(rest[0]), int(rest[1]))
 
 
 if __name__ == "__main__":

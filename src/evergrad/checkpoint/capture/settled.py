@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.checkpoint.capture.device import Device
+from evergrad.checkpoint.capture.spread import local_of
 
 __all__ = ["SETTLED_BYTES", "Gate", "Settled", "gate"]
 
@@ -160,8 +161,9 @@ def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, ...]]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies and how: who lies exactly there is the same tensor."""
+    """Where a tensor lies and how: who lies exactly there is the same tensor. Of one that is cut, the piece here."""
     try:
-        return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+        local = local_of(tensor)
+        return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
     except (RuntimeError, ValueError):  # sparse, made of others, not made yet: nothing in a shard lies there
         return (id(tensor),)

@@ -8,6 +8,7 @@ such parameters.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
@@ -55,6 +56,11 @@ def place_of(path: str, tensor: torch.Tensor) -> Place | None:
 
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise StateError(f"{path}: a DTensor with a pending reduction cannot be stored (call full_tensor() first)")
+    for level, placement in enumerate(tensor.placements):
+        # Alone it leaves a rank every n-th block, which has no single place; below the cut that it goes with, it has.
+        split = getattr(placement, "split_factor", None)
+        if split is not None and split != _cuts(tensor, level, placement.dim):
+            raise StateError(f"{path}: a DTensor that is cut by {placement} in strides cannot be stored")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tuple(local_of(tensor).shape)
     if tuple(shape) != local:
@@ -62,6 +68,12 @@ def place_of(path: str, tensor: torch.Tensor) -> Place | None:
     # Of an empty piece the offset may lie anywhere.
     begins = tuple(min(begin, size - n) for begin, n, size in zip(offset, shape, tensor.shape, strict=True))
     return Place(tuple(tensor.shape), begins, local)
+
+
+def _cuts(tensor: Any, level: int, dim: int) -> int:
+    """Into how many parts the mesh dimensions behind one cut the same dimension of a tensor."""
+    later = range(level + 1, len(tensor.placements))
+    return math.prod(tensor.device_mesh.size(n) for n in later if getattr(tensor.placements[n], "dim", None) == dim)
 
 
 class Wanted:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from evergrad.checkpoint.arena_folder import arenas_root, find_arenas
 from evergrad.checkpoint.job import node_name, read_identity, safe_name
@@ -23,7 +24,7 @@ from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError
 
-__all__ = ["Found", "Home", "Survey", "find_home", "survey"]
+__all__ = ["Found", "Home", "Survey", "find_home", "reached", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,11 @@ class Survey:
 def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home:
     """The job of a run folder or of a tier's URL; `UsageError` or `FileAccessError` if there is none.
 
-    `tiers` are looked at besides those that are on record.
+    `tiers` are looked at besides those that are on record; a URL is reached with their settings.
     """
     text = os.fspath(where)
     if "://" in text:
-        return _home_at_url(text, text)
+        return _home_at_url(text, text, tiers)
     folder = Path(text).absolute()
     if not folder.is_dir():
         raise FileAccessError(text, "there is no such run folder" if not folder.exists() else "is no folder")
@@ -91,7 +92,7 @@ def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home
     job = read_identity(folder)
     if job is None:
         if (folder / "JOB.json").is_file():
-            return _home_at_url(f"file://{folder}", text)
+            return _home_at_url(f"file://{folder}", text, tiers)
         raise FileAccessError(text, "is no run folder: there is no job.json in it")
     attempts = _attempts(folder)
     specs = [spec for number in sorted(attempts, reverse=True) for spec in _specs(attempts[number].get("tiers"))]
@@ -125,8 +126,20 @@ def survey(home: Home, only: str | None = None) -> Survey:
     return found
 
 
-def _home_at_url(url: str, said: str) -> Home:
+def reached(tier: Tier, tiers: Sequence[Tier]) -> Tier:
+    """A tier with the settings that it takes to get in: those of one at the same URL, or else in the same bucket."""
+    spec = tier.to_json()
+    known = [each.to_json() for each in tiers if each.kind == tier.kind]
+    for part in (slice(None), slice(2)):  # all of the URL; its service and bucket
+        for settings in known if "url" in spec else ():
+            if urlsplit(settings["url"])[part] == urlsplit(spec["url"])[part]:
+                return read_tiers([settings | {"url": spec["url"]}])[0]
+    return tier
+
+
+def _home_at_url(url: str, said: str, tiers: Sequence[Tier]) -> Home:
     (tier,) = read_tiers([{"kind": "persistent", "url": url}])
+    tier = reached(tier, tiers)
     store = tier.store(Site("", safe_name(node_name()), Path(os.devnull), Path(os.devnull)))
     owner = getattr(store, "owner", None)
     job = owner() if callable(owner) else None

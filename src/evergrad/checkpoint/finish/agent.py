@@ -106,6 +106,7 @@ class _Agent:
     def __init__(self, job: Job, listener: socket.socket, linger_s: float) -> None:
         self._job, self._listener, self._linger_s = job, listener, linger_s
         self._trainers: dict[asyncio.StreamWriter, int] = {}
+        self._answers: set[asyncio.Task[None]] = set()
         self._leaving = asyncio.Event()
         self._idle_since = time.monotonic()
         self._patience_s = max(linger_s, _FIRST_TRAINER_S)
@@ -168,6 +169,10 @@ class _Agent:
             elif message["op"] == "captured":
                 place = message["rank"], message["index"], message["generation"]
                 await asyncio.to_thread(self._engine.submit, *place)
+            elif message["op"] == "settle" and message.get("everywhere"):
+                answer = asyncio.create_task(self._settle_everywhere(message["question"], writer))
+                self._answers.add(answer)  # meanwhile what is captured next is heard
+                answer.add_done_callback(self._answers.discard)
             elif message["op"] == "settle":
                 await asyncio.to_thread(self._engine.settle)
                 _say(writer, Settled(message["question"]))
@@ -181,6 +186,10 @@ class _Agent:
         except EvergradError as error:
             _log.error("%s", error)
             _say(writer, Refused(self._trainers[writer], str(error)))
+
+    async def _settle_everywhere(self, question: int, writer: asyncio.StreamWriter) -> None:
+        await asyncio.to_thread(lambda: self._engine.settle(everywhere=True))
+        _say(writer, Settled(question))
 
     def _supersede(self, attempt: int) -> None:
         for writer, theirs in self._trainers.items():

@@ -55,9 +55,13 @@ class Engine:
         self._noted: set[tuple[Version, int]] = set()
         """Version and rank of shards that the catalogue knows of."""
         self._flushing: set[tuple[Version, int]] = set()
+        self._away: set[int] = set()
+        """Ranks whose last flush failed."""
         self._committing: set[tuple[Version, str]] = set()
         self._unsettled: set[tuple[int, int, int]] = set()
         """(rank, index, generation) of what is captured and in no tier yet."""
+        self._looking = 0
+        """Slow tiers that are being looked at."""
         self._settled = threading.Condition(self._lock)
         self._taken: dict[tuple[int, int], int] = {}
         """(rank, index) → the generation of the arena that was last taken up."""
@@ -84,14 +88,17 @@ class Engine:
             if ticket is None or not ticket.captured or self._is_taken(files, ticket):
                 continue
             try:
-                self._holdings.survey(ticket.tiers)
+                self._survey(ticket.tiers)
                 missing = self._holdings.missing(ticket)
             except EvergradError as error:  # such as a tier that this Evergrad does not know
                 _log.error("%s: found in memory, and left there: %s", self._where(ticket), error)
                 continue
-            slow = {tier.kind for tier in read_tiers(ticket.tiers) if tier.slow}
-            if slow.issuperset(missing) and missing and self._holdings.lasting(ticket.version, ticket.rank):
-                missing = []  # flushed from there, below
+            slow = [tier for tier in read_tiers(ticket.tiers) if tier.slow]
+            if missing and {tier.kind for tier in slow}.issuperset(missing):
+                if self._holdings.lasting(ticket.version, ticket.rank):
+                    missing = []  # flushed from there, below
+                elif self._holdings.is_unseen(slow):
+                    continue  # until it has been looked whether it is there
             if missing and files.shard.exists():  # if not, the arena was being removed
                 if self._queue(files, ticket):
                     _log.info("%s: found in memory, going on", self._where(ticket))
@@ -113,7 +120,7 @@ class Engine:
             arrange(
                 {tier.kind: tier.store(self._site) for tier in read_tiers(tiers)}, modules
             )  # says what is wrong now
-        self._holdings.survey(tiers)
+        self._survey(tiers)
         with self._lock:
             self._completion.refresh()
             self._told.clear()  # the newcomer has been told nothing
@@ -139,17 +146,37 @@ class Engine:
                 self._completion.note(version, kind, rank, world_size, f"not captured: {why}")
         self._evaluate()
 
+    def _survey(self, specs: Sequence[dict[str, Any]]) -> None:
+        """Look at near tiers now, at slow ones in the background: no save shall wait for a service that is away."""
+        for tier in self._holdings.survey(specs):
+            with self._lock:
+                self._looking += self._far.submit(-1, self._look, tier)
+
+    def _look(self, tier: Tier) -> None:
+        try:
+            self._holdings.look(tier)
+            self.recover()
+        except Exception:
+            _log.exception("tier %s: what it holds is not known", tier.kind)
+        finally:
+            with self._settled:
+                self._looking -= 1
+                self._settled.notify_all()
+
     def _check_attempt(self, attempt: int) -> None:
         # The run folder knows of attempts on other nodes, and of those before this process began.
         latest = max(self._attempt, self._job.latest_attempt())
         if attempt < latest:
             raise SaveRefused(f"attempt {attempt} of the job is over: attempt {latest} runs it now")
 
-    def settle(self) -> None:
-        """Wait until all that has been captured is in its nearest tier, or has failed."""
+    def settle(self, *, everywhere: bool = False) -> None:
+        """Wait until all that has been captured is in its nearest tier, or has failed.
+
+        With `everywhere` also until it is known, and told, what slow tiers hold.
+        """
         self.recover()
         with self._settled:
-            self._settled.wait_for(lambda: not self._unsettled)
+            self._settled.wait_for(lambda: not self._unsettled and not (everywhere and self._looking))
 
     def close(self) -> None:
         """Finish what is owed, and stop."""
@@ -329,11 +356,12 @@ class Engine:
         slow = [tier for tier in tiers if tier.slow]
         shard: Shard | None = None
         try:
+            self._check_worth(ticket)
             if source is not None:
                 shard = Shard(source, self._job.id)
                 if wrong := shard.verify():
                     raise TierError(f"{source.shard}: {wrong[0]} is not what was captured: it is not flushed")
-                view = shard.view
+                view, manifest = shard.view, shard.manifest  # one that was found in passing has no digests
             else:
                 view = self._maps.view(files, ticket.size)
             plain = replace(manifest, owed=(), generation=0)
@@ -348,11 +376,21 @@ class Engine:
             if shard is not None:
                 shard.close()
             with self._lock:
+                failed = any(self._completion.failure(ticket.version, tier.kind) for tier in slow)
+                (self._away.add if failed else self._away.discard)(ticket.rank)
                 self._flushing.discard((ticket.version, ticket.rank))
                 self._holdings.needed.discard((ticket.version, ticket.rank))
             if source is None:
                 self._end(files, ticket)
             self._evaluate()
+
+    def _check_worth(self, ticket: Ticket) -> None:
+        """While a service is away only the newest version waits for it: the disk must not fill with all of them."""
+        with self._lock:
+            waiting = [version for version, rank in self._flushing if rank == ticket.rank]
+            newest = max(waiting, key=Version.age, default=ticket.version)
+            if ticket.rank in self._away and newest.age() > ticket.version.age():
+                raise TierError(f"left out: the one before failed there, and {newest} waits for it")
 
     def _failure(self, ticket: Ticket, kind: str) -> str | None:
         with self._lock:

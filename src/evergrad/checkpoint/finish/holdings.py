@@ -30,6 +30,8 @@ class Holdings:
         self._pins = Pins(site.run_dir)
         self._stores: dict[str, tuple[Tier, Store]] = {}
         """By settings; of each kind, the last that was used is the one that retires old versions."""
+        self._unseen: set[str] = set()
+        """Settings of slow tiers that are still to be looked at."""
         self._visible: set[tuple[Version, str]] = set()
         """What is committed in shared tiers."""
         self._owed: dict[tuple[Version, int], tuple[Copy, Manifest]] = {}
@@ -50,22 +52,40 @@ class Holdings:
         with self._lock:
             return list({tier.kind: tier for tier, _ in self._stores.values()}.values())
 
-    def survey(self, specs: Sequence[dict[str, Any]]) -> None:
-        """Note every complete shard in tiers that were not looked at yet."""
+    def survey(self, specs: Sequence[dict[str, Any]]) -> list[Tier]:
+        """Note every complete shard in tiers that were not looked at yet; gives the slow ones, to `look` at later."""
+        later = []
         for tier in read_tiers(specs):
+            key = json.dumps(tier.to_json())
             with self._lock:
-                new = json.dumps(tier.to_json()) not in self._stores
-            store = self.store(tier)
-            if not new:
-                continue
-            try:
-                for copy in store.find(None if tier.shared else self._rank):
-                    if self._note(store, copy) and tier.shared:
-                        self.show(copy.version, tier.kind)
-                for copy in store.begun():
-                    self._note(store, copy)
-            except EvergradError as error:
-                _log.warning("tier %s: %s", tier.kind, error)
+                new = key not in self._stores
+                self.store(tier)
+                if new and tier.slow:
+                    self._unseen.add(key)
+                    later.append(tier)
+            if new and not tier.slow:
+                self.look(tier)
+        return later
+
+    def look(self, tier: Tier) -> None:
+        """Note every complete shard in a tier."""
+        store = self.store(tier)
+        try:
+            for copy in store.find(None if tier.shared else self._rank):
+                if self._note(store, copy) and tier.shared:
+                    self.show(copy.version, tier.kind)
+            for copy in store.begun():
+                self._note(store, copy)
+        except EvergradError as error:
+            _log.warning("tier %s: %s", tier.kind, error)
+        finally:
+            with self._lock:
+                self._unseen.discard(json.dumps(tier.to_json()))
+
+    def is_unseen(self, tiers: Sequence[Tier]) -> bool:
+        """Whether it is not known yet what one of these holds."""
+        with self._lock:
+            return not self._unseen.isdisjoint(json.dumps(tier.to_json()) for tier in tiers)
 
     def show(self, version: Version, kind: str) -> None:
         """A version was committed in a shared tier."""
@@ -129,14 +149,13 @@ class Holdings:
             found = sorted(self._owed.items(), key=lambda item: item[0][0].age())
             tiers = {json.dumps(_place(tier.to_json())): tier for tier, _ in self._stores.values() if tier.slow}
         for (version, rank), (copy, manifest) in found:
-            wanted = [tiers.get(json.dumps(_place(dict(spec)))) for spec in manifest.owed]
-            if None in wanted:
-                continue  # its settings come with the next trainer
+            wanted = [tier for spec in manifest.owed if (tier := tiers.get(json.dumps(_place(dict(spec))))) is not None]
+            if len(wanted) < len(manifest.owed) or self.is_unseen(wanted):
+                continue  # its settings come with the next trainer; or it may be there
             with self._lock:
                 self._owed.pop((version, rank), None)
             missing = []
             for tier in wanted:
-                assert tier is not None
                 complete = self.complete(tier.kind)
                 overtaken = bool(complete) and version.age() < complete[-1].age()
                 with self._lock:

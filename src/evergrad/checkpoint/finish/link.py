@@ -247,7 +247,7 @@ class AgentLink(Link):
                 with suppress(OSError):
                     self._question += 1
                     self._again = self._question
-                    settle = {"op": "settle", "question": self._again}
+                    settle = {"op": "settle", "question": self._again, "everywhere": True}
                     for message in (self._attach, *self._captured.values(), settle):
                         connection.sendall(_line(message))
             self._lock.notify_all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import combinations
 
 import torch
 
@@ -22,6 +23,8 @@ from evergrad.records import Json
 from evergrad.state import Sharing, Skeleton
 
 __all__ = ["Assembled", "needs"]
+
+_FEW = 128  # pieces that are compared with each other
 
 
 def needs(
@@ -117,6 +120,8 @@ class Assembled:
                 continue
             holders = _holders(name, place, self._places)
             have = sum(common.numel for held in holders.values() if (common := held.overlap(place)) is not None)
+            if len(holders) <= _FEW and any(a.overlap(b) for a, b in combinations(holders.values(), 2)):
+                raise RestoreError(f"{path}: pieces of it overlap, and none can be told to be right")
             if have != place.numel:
                 raise RestoreError(f"{path}: {have} of {place.numel} elements are in the shards at hand")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evergrad.checkpoint.arena_folder import arenas_root
-from evergrad.checkpoint.catalogue.survey import find_home
+from evergrad.checkpoint.catalogue.survey import find_home, reached
 from evergrad.checkpoint.job import node_name, safe_name
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
@@ -24,13 +24,12 @@ def is_dcp_folder(source: str | os.PathLike[str]) -> bool:
 def stores_of(source: str | os.PathLike[str], tiers: list[Tier]) -> tuple[str, dict[str, Store]]:
     """Another job, and its tiers as far as they are seen here, nearest first.
 
-    `tiers` are this job's: one with the same URL has the settings that it takes to get in.
+    `tiers` are this job's: one with the same URL, or in the same bucket, has the settings that it takes to get in.
     """
     text = os.fspath(source)
-    given = [tier for tier in tiers if getattr(tier, "url", None) == text]
-    home = find_home(text, given)
+    home = find_home(text, tiers if "://" in text else ())
     stores: dict[str, Store] = {}
-    for tier in home.tiers if not given or home.run_dir is not None else given:
+    for tier in (reached(each, tiers) for each in home.tiers):
         if isinstance(tier, (Local, Memory)):
             parts = [tier.store(site) for site in _sites(tier, home.job, home.run_dir)]
         else:
