@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import operator
 import os
 import shutil
 import warnings
@@ -20,7 +18,6 @@ from evergrad.checkpoint.board import Board, Pending
 from evergrad.checkpoint.cadence import Cadence
 from evergrad.checkpoint.capture.plan import Plan
 from evergrad.checkpoint.capture.recorder import InFlight, Recorder
-from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.finish.agent import linger_seconds
 from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.finish.completion import Completion
@@ -32,8 +29,9 @@ from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.obtaining import Obtaining
 from evergrad.checkpoint.restore.resizing import Resize
 from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
-from evergrad.checkpoint.restore.sources import is_dcp_folder, stores_of
-from evergrad.checkpoint.tiers import Compress, Local, Memory, Site, Tier, join_compression, without_secrets
+from evergrad.checkpoint.restore.sources import is_dcp_folder, named_version, stores_of
+from evergrad.checkpoint.settings import checked_meta, checked_step, checked_tiers
+from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_secrets
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, EvergradError, SaveRefused, UsageError
 from evergrad.state import Where
@@ -97,7 +95,7 @@ class Checkpointer:
           `grace_s` how long after the signal `should_exit` may wait for the last save.
         """
         self._cadence = Cadence(policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s)
-        self._tiers = _checked_tiers(tiers)
+        self._tiers = checked_tiers(tiers)
         if when_busy not in ("wait", "refuse"):
             raise UsageError(f"when_busy={when_busy!r}: expected 'wait' or 'refuse'")
         self._job = Job.open(run_dir, node)
@@ -148,7 +146,7 @@ class Checkpointer:
         """
         self._check_usable()
         self._cadence.begin_save()
-        step, notes = _checked_step(step), _checked_meta(meta)
+        step, notes = checked_step(step), checked_meta(meta)
         ranks = Ranks.now()
         self._attach(ranks, step)
         # From here on a step back is another attempt, on every rank alike, whatever becomes of this save on one.
@@ -206,8 +204,9 @@ class Checkpointer:
         there are versions and none of them is intact.
 
         `source` begins from elsewhere: another job's run folder, the URL of its persistent tier, or a folder of
-        torch.distributed.checkpoint. With another number of ranks what is sharded is cut anew, what is replicated is
-        given to all, and of what was each rank's own `resize(path, saved, rank, world_size)` says what this one gets.
+        torch.distributed.checkpoint, which knows no step: 0. With another number of ranks what is sharded is cut anew,
+        what is replicated is given to all, and of what was each rank's own `resize(path, saved, rank, world_size)` says
+        what this one gets.
         """
         self._check_usable()
         ranks = Ranks.now()
@@ -217,14 +216,16 @@ class Checkpointer:
         job, stores = self._job.id, self._stores
         if source is not None:
             job, stores = ranks.together(lambda: stores_of(source, self._tiers))
-        asked = self._named(version, source)
+        asked = ranks.together(lambda: self._named(version, source)) if isinstance(version, str) else version
         request = Request(state, asked, strict, where)
         scratch = self._scratch()
         obtaining = Obtaining(job, stores, state, scratch, self._recorder.mapped(), resize, strict, self._replicated)
-        with uncollected():
-            committed = Completion(self._job.run_dir, None).last_committed() if source is None else None
-            self._restored = restore(request, job, stores, ranks, obtaining, committed)
-        if any(ranks.gather(scratch.exists())):
+        try:
+            with uncollected():
+                committed = Completion(self._job.run_dir, None).last_committed() if source is None else None
+                self._restored = restore(request, job, stores, ranks, obtaining, committed)
+            ranks.gather(None)  # nobody reads any more what another one may remove
+        finally:
             shutil.rmtree(scratch, ignore_errors=True)
         if self._restored is None:
             return None
@@ -308,21 +309,12 @@ class Checkpointer:
             _log.warning("rank %d: %s", ranks.rank, line)
         self._parent, self._source = None, str(folder.absolute())
         self._attached = self._restored = None
-        return None
+        return 0
 
-    def _named(self, version: Version | int | str | None, source: object) -> Version | int | None:
-        if not isinstance(version, str):
-            return version
+    def _named(self, text: str, source: object) -> Version:
         if source is not None:
-            known = Version.parse(version)
-            if known is None:
-                raise UsageError(
-                    f"version={version!r}: of another job, expected a step, or a name as {Version(1, 1).name}"
-                )
-            return known
-        pins = Pins(self._job.run_dir)
-        usable = [record.version for record in self.versions()]
-        return resolve(version, usable, pins.tags(), usable)
+            return named_version(text, None, [])
+        return named_version(text, self._job.run_dir, [record.version for record in self.versions()])
 
     def _scratch(self) -> Path:
         """Where what has to be fetched lies meanwhile: on the node's own disk, if there is one."""
@@ -367,35 +359,3 @@ class Checkpointer:
             "schema_version": 1, "job": self._job.id, "step": step, "attempt": self._attempt,
             "rank": ranks.rank, "world_size": ranks.world_size,
         }  # fmt: skip
-
-
-def _checked_tiers(tiers: Sequence[Tier | Compress] | Tier | None) -> list[Tier]:
-    given = [Memory(), Local()] if tiers is None else [tiers] if isinstance(tiers, Tier) else list(tiers)
-    for tier in given:
-        if not isinstance(tier, (Tier, Compress)):
-            raise UsageError(f"tiers: {tier!r} is no tier (expected eg.Memory(), eg.Local(path), …)")
-    chosen = join_compression(given)
-    if chosen and not any(tier.is_due(1) for tier in chosen):
-        raise UsageError(f"tiers: {chosen[0]!r} alone would leave saves out: put eg.Memory() or eg.Local() before it")
-    kinds = [tier.kind for tier in chosen]
-    if not kinds or len(set(kinds)) < len(kinds):
-        raise UsageError(f"tiers: expected at least one, each kind once, found {', '.join(kinds) or 'none'}")
-    return chosen
-
-
-def _checked_step(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise UsageError(f"step: expected a whole number, found {step!r}") from None
-    if isinstance(step, bool) or not 0 <= number < 1 << 63:
-        raise UsageError(f"step: expected 0 or more, found {step!r}")
-    return number
-
-
-def _checked_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
-    try:
-        notes: dict[str, Any] = json.loads(json.dumps(dict(meta or {}), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"meta: expected what JSON can hold: {error}") from None
-    return notes

@@ -7,18 +7,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evergrad.checkpoint.arena_folder import arenas_root
+from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import find_home, reached
 from evergrad.checkpoint.job import node_name, safe_name
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
-from evergrad.errors import TierError
+from evergrad.errors import TierError, UsageError
 
-__all__ = ["is_dcp_folder", "stores_of"]
+__all__ = ["is_dcp_folder", "named_version", "stores_of"]
 
 
 def is_dcp_folder(source: str | os.PathLike[str]) -> bool:
     """Whether this is a checkpoint of torch.distributed.checkpoint."""
     return "://" not in os.fspath(source) and Path(source, ".metadata").is_file()
+
+
+def named_version(text: str, run_dir: Path | None, usable: list[Version]) -> Version:
+    """The version that a name, a tag or a step in words stands for; of another job, whose tags are its own, a name."""
+    if run_dir is not None:
+        return resolve(text, usable, Pins(run_dir).tags(), usable)
+    known = Version.parse(text)
+    if known is None:
+        raise UsageError(f"version={text!r}: of another job, expected a step, or a name such as {Version(120, 1).name}")
+    return known
 
 
 def stores_of(source: str | os.PathLike[str], tiers: list[Tier]) -> tuple[str, dict[str, Store]]:

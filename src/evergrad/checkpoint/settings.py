@@ -1,0 +1,48 @@
+"""What a user gives to a `Checkpointer`, checked: each mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evergrad.checkpoint.tiers import Compress, Local, Memory, Tier, join_compression
+from evergrad.errors import UsageError
+
+__all__ = ["checked_meta", "checked_step", "checked_tiers"]
+
+
+def checked_tiers(tiers: Sequence[Tier | Compress] | Tier | None) -> list[Tier]:
+    """The tiers, nearest first, each kind once; by default memory and the run folder's own disk."""
+    given = [Memory(), Local()] if tiers is None else [tiers] if isinstance(tiers, Tier) else list(tiers)
+    for tier in given:
+        if not isinstance(tier, (Tier, Compress)):
+            raise UsageError(f"tiers: {tier!r} is no tier (expected eg.Memory(), eg.Local(path), …)")
+    chosen = join_compression(given)
+    if chosen and not any(tier.is_due(1) for tier in chosen):
+        raise UsageError(f"tiers: {chosen[0]!r} alone would leave saves out: put eg.Memory() or eg.Local() before it")
+    kinds = [tier.kind for tier in chosen]
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise UsageError(f"tiers: expected at least one, each kind once, found {', '.join(kinds) or 'none'}")
+    return chosen
+
+
+def checked_step(step: int) -> int:
+    """A whole number, 0 or more."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise UsageError(f"step: expected a whole number, found {step!r}") from None
+    if isinstance(step, bool) or not 0 <= number < 1 << 63:
+        raise UsageError(f"step: expected 0 or more, found {step!r}")
+    return number
+
+
+def checked_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of what JSON can hold."""
+    try:
+        notes: dict[str, Any] = json.loads(json.dumps(dict(meta or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"meta: expected what JSON can hold: {error}") from None
+    return notes
