@@ -10,34 +10,29 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, TypeVar
-
-import xxhash
+from typing import ClassVar
 
 from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.tiers.buckets import Bucket, Chunk
-from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, StoredShard, payload_name
+from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, payload_name
 from evergrad.checkpoint.tiers.compress import Compress
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Torn, Work
 from evergrad.checkpoint.tiers.fetching import fetch_shard
 from evergrad.checkpoint.tiers.frames import ENCODING, pack
+from evergrad.checkpoint.tiers.ledger import Ledger, together
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FormatError, TierError
 
 __all__ = ["JOB_NAME", "PersistentStore"]
 
-_A = TypeVar("_A")
-_B = TypeVar("_B")
 JOB_NAME = "JOB.json"
 _SCHEMA_VERSION = 1
-_PARALLEL = 8
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +43,7 @@ class PersistentStore(Store):
 
     def __init__(self, bucket: Bucket, site: Site, *, adopt: bool = False, compress: Compress | None = None) -> None:
         self._bucket, self._site, self._adopt, self._compress = bucket, site, adopt, compress
-        self._commits: dict[Version, Commit] = {}
+        self._ledger = Ledger(bucket)
         self._lock = threading.Lock()
         self._is_ours = False
 
@@ -71,8 +66,7 @@ class PersistentStore(Store):
 
     def forget(self) -> None:
         """Read every record again: someone may have changed what should not change."""
-        with self._lock:
-            self._commits.clear()
+        self._ledger.forget()
 
     def put(self, work: Work) -> None:
         with self._told(f"{work.version.name}/{shard_name(work.rank)}"):
@@ -99,7 +93,7 @@ class PersistentStore(Store):
 
     def find(self, rank: int | None = None) -> list[Copy]:
         found = []
-        for version, commit in self._survey().items():
+        for version, commit in self._ledger.survey().items():
             if isinstance(commit, Commit):
                 shards = commit.shards if rank is None else commit.shards[rank : rank + 1]
                 found += [self._copy(version, shard.rank, shard.name) for shard in shards]
@@ -107,9 +101,9 @@ class PersistentStore(Store):
 
     def begun(self, rank: int | None = None) -> list[Copy]:
         found = []
-        for version, commit in self._survey().items():
+        for version, commit in self._ledger.survey().items():
             if commit is None:
-                names = self._names(version)
+                names = self._ledger.names(version)
                 for name in sorted(names):
                     stem, _, ending = name.partition(".")
                     is_one = ending == "json" and stem.startswith("rank-") and stem[5:].isdigit()
@@ -120,7 +114,7 @@ class PersistentStore(Store):
 
     def torn(self, rank: int) -> dict[Version, Torn]:
         found = {}
-        for version, commit in self._survey().items():
+        for version, commit in self._ledger.survey().items():
             if commit is None:
                 found[version] = Torn(f"{self._bucket.label(version.name)}: no {COMMIT_NAME}")
             elif isinstance(commit, FormatError):
@@ -131,7 +125,7 @@ class PersistentStore(Store):
         with self._told(f"{version.name}/{COMMIT_NAME}"):
             self._claim()
             with suppress(DamagedFile):  # then it is written again
-                known = self._commit(version)
+                known = self._ledger.commit(version)
                 if known is not None:
                     if (known.job, known.world_size) != (self._site.job, world_size):
                         raise TierError(
@@ -139,11 +133,11 @@ class PersistentStore(Store):
                             f"ranks (expected job {self._site.job}, {world_size})"
                         )
                     return
-            names = self._names(version)
-            shards = _together(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
+            names = self._ledger.names(version)
+            shards = together(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
             record = Commit.of(shards)
             self._bucket.write(f"{version.name}/{COMMIT_NAME}", record.to_bytes())
-            self._remember(record)
+            self._ledger.remember(record)
         try:
             self.tidy(version)
         except TierError as error:
@@ -152,15 +146,15 @@ class PersistentStore(Store):
     def tidy(self, newest: Version) -> None:
         """Remove what crashes have left of this job's versions before a committed one."""
         over, left_alone = [], set()
-        for version in self._versions():
+        for version in self._ledger.versions():
             if version.age() < newest.age():
                 try:
-                    if self._commit(version) is not None:
+                    if self._ledger.commit(version) is not None:
                         continue
                 except DamagedFile:
                     left_alone.add(version)  # was committed once: for a person to look at
                     continue
-                names = self._names(version)
+                names = self._ledger.names(version)
                 if self._is_our_leftover(version, names):
                     self._bucket.remove(f"{version.name}/{name}" for name in sorted(names))
                     over.append(version)
@@ -176,13 +170,13 @@ class PersistentStore(Store):
             _log.info("%s: removed what was left of %s", self._bucket.where, ", ".join(v.name for v in over))
 
     def read_manifest(self, copy: Copy, *, digests: bool = True) -> Manifest:
-        commit = self._commit(copy.version)
+        commit = self._ledger.commit(copy.version)
         record = f"{copy.version.name}/{shard_name(copy.rank)}.json"
         if commit is None:
             return Manifest.from_bytes(self._bucket.read(record), self._bucket.label(record), digests=digests)
-        shard = self._shard(commit, copy)
+        shard = self._ledger.shard(commit, copy)
         if digests:
-            return Manifest.from_bytes(self._manifest(commit, shard), self._bucket.label(record))
+            return Manifest.from_bytes(self._ledger.manifest(commit, shard), self._bucket.label(record))
         return Manifest(
             job=commit.job, version=commit.version, rank=shard.rank, world_size=commit.world_size, size=shard.size,
             data_start=0, time=commit.time, header="", digests={}, parent=commit.parent, meta=commit.meta,
@@ -194,17 +188,16 @@ class PersistentStore(Store):
             return copy
         name = f"{copy.version.name}/{shard_name(copy.rank)}"
         with self._told(name):
-            commit = self._commit(copy.version)
+            commit = self._ledger.commit(copy.version)
             if commit is None:
                 raise FileNotFoundError(COMMIT_NAME)
-            shard = self._shard(commit, copy)
+            shard = self._ledger.shard(commit, copy)
             try:
-                data = self._manifest(commit, shard)
+                data = self._ledger.manifest(commit, shard)
                 path = f"{copy.version.name}/{shard.name}"
                 files = fetch_shard(self._bucket, path, shard, data, folder / copy.version.name)
             except FileNotFoundError:
-                with self._lock:
-                    self._commits.pop(copy.version, None)  # another node has dropped it
+                self._ledger.forget(copy.version)  # another node has dropped it
                 raise
             except OSError as error:
                 raise TierError(f"{error.filename or folder}: {(error.strerror or str(error)).lower()}") from error
@@ -214,11 +207,10 @@ class PersistentStore(Store):
         folder, stem = copy.version.name, shard_name(copy.rank)
         with self._told(f"{folder}/{stem}"):
             with suppress(DamagedFile):
-                commit = self._commit(copy.version)
+                commit = self._ledger.commit(copy.version)
                 if commit is not None and commit.job != self._site.job:
                     raise TierError(f"{self._bucket.label(folder)}: belongs to job {commit.job}, and is left to it")
-            with self._lock:
-                self._commits.pop(copy.version, None)
+            self._ledger.forget(copy.version)
             # First what makes it visible: a half-removed version must look like none.
             payloads = [f"{folder}/{payload_name(copy.rank, encoding)}" for encoding in ("", ENCODING)]
             self._bucket.remove([f"{folder}/{COMMIT_NAME}", f"{folder}/{stem}.json", *payloads])
@@ -292,61 +284,6 @@ class PersistentStore(Store):
                     return manifest.job == self._site.job
         return self._is_ours
 
-    def _survey(self) -> dict[Version, Commit | FormatError | None]:
-        """Every version, with its record, what is wrong with that, or None: one listing, one read for each new one."""
-        versions = self._versions()
-        with self._lock:
-            self._commits = {version: self._commits[version] for version in versions if version in self._commits}
-
-        def record(version: Version) -> Commit | FormatError | None:
-            try:
-                return self._commit(version)
-            except FormatError as error:
-                return error
-
-        return dict(zip(versions, _together(record, versions), strict=True))
-
-    def _versions(self) -> list[Version]:
-        found = (Version.parse(item.name) for item in self._bucket.items() if item.is_folder)
-        return sorted((version for version in found if version is not None), key=Version.age)
-
-    def _names(self, version: Version) -> dict[str, int]:
-        return {item.name: item.size for item in self._bucket.items(version.name) if not item.is_folder}
-
-    def _commit(self, version: Version) -> Commit | None:
-        """The record of a version; None if it has none, `DamagedFile` if it is not sound."""
-        known = self._commits.get(version)
-        if known is not None:
-            return known
-        name = f"{version.name}/{COMMIT_NAME}"
-        try:
-            data = self._bucket.read(name)
-        except FileNotFoundError:
-            return None
-        commit = Commit.from_bytes(data, self._bucket.label(name), version)
-        self._remember(commit)
-        return commit
-
-    def _remember(self, commit: Commit) -> None:
-        if self._bucket.path(COMMIT_NAME) is None:  # a file is quickly read again
-            with self._lock:
-                self._commits[commit.version] = commit
-
-    def _shard(self, commit: Commit, copy: Copy) -> StoredShard:
-        if not 0 <= copy.rank < commit.world_size:
-            raise TierError(
-                f"{self._bucket.label(copy.version.name)}: has {commit.world_size} ranks, and no {copy.rank}"
-            )
-        return commit.shards[copy.rank]
-
-    def _manifest(self, commit: Commit, shard: StoredShard) -> bytes:
-        name = f"{commit.version.name}/{shard_name(shard.rank)}.json"
-        data = self._bucket.read(name)
-        found = xxhash.xxh3_128_hexdigest(data)
-        if found != shard.manifest:
-            raise DamagedFile(self._bucket.label(name), "not what was committed", expected=shard.manifest, found=found)
-        return data
-
     def _copy(self, version: Version, rank: int, name: str) -> Copy:
         shard, manifest = f"{version.name}/{name}", f"{version.name}/{shard_name(rank)}.json"
         files = self._bucket.path(shard), self._bucket.path(manifest)
@@ -366,18 +303,9 @@ class PersistentStore(Store):
 
 
 def _content(manifest: Manifest) -> tuple[object, ...]:
-    """What tells one capture from another."""
-    return (
-        manifest.job, manifest.version, manifest.rank, manifest.world_size, manifest.size, manifest.header,
-        dict(manifest.digests),
-    )  # fmt: skip
-
-
-def _together(call: Callable[[_A], _B], items: Sequence[_A]) -> list[_B]:
-    if len(items) < 2:
-        return [call(item) for item in items]
-    with ThreadPoolExecutor(min(_PARALLEL, len(items))) as pool:
-        return list(pool.map(call, items))
+    """What tells one capture from another; how much of it was left to other ranks may differ from try to try."""
+    left = {path: digest for path, (_, digest) in manifest.elsewhere.items()}
+    return manifest.job, manifest.version, manifest.rank, manifest.world_size, {**left, **manifest.digests}
 
 
 def _check_reachable(bucket: Bucket) -> None:
