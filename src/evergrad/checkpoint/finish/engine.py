@@ -20,19 +20,16 @@ from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.catalogue.journal import Journal
 from evergrad.checkpoint.events import Committed, Event, Failed, Free
-from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, divided, run_chain
-from evergrad.checkpoint.finish.completion import Completion
-from evergrad.checkpoint.finish.holdings import Holdings
-from evergrad.checkpoint.finish.maps import ArenaMaps
-from evergrad.checkpoint.finish.shares import Shares
+from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, run_chain
+from evergrad.checkpoint.finish.desk import Desk, where
+from evergrad.checkpoint.finish.flushing import Flushing
 from evergrad.checkpoint.finish.workers import Workers
 from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.manifest import Manifest, shard_name
-from evergrad.checkpoint.restore.shard import Shard
-from evergrad.checkpoint.tiers import Copy, Site, Tier, Work, read_tiers, without_secrets
+from evergrad.checkpoint.tiers import Site, Tier, Work, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, FormatError, SaveRefused, TierError
+from evergrad.errors import EvergradError, FormatError, SaveRefused
 
 __all__ = ["Engine"]
 
@@ -47,17 +44,13 @@ class Engine:
         self._job, self._notify, self._rank = job, notify, rank
         self._site = Site(job.id, job.node_folder, arena_folder(job), job.run_dir)
         writer = job.node_folder if rank is None else f"{job.node_folder}.{shard_name(rank)}"
-        self._completion = Completion(job.run_dir, writer)
-        self._lock = threading.RLock()
-        self._near, self._far = Workers("evergrad"), Workers("evergrad-flush")
-        self._shares = Shares(job.run_dir)
+        self._desk = Desk(job, self._site, writer, rank, self._evaluate)
+        self._lock, self._completion, self._holdings = self._desk.lock, self._desk.completion, self._desk.holdings
+        self._near = Workers("evergrad")
+        self._flushing = Flushing(self._desk, self._end, self._forget)
         self._journal, self._writer = Journal(job.run_dir), writer
         self._noted: set[tuple[Version, int]] = set()
         """Version and rank of shards that the catalogue knows of."""
-        self._flushing: set[tuple[Version, int]] = set()
-        self._away: set[int] = set()
-        """Ranks whose last flush failed."""
-        self._committing: set[tuple[Version, str]] = set()
         self._unsettled: set[tuple[int, int, int]] = set()
         """(rank, index, generation) of what is captured and in no tier yet."""
         self._looking = 0
@@ -68,9 +61,6 @@ class Engine:
         self._finished: dict[tuple[int, int], int] = {}
         """(rank, index) → the generation of the arena whose chain has ended."""
         self._attempt = 0
-        self._holdings = Holdings(self._site, self._completion, self._lock, rank)
-        self._modules: Sequence[Module] = ()
-        self._maps = ArenaMaps(self._site.arenas)
         self._told: set[tuple[type[Event], Version, str]] = set()
         self._news = threading.Event()
         self._closed = threading.Event()
@@ -79,7 +69,7 @@ class Engine:
     @property
     def owed(self) -> int:
         """Captured shards whose chain has not ended."""
-        return self._near.owed + self._far.owed
+        return self._near.owed + self._flushing.workers.owed
 
     def recover(self) -> None:
         """Take up what was captured and not finished: after a crash of the trainer, of an agent, or of both."""
@@ -91,7 +81,7 @@ class Engine:
                 self._survey(ticket.tiers)
                 missing = self._holdings.missing(ticket)
             except EvergradError as error:  # such as a tier that this Evergrad does not know
-                _log.error("%s: found in memory, and left there: %s", self._where(ticket), error)
+                _log.error("%s: found in memory, and left there: %s", where(ticket), error)
                 continue
             slow = [tier for tier in read_tiers(ticket.tiers) if tier.slow]
             if missing and {tier.kind for tier in slow}.issuperset(missing):
@@ -101,14 +91,14 @@ class Engine:
                     continue  # until it has been looked whether it is there
             if missing and files.shard.exists():  # if not, the arena was being removed
                 if self._queue(files, ticket):
-                    _log.info("%s: found in memory, going on", self._where(ticket))
+                    _log.info("%s: found in memory, going on", where(ticket))
             else:
                 with self._lock:
                     self._taken[files.rank, files.index] = ticket.generation
                     self._finished[files.rank, files.index] = ticket.generation
         for copy, manifest, tiers in self._holdings.owed():
             _log.info("%s, rank %d: not in tier %s yet, going on", copy.version, copy.rank, tiers[0].kind)
-            self._flush_later(_ticket(manifest, tiers), replace(manifest, owed=()), copy)
+            self._flushing.later(_ticket(manifest, tiers), replace(manifest, owed=()), copy)
         self._evaluate()
 
     def attach(self, attempt: int, tiers: Sequence[dict[str, Any]], modules: Sequence[Module] = ()) -> None:
@@ -116,7 +106,7 @@ class Engine:
         with self._lock:
             self._check_attempt(attempt)
             self._attempt = attempt
-            self._modules = tuple(modules)
+            self._desk.modules = tuple(modules)
             arrange(
                 {tier.kind: tier.store(self._site) for tier in read_tiers(tiers)}, modules
             )  # says what is wrong now
@@ -124,7 +114,7 @@ class Engine:
         with self._lock:
             self._completion.refresh()
             self._told.clear()  # the newcomer has been told nothing
-            self._maps.drop_replaced()
+            self._desk.maps.drop_replaced()
         self.recover()  # what the trainer before it captured, and was killed before it could say so
 
     def submit(self, rank: int, index: int, generation: int) -> None:
@@ -150,7 +140,7 @@ class Engine:
         """Look at near tiers now, at slow ones in the background: no save shall wait for a service that is away."""
         for tier in self._holdings.survey(specs):
             with self._lock:
-                self._looking += self._far.submit(-1, self._look, tier)
+                self._looking += self._flushing.workers.submit(-1, self._look, tier)
 
     def _look(self, tier: Tier) -> None:
         try:
@@ -181,7 +171,7 @@ class Engine:
     def close(self) -> None:
         """Finish what is owed, and stop."""
         self._near.close()
-        self._far.close()
+        self._flushing.workers.close()
         self._closed.set()
         self._news.set()
 
@@ -259,9 +249,9 @@ class Engine:
                     if now is not None and now.generation == ticket.generation:
                         flushed_from_here = self._run(files, ticket)
         except Exception as error:
-            _log.exception("%s: not finished", self._where(ticket))
+            _log.exception("%s: not finished", where(ticket))
             for tier in read_tiers(ticket.tiers):
-                self._note(ticket, tier.kind, f"{type(error).__name__}: {error}")
+                self._desk.note(ticket, tier.kind, f"{type(error).__name__}: {error}")
         finally:
             if not flushed_from_here:
                 self._end(files, ticket)
@@ -293,41 +283,25 @@ class Engine:
                 manifest = earlier
         except (FormatError, FileNotFoundError):
             pass
-        work = Work(ticket, files, self._maps.view(files, ticket.size), self._site, manifest)
-        near, far = self._chain(tiers)
+        work = Work(ticket, files, self._desk.maps.view(files, ticket.size), self._site, manifest)
+        near, far = self._desk.chain(tiers)
 
         def report(module: Module, error: Exception | None) -> None:
             if isinstance(module, Digest) and error is None and far and ticket.world_size > 1:
-                self._shares.publish(work.manifest, parse(work.shard, files.shard).layout.entries)
+                self._flushing.shares.publish(work.manifest, parse(work.shard, files.shard).layout.entries)
             if isinstance(module, Put) and error is None:
                 self._record(work.manifest)
                 self._settle(files, ticket)
-            self._report(ticket, tiers, module, error)
+            self._desk.report(ticket, tiers, module, error)
 
         try:
             run_chain(near, work, report)
             if not far or not work.manifest.header:
                 return False
             source = self._holdings.lasting(ticket.version, ticket.rank)
-            return self._flush_later(ticket, work.manifest, source, files) and source is None
+            return self._flushing.later(ticket, work.manifest, source, files) and source is None
         finally:
             work.shard.release()
-
-    def _chain(self, tiers: Sequence[Tier]) -> tuple[list[Module], list[Module]]:
-        stores = {tier.kind: self._holdings.store(tier) for tier in tiers}
-        return divided(arrange(stores, self._modules), {tier.kind for tier in tiers if tier.slow})
-
-    def _report(self, ticket: Ticket, tiers: Sequence[Tier], module: Module, error: Exception | None) -> None:
-        """How a module ended."""
-        if error is not None:
-            _log.error("%s: %s: %s", self._where(ticket), module.name, error)
-        if isinstance(module, Put):
-            self._note(ticket, module.name, None if error is None else str(error))
-        elif error is not None:
-            # Without digests nothing is stored; any other module is reported for itself.
-            for kind in [tier.kind for tier in tiers] if isinstance(module, Digest) else [module.name]:
-                self._note(ticket, kind, f"{module.name}: {error}")
-        self._evaluate()
 
     def _record(self, manifest: Manifest) -> None:
         """Tell the catalogue of a shard, once."""
@@ -336,94 +310,6 @@ class Engine:
                 return
             self._noted.add((manifest.version, manifest.rank))
         self._journal.note_shard(manifest, self._writer)
-
-    def _flush_later(
-        self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles | None = None
-    ) -> bool:
-        """Have a shard flushed from a copy, or from its arena; False if it is being flushed already."""
-        key = ticket.version, ticket.rank
-        with self._lock:
-            if key in self._flushing:
-                return False
-            self._flushing.add(key)
-            if source is not None:
-                self._holdings.needed.add(key)
-            arena = files or ArenaFiles(self._site.arenas, ticket.rank, 0)
-            return self._far.submit(ticket.rank, self._flush, ticket, manifest, source, arena)
-
-    def _flush(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles) -> None:
-        tiers = read_tiers(ticket.tiers)
-        slow = [tier for tier in tiers if tier.slow]
-        shard: Shard | None = None
-        try:
-            self._check_worth(ticket)
-            if source is not None:
-                shard = Shard(source, self._job.id)
-                if wrong := shard.verify():
-                    raise TierError(f"{source.shard}: {wrong[0]} is not what was captured: it is not flushed")
-                view, manifest = shard.view, shard.manifest  # one that was found in passing has no digests
-            else:
-                view = self._maps.view(files, ticket.size)
-            plain = replace(manifest, owed=(), generation=0)
-            given_up = lambda: any(self._failure(ticket, tier.kind) for tier in slow)  # noqa: E731
-            work = self._shares.divide(Work(ticket, files, view, self._site, plain), given_up)
-            run_chain(self._chain(tiers)[1], work, lambda *ended: self._report(ticket, tiers, *ended))
-        except Exception as error:
-            _log.error("%s: not flushed: %s", self._where(ticket), error)
-            for tier in slow:
-                self._note(ticket, tier.kind, f"{type(error).__name__}: {error}")
-        finally:
-            if shard is not None:
-                shard.close()
-            with self._lock:
-                failed = any(self._completion.failure(ticket.version, tier.kind) for tier in slow)
-                (self._away.add if failed else self._away.discard)(ticket.rank)
-                self._flushing.discard((ticket.version, ticket.rank))
-                self._holdings.needed.discard((ticket.version, ticket.rank))
-            if source is None:
-                self._end(files, ticket)
-            self._evaluate()
-
-    def _check_worth(self, ticket: Ticket) -> None:
-        """While a service is away only the newest version waits for it: the disk must not fill with all of them."""
-        with self._lock:
-            waiting = [version for version, rank in self._flushing if rank == ticket.rank]
-            newest = max(waiting, key=Version.age, default=ticket.version)
-            if ticket.rank in self._away and newest.age() > ticket.version.age():
-                raise TierError(f"left out: the one before failed there, and {newest} waits for it")
-
-    def _failure(self, ticket: Ticket, kind: str) -> str | None:
-        with self._lock:
-            return self._completion.failure(ticket.version, kind)
-
-    def _commit_later(self, version: Version, tier: Tier) -> None:
-        with self._lock:
-            if (version, tier.kind) not in self._committing:
-                self._committing.add((version, tier.kind))
-                self._far.submit(-1, self._commit, version, tier)
-
-    def _commit(self, version: Version, tier: Tier) -> None:
-        """Make a version visible in a tier that all nodes share; every node does, and all say the same."""
-        try:
-            world_size = self._completion.world_size(version, tier.kind)
-            self._holdings.store(tier).commit(version, world_size)
-            self._holdings.show(version, tier.kind)
-            for old in self._holdings.retain(shared=True):
-                with self._lock:
-                    self._forget(*old)
-            self._shares.tidy(version)
-        except EvergradError as error:
-            _log.error("%s: not committed in tier %s: %s", version, tier.kind, error)
-            with self._lock:
-                self._completion.note(version, tier.kind, self._rank or 0, 0, f"not committed: {error}")
-        finally:
-            with self._lock:
-                self._committing.discard((version, tier.kind))
-            self._evaluate()
-
-    def _note(self, ticket: Ticket, tier: str, failure: str | None) -> None:
-        with self._lock:
-            self._completion.note(ticket.version, tier, ticket.rank, ticket.world_size, failure)
 
     def _evaluate(self) -> None:
         """Tell what is complete now or never will be, retire what is no longer needed, say which arenas are free."""
@@ -445,7 +331,7 @@ class Engine:
                     self._forget(version, name)
             for version, tier in self._holdings.uncommitted():
                 if self._completion.failure(version, tier.kind) is None:
-                    self._commit_later(version, tier)
+                    self._flushing.commit_later(version, tier)
             lasting = {tier.kind for tier in tiers if tier.survives_reboot}
             for event in news:
                 if isinstance(event, Committed) and event.tier in lasting:
@@ -493,10 +379,6 @@ class Engine:
             if changed:
                 pause = _QUICK_S
                 self._evaluate()
-
-    @staticmethod
-    def _where(ticket: Ticket) -> str:
-        return f"{ticket.version}, rank {ticket.rank} of {ticket.world_size}"
 
 
 def _ticket(manifest: Manifest, tiers: Sequence[Tier]) -> Ticket:

@@ -54,10 +54,12 @@ class Ledger:
         return dict(zip(versions, together(record, versions), strict=True))
 
     def versions(self) -> list[Version]:
+        """Every version that has something there, oldest first."""
         found = (Version.parse(item.name) for item in self._bucket.items() if item.is_folder)
         return sorted((version for version in found if version is not None), key=Version.age)
 
     def names(self, version: Version) -> dict[str, int]:
+        """The objects of a version, with their sizes."""
         return {item.name: item.size for item in self._bucket.items(version.name) if not item.is_folder}
 
     def commit(self, version: Version) -> Commit | None:
@@ -75,11 +77,13 @@ class Ledger:
         return commit
 
     def remember(self, commit: Commit) -> None:
+        """Keep a record that was written or read."""
         if self._bucket.path(COMMIT_NAME) is None:  # a file is quickly read again
             with self._lock:
                 self._commits[commit.version] = commit
 
     def shard(self, commit: Commit, copy: Copy) -> StoredShard:
+        """What a record says of a rank's shard."""
         if not 0 <= copy.rank < commit.world_size:
             raise TierError(
                 f"{self._bucket.label(copy.version.name)}: has {commit.world_size} ranks, and no {copy.rank}"
@@ -87,6 +91,7 @@ class Ledger:
         return commit.shards[copy.rank]
 
     def manifest(self, commit: Commit, shard: StoredShard) -> bytes:
+        """A rank's manifest, which is what was committed."""
         name = f"{commit.version.name}/{shard_name(shard.rank)}.json"
         data = self._bucket.read(name)
         found = xxhash.xxh3_128_hexdigest(data)
