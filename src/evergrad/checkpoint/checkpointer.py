@@ -31,7 +31,7 @@ from evergrad.checkpoint.restore.resizing import Resize
 from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
 from evergrad.checkpoint.restore.sources import is_dcp_folder, named_version, stores_of
 from evergrad.checkpoint.settings import checked_meta, checked_step, checked_tiers
-from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_secrets
+from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_password, without_secrets
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, EvergradError, SaveRefused, UsageError
 from evergrad.state import Where
@@ -146,7 +146,7 @@ class Checkpointer:
         """
         self._check_usable()
         self._cadence.begin_save()
-        step, notes = checked_step(step), checked_meta(meta)
+        step = checked_step(step)
         ranks = Ranks.now()
         self._attach(ranks, step)
         # From here on a step back is another attempt, on every rank alike, whatever becomes of this save on one.
@@ -156,6 +156,7 @@ class Checkpointer:
         version, kinds = Version(step, self._attempt), [tier.kind for tier in tiers]
         durable = next((tier.kind for tier in tiers if tier.survives_reboot), kinds[0])
         try:
+            notes = checked_meta(meta)  # here, because one rank's may be wrong: the others must hear of it
             for message in self._board.errors():
                 warnings.warn(message, CheckpointWarning, stacklevel=2)
             pending = Pending(version, kinds, durable, self._board)
@@ -230,7 +231,9 @@ class Checkpointer:
         if self._restored is None:
             return None
         name = self._restored.version.name
-        self._parent, self._source = (name, None) if source is None else (f"{job}/{name}", os.fspath(source))
+        self._parent, self._source = (
+            (name, None) if source is None else (f"{job}/{name}", without_password(os.fspath(source)))
+        )
         self._attached = None  # what is saved from here on is another attempt
         return self._restored.version.step
 
@@ -277,7 +280,7 @@ class Checkpointer:
         """Make sure that this process group has an attempt of its own, in which this step comes next."""
         if ranks == self._attached and step > self._last_step:
             return
-        self._last_step = -1
+        self._attached, self._last_step = None, -1
         mine = ranks.together(lambda: self._begin_attempt(ranks))
         attempt = ranks.gather(mine)[0]
         ranks.together(lambda: self._take_part(ranks, attempt))

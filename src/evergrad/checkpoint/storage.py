@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -111,7 +112,8 @@ def remove_folder(path: Path) -> None:
 
 def publish(path: Path, text: bytes) -> None:
     """Write a small file that appears whole or not at all, and stays: write, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # On a shared file system another machine may publish the same name at the same time, from a process as numbered.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         fd = create(temporary)
         try:

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,10 @@ class InFlight:
             failure = error
         try:
             self.announce(failure)
+        except Exception as error:  # such as a trainer that is not served any more
+            _log.exception("a capture could not be announced")
+            with suppress(Exception):
+                self.announce(error)
         finally:
             self.copying = None
             self.ended.set()

@@ -64,10 +64,10 @@ class Pins:
     def pinned(self) -> set[Version]:
         """The versions that must stay: pinned, or tagged."""
         found = {Version.parse(name) for name in _names(self._pins)}
-        return {version for version in found if version is not None} | set(self.tags().values())
+        return {version for version in found if version is not None} | set(self.tags(strict=True).values())
 
-    def tags(self) -> dict[str, Version]:
-        """The tags, by name."""
+    def tags(self, *, strict: bool = False) -> dict[str, Version]:
+        """The tags, by name. One that is none is left out with a warning, or, if strict, an error."""
         found = {}
         for entry in _names(self._tags):
             name, dot, ending = entry.rpartition(".")
@@ -79,7 +79,12 @@ class Pins:
                     version = Version.parse(str(json.loads(file.read(_MAX_TAG_BYTES))["version"]))
             except FileNotFoundError:
                 continue  # taken away meanwhile
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            except OSError as error:
+                what = (error.strerror or str(error)).lower()
+                raise FileAccessError(path, f"cannot be read: {what}") from error
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                if strict:
+                    raise FileAccessError(path, f"is no tag: {error}. Tag the version again.") from error
                 _log.warning("%s: is no tag: %s. Tag the version again.", path, error)
                 continue
             if version is not None:

@@ -107,7 +107,7 @@ class Completion:
     def is_complete(self, version: Version, tier: str) -> bool:
         """Whether every rank's shard is there."""
         shards = self._known.get((version, tier))
-        return shards is not None and len(shards.ranks) == shards.world_size
+        return shards is not None and 0 < shards.world_size == len(shards.ranks)
 
     def has(self, version: Version, tier: str, rank: int) -> bool:
         """Whether a rank's shard is there."""

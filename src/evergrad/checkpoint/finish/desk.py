@@ -35,7 +35,13 @@ class Desk:
     def chain(self, tiers: Sequence[Tier]) -> tuple[list[Module], list[Module]]:
         """What a shard goes through, near and far."""
         stores = {tier.kind: self.holdings.store(tier) for tier in tiers}
-        return divided(arrange(stores, self.modules), {tier.kind for tier in tiers if tier.slow})
+        # A shard that does not go to some tier does not go through what follows it either.
+        there, modules = {"digest", *stores}, list[Module]()
+        for module in self.modules:
+            if getattr(module, "after", None) in (None, *there):
+                modules.append(module)
+                there.add(module.name)
+        return divided(arrange(stores, modules), {tier.kind for tier in tiers if tier.slow})
 
     def report(self, ticket: Ticket, tiers: Sequence[Tier], module: Module, error: Exception | None) -> None:
         """How a module ended."""

@@ -171,6 +171,10 @@ class Engine:
     def close(self) -> None:
         """Finish what is owed, and stop."""
         self._near.close()
+        self._flushing.workers.drain()
+        with self._lock:
+            self._completion.refresh()
+        self._evaluate()  # the last one to come finds everybody else's shards, and commits
         self._flushing.workers.close()
         self._closed.set()
         self._news.set()
@@ -215,7 +219,7 @@ class Engine:
         kinds = [tier["kind"] for tier in ticket.tiers]
         if "memory" not in kinds:
             return False
-        elsewhere = any(self._completion.is_complete(version, kind) for kind in kinds if kind != "memory")
+        elsewhere = any(version in self._holdings.complete(kind) for kind in kinds if kind != "memory")
         if self._completion.is_complete(version, "memory"):
             return bool(complete) and version == complete[-1] and not elsewhere
         overtaken = bool(complete) and complete[-1].age() > version.age()

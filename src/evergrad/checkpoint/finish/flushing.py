@@ -106,8 +106,8 @@ class Flushing:
 
     def _commit(self, version: Version, tier: Tier) -> None:
         """Make a version visible in a tier that all nodes share; every node does, and all say the same."""
+        world_size = self._desk.completion.world_size(version, tier.kind)
         try:
-            world_size = self._desk.completion.world_size(version, tier.kind)
             self._desk.holdings.store(tier).commit(version, world_size)
             self._desk.holdings.show(version, tier.kind)
             for old in self._desk.holdings.retain(shared=True):
@@ -117,7 +117,9 @@ class Flushing:
         except EvergradError as error:
             _log.error("%s: not committed in tier %s: %s", version, tier.kind, error)
             with self._desk.lock:
-                self._desk.completion.note(version, tier.kind, self._desk.rank or 0, 0, f"not committed: {error}")
+                self._desk.completion.note(
+                    version, tier.kind, self._desk.rank or 0, world_size, f"not committed: {error}"
+                )
         finally:
             with self._desk.lock:
                 self._committing.discard((version, tier.kind))

@@ -192,7 +192,7 @@ class Holdings:
                 old = copy.version not in kept and copy.version.age() < newest.age()
                 if shared:
                     old = old and copy.version in complete  # what was there before it was adopted is not ours
-                if old and (shared or (copy.version, copy.rank) not in self.needed):
+                if old and (shared or not self._is_awaited(copy)):
                     try:
                         store.drop(copy)
                     except EvergradError as error:
@@ -205,6 +205,18 @@ class Holdings:
                     forgotten.append((version, kind))
             self._visible -= set(forgotten)
         return forgotten
+
+    def _is_awaited(self, copy: Copy) -> bool:
+        """Whether a flush reads from a copy, or will."""
+        key = copy.version, copy.rank
+        with self._lock:
+            if key in self.needed:
+                return True
+            if key not in self._owed:
+                return False
+        kinds = {str(spec.get("kind")) for spec in self._owed[key][1].owed}
+        newest = [self.complete(kind)[-1:] for kind in kinds]
+        return not all(found and found[0].age() > copy.version.age() for found in newest)
 
     def _note(self, store: Store, copy: Copy) -> bool:
         try:

@@ -33,17 +33,21 @@ class Workers:
             worker.submit(self._do, act, *arguments)
             return True
 
-    def close(self) -> None:
+    def drain(self, *, closing: bool = False) -> None:
         """Wait until everything is done. What that itself submits is done, too."""
         while True:
             with self._lock:
                 workers = list(self._threads.values())
                 if not self.owed:
-                    self._closing = True
-                    break
+                    self._closing = closing
+                    return
             for worker in workers:
-                worker.submit(lambda: None).result()
-        for worker in workers:
+                worker.submit(_nothing).result()
+
+    def close(self) -> None:
+        """The same, and take no more."""
+        self.drain(closing=True)
+        for worker in self._threads.values():
             worker.shutdown(wait=True)
 
     def _do(self, act: Callable[..., None], *arguments: Any) -> None:
@@ -52,3 +56,7 @@ class Workers:
         finally:
             with self._lock:
                 self.owed -= 1
+
+
+def _nothing() -> None:
+    """Comes after what was submitted before it."""

@@ -41,8 +41,9 @@ def replaced(root: Json, path: str, new: Json) -> Json:
 
 
 def without(root: Json, paths: frozenset[str], at: str | None = None) -> Json:
-    """A skeleton that lacks what is at some paths; in a list or a tuple, where a place cannot be empty, it stays."""
-    return _changed(root, at, lambda here, node: [] if here in paths else None, paths)[0]
+    """A skeleton that lacks what is at some paths; a list or a tuple, where a place cannot be empty, goes whole."""
+    left = _changed(root, at, lambda here, node: [] if here in paths else None, paths)
+    return left[0] if left else {"dict": []}
 
 
 def _changed(
@@ -63,8 +64,10 @@ def _changed(
         found = _changed(child, join(at, segment), change, paths)
         if kind in ("dict", "odict"):
             made += ([entry[0], inner] for inner in found)
+        elif not found:  # a place in a list cannot be empty: all of it goes
+            return []
         else:
-            made += found or [child]
+            made += found
     return [{**node, kind: made}]
 
 

@@ -90,12 +90,26 @@ class Obtaining:
     def assembled(
         self, copies: Mapping[int, Sequence[Copy]], saved_size: int, ranks: Ranks, told: list[str]
     ) -> Obtained | None:
-        """This rank's state out of all shards that hold a part of it."""
-        same_size = saved_size == ranks.world_size
+        """This rank's state out of all shards that hold a part of it.
+
+        What is needed of whom depends on the copies that are taken: one may leave to another rank what the next holds
+        itself. So a copy that turns out to be damaged is left aside, and all begins anew with what is left.
+        """
+        left = {rank: list(copies[rank]) for rank in range(saved_size)}
+        while True:
+            manifests = self._manifests(left, told)
+            if manifests is None:
+                return None
+            obtained = self._assemble(left, manifests, ranks, told)
+            if obtained is not None:
+                return obtained
+
+    def _assemble(
+        self, left: dict[int, list[Copy]], manifests: Mapping[int, Manifest], ranks: Ranks, told: list[str]
+    ) -> Obtained | None:
+        """As above, from the first copy that is left of each rank; None, and one copy less, if one is damaged."""
+        same_size = len(manifests) == ranks.world_size
         base = ranks.rank if same_size else 0
-        manifests = self._manifests(copies, saved_size, told)
-        if manifests is None:
-            return None
         tensors: list[str] = []
         differ = False
         if not same_size:
@@ -107,15 +121,14 @@ class Obtaining:
         shards: dict[int, Shard] = {}
         try:
             for rank, paths in needed.items():
-                shard = next(
-                    (found for copy in copies[rank] if (found := self._open(copy, paths, told)) is not None), None
-                )
+                shard = self._open(left[rank][0], paths, told)
                 if shard is None:
+                    left[rank].pop(0)
                     return None
                 shards[rank] = shard
             source = Assembled(shards, base, self._room())
             values = own_values(shards) if differ else []
-            skipped = self._resize(source, shards, tensors, values, saved_size, ranks)
+            skipped = self._resize(source, shards, tensors, values, len(manifests), ranks)
             source.check()
             order = [shards[base], *(shard for rank, shard in shards.items() if rank != base)]
             obtained = Obtained(source, order, skipped=skipped)
@@ -151,21 +164,19 @@ class Obtaining:
         source.leave_out(left)
         return tuple(f"{path}: was each rank's own" for path in left)
 
-    def _manifests(
-        self, copies: Mapping[int, Sequence[Copy]], saved_size: int, told: list[str]
-    ) -> dict[int, Manifest] | None:
-        """The record of every rank's nearest copy that has one."""
+    def _manifests(self, left: dict[int, list[Copy]], told: list[str]) -> dict[int, Manifest] | None:
+        """The record of every rank's first copy; those without one are left aside."""
         found: dict[int, Manifest] = {}
-        for rank in range(saved_size):
-            for copy in copies[rank]:
+        for rank, copies in left.items():
+            while copies and rank not in found:
                 try:
-                    manifest = self.stores[copy.tier].read_manifest(copy)
-                except (EvergradError, OSError) as error:
-                    told.append(f"{copy.version} in tier {copy.tier}: {error}")
-                    continue
-                if manifest.job == self.job:
+                    manifest = self.stores[copies[0].tier].read_manifest(copies[0])
+                    if manifest.job != self.job:
+                        raise DamagedFile(copies[0].manifest, "describes another job's shard", found=manifest.job)
                     found[rank] = manifest
-                    break
+                except (EvergradError, OSError) as error:
+                    told.append(f"{copies[0].version} in tier {copies[0].tier}: {error}")
+                    copies.pop(0)
             if rank not in found:
                 return None
         return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.checkpoint.version import Version
-from evergrad.errors import CheckpointError, EvergradError
+from evergrad.errors import EvergradError
 
 __all__ = ["Offer", "Shelf", "look"]
 
@@ -49,8 +49,11 @@ def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> S
     own: set[Version] = set()
     for store in stores.values():
         try:
-            copies, torn = store.find(), store.torn(rank)
-        except CheckpointError as error:
+            # Of one rank, a folder that cannot be listed is found as well, and said to be damaged.
+            own_copies = [] if store.shared else store.find(rank)
+            copies = own_copies + [copy for copy in store.find() if store.shared or copy.rank != rank]
+            torn = store.torn(rank)
+        except (EvergradError, OSError) as error:
             _log.warning("rank %d: %s", rank, error)
             continue
         # What is wrong with a copy matters only where no nearer tier has the version.

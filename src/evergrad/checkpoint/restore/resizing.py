@@ -56,7 +56,10 @@ def resize(
     """Let the user's function choose what this rank gets; the source then gives that."""
     for path in tensors:
         given = _chosen(choose, path, source.saved(path), rank, world_size)
-        flat = flatten(given)
+        try:
+            flat = flatten(given)
+        except StateError as error:
+            raise RestoreError(f"{path}: resize gave what cannot be a tensor: {error}") from error
         if flat.tensors.keys() != {ROOT}:
             raise RestoreError(f"{path}: resize gave a {type(given).__name__}, and a tensor is expected")
         source.given[path] = flat.tensors[ROOT]

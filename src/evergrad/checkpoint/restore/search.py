@@ -77,7 +77,7 @@ def restore(
 
     `committed` is the newest version that is known to have been complete where it survives a reboot.
     """
-    shelf = look(job, stores, ranks.rank, ranks.world_size)
+    shelf = ranks.together(lambda: look(job, stores, ranks.rank, ranks.world_size))
     news = ranks.gather(_News(shelf.offers, shelf.damaged, shelf.torn, committed))
     size = ranks.world_size
     seen = {version for each in news for version in each.offers}
@@ -160,7 +160,7 @@ def _try(
             obtained, failure = None, None
             try:
                 obtained = way()
-            except RestoreError as error:  # not a matter of which copy: it has to be said
+            except Exception as error:  # not a matter of which copy, and the other ranks must not wait for this one
                 failure = error
             try:
                 states = ranks.gather(

@@ -10,6 +10,7 @@ from evergrad.checkpoint.arena_folder import arenas_root
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import find_home, reached
 from evergrad.checkpoint.job import node_name, safe_name
+from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
@@ -47,7 +48,8 @@ def stores_of(source: str | os.PathLike[str], tiers: list[Tier]) -> tuple[str, d
             parts = [tier.store(_site(home.job, safe_name(node_name()), home.run_dir))]
         known = stores.get(tier.kind)
         if parts:
-            stores[tier.kind] = _Several(([known] if known is not None else []) + parts) if len(parts) > 1 else parts[0]
+            parts = parts if known is None else [known, *parts]
+            stores[tier.kind] = _Several(parts) if len(parts) > 1 else parts[0]
     return home.job, stores
 
 
@@ -70,10 +72,11 @@ def _site(job: str, node: str, run_dir: Path | None) -> Site:
 
 
 class _Several(Store):
-    """The same tier on several nodes, to read from."""
+    """The same tier on several nodes, or in several places, to read from."""
 
     def __init__(self, parts: list[Store]) -> None:
         self._parts = parts
+        self._homes: dict[Copy, Store] = {}
 
     def check(self) -> None:
         for part in self._parts:
@@ -83,7 +86,15 @@ class _Several(Store):
         raise TierError(f"{work.version}: another job's tier is only read from")
 
     def find(self, rank: int | None = None) -> list[Copy]:
-        return [copy for part in self._parts for copy in part.find(rank)]
+        found = {copy: part for part in self._parts for copy in part.find(rank)}
+        self._homes |= found
+        return list(found)
+
+    def read_manifest(self, copy: Copy, *, digests: bool = True) -> Manifest:
+        return self._homes[copy].read_manifest(copy, digests=digests)
+
+    def fetch(self, copy: Copy, folder: Path) -> Copy:
+        return self._homes[copy].fetch(copy, folder)
 
     def torn(self, rank: int) -> dict[Version, Torn]:
         return {version: torn for part in self._parts for version, torn in part.torn(rank).items()}

@@ -1,7 +1,17 @@
 """Where versions live: one file a tier, nearest first."""
 
 from evergrad.checkpoint.tiers.compress import Compress, join_compression
-from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work, read_tiers, without_secrets
+from evergrad.checkpoint.tiers.contract import (
+    Copy,
+    Site,
+    Store,
+    Tier,
+    Torn,
+    Work,
+    read_tiers,
+    without_password,
+    without_secrets,
+)
 from evergrad.checkpoint.tiers.local import Local
 from evergrad.checkpoint.tiers.memory import Memory
 from evergrad.checkpoint.tiers.persistent import Persistent
@@ -19,5 +29,6 @@ __all__ = [
     "Work",
     "join_compression",
     "read_tiers",
+    "without_password",
     "without_secrets",
 ]

@@ -16,6 +16,7 @@ were committed; `begun` gives the shards of the others, and `commit` makes a ver
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +28,18 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import UsageError
 
-__all__ = ["Copy", "Site", "Store", "Tier", "Torn", "Work", "read_tiers", "tier_kinds", "without_secrets"]
+__all__ = [
+    "Copy",
+    "Site",
+    "Store",
+    "Tier",
+    "Torn",
+    "Work",
+    "read_tiers",
+    "tier_kinds",
+    "without_password",
+    "without_secrets",
+]
 
 _KINDS: dict[str, type[Tier]] = {}
 
@@ -167,8 +179,20 @@ class Tier(ABC):
 
 
 def without_secrets(spec: dict[str, Any]) -> dict[str, Any]:
-    """Settings as others may read them: options of a storage service may hold keys."""
-    return {name: value for name, value in spec.items() if name != "options"}
+    """Settings as others may read them: options of a storage service may hold keys, and a URL a password."""
+    shown = {name: value for name, value in spec.items() if name != "options"}
+    if isinstance(shown.get("url"), str):
+        shown["url"] = without_password(shown["url"])
+    return shown
+
+
+def without_password(url: str) -> str:
+    """A URL without the user and the password in it.
+
+    >>> without_password("ftp://me:secret@host/x"), without_password("s3://bucket/a@b")
+    ('ftp://host/x', 's3://bucket/a@b')
+    """
+    return re.sub(r"^([a-z][a-z0-9+.-]*://)[^/@]*@", r"\1", url, flags=re.IGNORECASE)
 
 
 def tier_kinds() -> list[str]:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,6 +34,7 @@ __all__ = ["JOB_NAME", "PersistentStore"]
 
 JOB_NAME = "JOB.json"
 _SCHEMA_VERSION = 1
+_PATIENCE_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -133,10 +135,14 @@ class PersistentStore(Store):
                             f"ranks (expected job {self._site.job}, {world_size})"
                         )
                     return
-            names = self._ledger.names(version)
+            names = self._listed(version, world_size)
             shards = together(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
             record = Commit.of(shards)
-            self._bucket.write(f"{version.name}/{COMMIT_NAME}", record.to_bytes())
+            try:
+                self._bucket.write(f"{version.name}/{COMMIT_NAME}", record.to_bytes())
+            except (TierError, FileNotFoundError):
+                if self._ledger.commit(version) != record:  # else another node was first, and wrote the same
+                    raise
             self._ledger.remember(record)
         try:
             self.tidy(version)
@@ -163,7 +169,8 @@ class PersistentStore(Store):
 
         def is_over(name: str) -> bool:
             version = Version.parse(name.partition("/")[0])
-            return version is not None and version.age() <= newest.age() and version not in left_alone
+            # Of the newest one other nodes may be writing the very same record now.
+            return version is not None and version.age() < newest.age() and version not in left_alone
 
         self._bucket.abandon("", is_over)
         if over:
@@ -273,6 +280,15 @@ class PersistentStore(Store):
             found = "missing" if stored is None else f"{stored} bytes, and not {manifest.size}"
             raise TierError(f"{self._bucket.label(version.name)}/{payload}: {found}")
         return data, manifest, stored
+
+    def _listed(self, version: Version, world_size: int) -> dict[str, int]:
+        """What lies there of a version; a network file system may take a moment to show what another node wrote."""
+        end = time.monotonic() + _PATIENCE_S
+        while True:
+            names = self._ledger.names(version)
+            if all(f"{shard_name(rank)}.json" in names for rank in range(world_size)) or time.monotonic() > end:
+                return names
+            time.sleep(0.1)
 
     def _is_our_leftover(self, version: Version, names: dict[str, int]) -> bool:
         """Whether what is left of a version is ours to remove."""
