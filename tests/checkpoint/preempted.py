@@ -24,6 +24,7 @@ import torch
 from torch import distributed
 
 import evergrad as eg
+import evergrad.checkpoint.checkpointer
 from evergrad.checkpoint.cadence import Cadence
 from evergrad.errors import CheckpointError
 

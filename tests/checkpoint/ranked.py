@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 
 import evergrad as eg
+import evergrad.checkpoint.checkpointer
 from evergrad.errors import CheckpointError, EvergradError, RestoreError
 
 

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first step of an optimizer would import it, in every rank
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from torch import distributed, nn
 
 import evergrad as eg
+import evergrad.checkpoint.checkpointer
 from evergrad.errors import RestoreError
 
 FEATURES = 7  # divides by nothing: pieces of different sizes, and empty ones
@@ -56,11 +60,9 @@ class Rank:
         model: nn.Module = Net()
         wrapped = model
         if kind == "fsdp":
-            from torch.distributed.fsdp import fully_shard
-
             for layer in (model.first, model.last):
-                fully_shard(layer)
-            fully_shard(model)
+                torch.distributed.fsdp.fully_shard(layer)
+            torch.distributed.fsdp.fully_shard(model)
         elif kind == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model)
             self.wrapped = wrapped  # kept alive: what is saved is the module inside
@@ -238,9 +240,13 @@ SCENARIOS: dict[str, list[Phase]] = {
         (1, restore("fsdp", steps=2, version=30)),
         (1, restore("plain", version=30)),
     ],
-    "fsdp bucket": [(4, save("fsdp", _disk, _bucket)), (3, restore("fsdp", _bucket)), (1, restore("plain", _bucket, version=30))],
+    "fsdp bucket": [
+        (4, save("fsdp", _disk, _bucket)), (3, restore("fsdp", _bucket)), (1, restore("plain", _bucket, version=30)),
+    ],
     "ddp": [(4, save("ddp")), (2, restore("ddp")), (1, restore("plain", steps=1, version=30))],
-    "ddp bucket": [(4, save("ddp", _disk, _bucket)), (4, restore("ddp", _bucket)), (2, restore("ddp", _bucket, version=30))],
+    "ddp bucket": [
+        (4, save("ddp", _disk, _bucket)), (4, restore("ddp", _bucket)), (2, restore("ddp", _bucket, version=30)),
+    ],
     "ddp to fsdp": [(2, save("ddp")), (2, restore("fsdp")), (3, restore("fsdp", version=30))],
     "own": [(4, save_own), (2, restore_own), (1, restore_own)],
     "claims": [(3, claim_what_differs), (3, get_what_differs)],

@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 
 import evergrad as eg
+import evergrad.checkpoint.checkpointer
 
 WORLD_SIZE = 2
 

@@ -29,8 +29,12 @@ def cut(version: Path) -> None:
     held = Manifest.read(version / "rank-00000.json").digests["a"]
     manifest = replace(
         Manifest.read(record),
-        size=len(new), data_start=len(new), header=xxhash.xxh3_128_hexdigest(new), digests={}, elsewhere={"a": (0, held)},
-    )  # fmt: skip
+        size=len(new),
+        data_start=len(new),
+        header=xxhash.xxh3_128_hexdigest(new),
+        digests={},
+        elsewhere={"a": (0, held)},
+    )
     record.write_bytes(manifest.to_bytes())
     commit(version)
 

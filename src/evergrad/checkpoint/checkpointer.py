@@ -231,9 +231,9 @@ class Checkpointer:
         if self._restored is None:
             return None
         name = self._restored.version.name
-        self._parent, self._source = (
-            (name, None) if source is None else (f"{job}/{name}", without_password(os.fspath(source)))
-        )
+        self._parent, self._source = name, None
+        if source is not None:
+            self._parent, self._source = f"{job}/{name}", without_password(os.fspath(source))
         self._attached = None  # what is saved from here on is another attempt
         return self._restored.version.step
 

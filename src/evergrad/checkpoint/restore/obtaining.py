@@ -21,7 +21,7 @@ from evergrad.checkpoint.restore.objects import live_tensors
 from evergrad.checkpoint.restore.resizing import Resize, own_tensors, own_values, refuse, resize
 from evergrad.checkpoint.restore.shard import Shard
 from evergrad.checkpoint.tiers import Copy, Store
-from evergrad.errors import EvergradError, FormatError
+from evergrad.errors import DamagedFile, EvergradError, FormatError
 from evergrad.state import Skeleton, Where
 
 __all__ = ["Obtained", "Obtaining"]

@@ -168,9 +168,12 @@ class PersistentStore(Store):
                     left_alone.add(version)
 
         def is_over(name: str) -> bool:
-            version = Version.parse(name.partition("/")[0])
-            # Of the newest one other nodes may be writing the very same record now.
-            return version is not None and version.age() < newest.age() and version not in left_alone
+            folder, _, rest = name.partition("/")
+            version = Version.parse(folder)
+            if version is None or version in left_alone:
+                return False
+            # Of the newest one all shards are there; its record another node may be writing at this moment.
+            return version.age() < newest.age() or (version == newest and rest.lstrip(".").startswith("rank-"))
 
         self._bucket.abandon("", is_over)
         if over:
