@@ -115,18 +115,20 @@ def note_what_is_no_json(me: Rank) -> None:
         for step in (10, 20, 30, 40, 50):
             bad = step in (20, 30)
             meta = {"loss": float("nan") if bad and me.rank == 0 else 1.0}
+            told = []
             try:
                 pending = ck.save(step, {"x": torch.full((3,), float(step))}, meta=meta)
             except UsageError as error:
-                assert bad and me.rank == 0, error
+                told = [str(error)]
             else:
-                assert not (bad and me.rank == 0), "saved, and its notes are no JSON"
                 for tier in ("local", "persistent") if step in (10, 30, 50) else ("local",):
                     try:
                         pending.wait(tier, timeout=PATIENCE_S)
-                        assert not bad, f"step {step} counts as complete, and rank 0 never saved it"
                     except TierError as error:
-                        assert bad and "rank 0: not captured: UsageError" in str(error), error
+                        assert "rank 0: not captured: UsageError" in str(error), error
+                        told.append(str(error))
+            expected = 0 if not bad else 2 if step == 30 and me.rank else 1  # once at save, or for each tier
+            assert len(told) == expected, (step, told)
             together(me)
     together(me)
     assert me.committed() == ["v0000000010-01", "v0000000050-01"], me.committed()
@@ -140,7 +142,8 @@ def owned(value: float) -> dict[str, Any]:
         return torch.full((3,), value)
 
     return {
-        "list": [tensor()], "numbers": [int(value)], "pair": (int(value), "same"), "deep": [{"inner": [tensor(), "same"]}],
+        "list": [tensor()], "numbers": [int(value)], "pair": (int(value), "same"),
+        "deep": [{"inner": [tensor(), "same"]}],
         "dict": {"number": int(value), "tensor": tensor()},
     }  # fmt: skip
 
@@ -190,9 +193,10 @@ def answer_oddly(me: Rank) -> None:
             live = {**owned(-1), "epoch": 0}
             try:
                 ck.restore(live, resize=choose)
-            except (EvergradError, KeyError) as error:
-                assert me.rank == 2 or isinstance(error, EvergradError), repr(error)
-                assert me.rank == 2 or str(error).startswith("rank 2: "), error
+            except Exception as error:
+                if me.rank != 2:
+                    assert isinstance(error, EvergradError), repr(error)
+                    assert str(error).startswith("rank 2: "), error
             else:
                 raise AssertionError(f"odd answer {number} was taken")
             assert str(live) == str({**owned(-1), "epoch": 0}), live

@@ -60,9 +60,12 @@ class Rank:
         model: nn.Module = Net()
         wrapped = model
         if kind == "fsdp":
+            mesh = torch.distributed.device_mesh.init_device_mesh(
+                "cpu", (self.world_size,)
+            )  # also where there is a GPU
             for layer in (model.first, model.last):
-                torch.distributed.fsdp.fully_shard(layer)
-            torch.distributed.fsdp.fully_shard(model)
+                torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+            torch.distributed.fsdp.fully_shard(model, mesh=mesh)
         elif kind == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model)
             self.wrapped = wrapped  # kept alive: what is saved is the module inside

@@ -23,6 +23,10 @@ from evergrad.errors import SaveRefused, TierError
 from evergrad.state import flatten
 from states import some_bits
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a stand-in is for where there is no GPU: test_capture_cuda.py has the real one"
+)
+
 WIDE = 160  # a square of it is more than SETTLED_BYTES
 
 

@@ -150,7 +150,8 @@ def load_10(rank: int) -> None:
         try:
             dcp.load(live, storage_reader=TierReader(ck, version=20))
         except dcp.CheckpointException as error:
-            assert "version 20 cannot be loaded" in str(error), error
+            # torch before 2.12 keeps the reason to itself.
+            assert "version 20 cannot be loaded" in str(error) or "metadata is None" in str(error), error
         else:
             raise AssertionError("a corrupt version was loaded")
         assert live["step"] == 0, "something was touched"

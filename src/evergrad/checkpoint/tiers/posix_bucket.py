@@ -109,11 +109,12 @@ class PosixBucket(Bucket):
         return self._root / name
 
     def _clear(self, folder: str, stem: str, is_over: Callable[[str], bool]) -> None:
-        """Remove the partial files of a folder, and the folder itself if nothing else is in it."""
+        """Remove the partial files of a folder that are over, and the folder itself if it is, and nothing is in it."""
         for entry in os.listdir(self._root / folder):
             if entry.startswith(f".{stem}") and entry.endswith(_PARTIAL) and is_over(f"{folder}/{entry[1:]}"):
                 storage.remove(self._root / folder / entry)
-        storage.remove_folder(self._root / folder)
+        if is_over(f"{folder}/"):  # else someone may be about to write there
+            storage.remove_folder(self._root / folder)
 
     def _retry(self, what: str, call: Callable[[], _T]) -> _T:
         return self.access.retry(what, call)
