@@ -37,7 +37,7 @@ check: install  ## style, types, and the rules of the house
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
-	$(PYTEST) -q -m check
+	$(PYTEST) -q -n 2 -m check
 
 bench: install  ## every benchmark; results go to benchmarks/results
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[rivals]'

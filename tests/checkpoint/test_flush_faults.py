@@ -21,6 +21,7 @@ from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Work
 from evergrad.checkpoint.tiers.persistent_store import PersistentStore
+from evergrad.checkpoint.tiers.posix_bucket import PosixBucket
 from evergrad.errors import EvergradError, SaveRefused, TierError
 
 SECONDS = 20.0
@@ -289,3 +290,17 @@ def test_versions_under_a_path_that_an_earlier_attempt_used_are_found(disks: Dis
             live = state(0)
             assert ck.restore(live, source=disks.run, version=asked) == step
             assert holds(live, step)
+
+
+def test_a_record_that_another_node_wrote_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = PosixBucket.write
+
+    def too_late(self: PosixBucket, name: str, data: bytes, **how: Any) -> None:
+        write(self, name, data, **how)
+        if name.endswith("COMMIT.json"):
+            raise FileNotFoundError(name)
+
+    monkeypatch.setattr(PosixBucket, "write", too_late)
+    tiers = [eg.Local(tmp_path / "disk"), eg.Persistent(f"file://{tmp_path}/bucket")]
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)

@@ -306,7 +306,7 @@ def test_a_corrupt_version_is_passed_over_for_the_one_before(
     with pytest.raises(RestoreError, match=r"version 2 cannot be loaded: .*x: not what was captured"):
         _ = TierReader(ck, version=2).version
     # torch before 2.12 keeps the reason to itself.
-    with pytest.raises(dcp.CheckpointException, match="version 2 cannot be loaded|metadata is None"):
+    with pytest.raises(dcp.CheckpointException, match=r"version 2 cannot be loaded|metadata is None"):
         dcp.load(live, storage_reader=TierReader(ck, version=2))
     assert not live["x"].any()
     with caplog.at_level(logging.WARNING, "evergrad"):

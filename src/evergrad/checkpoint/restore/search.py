@@ -162,10 +162,9 @@ def _try(
                 obtained = way()
             except Exception as error:  # not a matter of which copy, and the other ranks must not wait for this one
                 failure = error
+            why_not = "" if failure is None else str(failure) or type(failure).__name__
             try:
-                states = ranks.gather(
-                    (obtained is not None, str(failure) if failure else "", obtained and obtained.fits)
-                )
+                states = ranks.gather((obtained is not None, why_not, obtained is not None and obtained.fits))
                 if failure is not None:
                     raise failure
                 for rank, (_, why, _) in enumerate(states):

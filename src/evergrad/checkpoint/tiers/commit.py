@@ -59,10 +59,10 @@ class Commit:
     def of(cls, shards: Sequence[tuple[bytes, Manifest, int]]) -> Commit:
         """From all ranks' manifests, in order: as bytes, as read, and how many bytes of payload are stored."""
         first = shards[0][1]
-        stored = [
+        stored = tuple(
             StoredShard(m.rank, payload_name(m.rank, m.encoding), m.size, size, xxhash.xxh3_128_hexdigest(data))
             for data, m, size in shards
-        ]
+        )
         return cls(
             first.job, first.version, first.world_size, first.time, stored, first.parent, first.meta, first.encoding
         )
