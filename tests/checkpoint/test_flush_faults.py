@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from s3_jobs import Trainer, holds, state, until
 
 import evergrad as eg
