@@ -23,7 +23,22 @@ from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, Where, join, role_of, select
 from evergrad.state.paths import segments
 
-__all__ = ["Wanted", "declared", "is_spread", "known", "local_of", "place_of", "spec_of", "stateful_paths"]
+__all__ = [
+    "Wanted",
+    "can_be_spread",
+    "declared",
+    "is_spread",
+    "known",
+    "local_of",
+    "place_of",
+    "spec_of",
+    "stateful_paths",
+]
+
+
+def can_be_spread() -> bool:
+    """Whether there can be a DTensor in this process."""
+    return "torch.distributed.tensor" in sys.modules
 
 
 def is_spread(tensor: object) -> TypeGuard[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evergrad.checkpoint.capture.spread import Wanted, declared, known, local_of, stateful_paths
+from evergrad.checkpoint.capture.spread import Wanted, can_be_spread, declared, known, local_of, stateful_paths
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.ranks import Ranks
@@ -84,7 +84,8 @@ class Obtaining:
                 shard.close()
                 continue
             saved = Placements.from_json(shard.manifest.placements).sharded
-            return Obtained(shard, [shard], fits=self._room().fits(saved))
+            whole = not saved and not can_be_spread()  # then nobody has to look at tens of thousands of tensors
+            return Obtained(shard, [shard], fits=whole or self._room().fits(saved))
         return None
 
     def assembled(
