@@ -304,4 +304,5 @@ def test_a_record_that_another_node_wrote_first_counts(tmp_path: Path, monkeypat
     monkeypatch.setattr(PosixBucket, "write", too_late)
     tiers = [eg.Local(tmp_path / "disk"), eg.Persistent(f"file://{tmp_path}/bucket")]
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
-        ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
+        version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
+    assert (tmp_path / "bucket" / version.name / "COMMIT.json").exists()
