@@ -150,7 +150,7 @@ def load_10(rank: int) -> None:
         try:
             dcp.load(live, storage_reader=TierReader(ck, version=20))
         except dcp.CheckpointException as error:
-            # torch before 2.12 keeps the reason to itself.
+            # torch 2.11 keeps the reason to itself.
             assert "version 20 cannot be loaded" in str(error) or "metadata is None" in str(error), error
         else:
             raise AssertionError("a corrupt version was loaded")

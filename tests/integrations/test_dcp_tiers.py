@@ -305,7 +305,7 @@ def test_a_corrupt_version_is_passed_over_for_the_one_before(
     live = {"x": torch.zeros(5)}
     with pytest.raises(RestoreError, match=r"version 2 cannot be loaded: .*x: not what was captured"):
         _ = TierReader(ck, version=2).version
-    # torch before 2.12 keeps the reason to itself.
+    # torch 2.11 keeps the reason to itself.
     with pytest.raises(dcp.CheckpointException, match=r"version 2 cannot be loaded|metadata is None"):
         dcp.load(live, storage_reader=TierReader(ck, version=2))
     assert not live["x"].any()
