@@ -19,10 +19,14 @@ from s3_jobs import Trainer, holds, state, until
 import evergrad as eg
 from evergrad.checkpoint.capture.recorder import InFlight, _finish
 from evergrad.checkpoint.catalogue.pins import Pins
+from evergrad.checkpoint.finish.completion import Completion
+from evergrad.checkpoint.finish.link import ThreadLink
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Work
+from evergrad.checkpoint.tiers.ledger import Ledger
 from evergrad.checkpoint.tiers.persistent_store import PersistentStore
 from evergrad.checkpoint.tiers.posix_bucket import PosixBucket
+from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, SaveRefused, TierError
 
 SECONDS = 20.0
@@ -306,3 +310,47 @@ def test_a_record_that_another_node_wrote_first_counts(tmp_path: Path, monkeypat
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
         version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
     assert (tmp_path / "bucket" / version.name / "COMMIT.json").exists()
+
+
+def test_a_listing_that_shows_another_nodes_shard_late_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, asked = Ledger.names, []
+
+    def late(self: Ledger, version: Version) -> dict[str, int]:
+        asked.append(version)
+        return {} if len(asked) == 1 else names(self, version)
+
+    monkeypatch.setattr(Ledger, "names", late)
+    tiers = [eg.Local(tmp_path / "disk"), eg.Persistent(f"file://{tmp_path}/bucket")]
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
+    assert len(asked) >= 2
+    assert (tmp_path / "bucket" / version.name / "COMMIT.json").exists()
+
+
+def test_a_version_that_only_a_failure_is_known_of_is_not_complete(tmp_path: Path) -> None:
+    (tmp_path / "complete").mkdir()
+    books = Completion(tmp_path, "n0")
+    books.note(Version(10, 1), "persistent", 0, 0, "not committed: no such bucket")
+    assert not books.is_complete(Version(10, 1), "persistent")
+    assert books.complete() == []
+
+
+def test_an_arena_is_kept_while_its_version_is_uploaded_and_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: PersistentStore, version: Version, world_size: int) -> None:
+        raise TierError("no room for a record")
+
+    tiers = [eg.Memory(), eg.Persistent(f"file://{tmp_path}/bucket", patience_s=0)]
+    monkeypatch.setattr(PersistentStore, "commit", refused)
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        with pytest.raises(TierError, match="no room for a record"):
+            ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
+        live = {"x": torch.zeros(3)}
+        assert isinstance(ck._link, ThreadLink)
+        assert ck._link._engine is not None
+        assert ck._link._engine.free_arenas(0) == {}, "the only copy may be overwritten"
+        assert ck.restore(live) == 10
+        assert live["x"].tolist() == [1.0, 1.0, 1.0]
