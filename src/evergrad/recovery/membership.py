@@ -1,0 +1,185 @@
+"""What ranks and the coordinator tell each other through the store: reports, plans, and the names of the keys.
+
+The ranks of a job pass *points* one after the other, numbered from 0: the beginning of an epoch, the end of every
+backward pass that reduces gradients, the end of an epoch. A point is passed together: a rank that has passed one knows
+that every other rank has reached it, with all gradients reduced, and that what only one rank has (its RNG, its
+buffers) is held by its neighbour too. So ranks are never further apart than one point.
+
+A *generation* is one membership of the job. When it breaks, every survivor reports the point that it could not pass,
+the coordinator decides from the reports alone, and the plan of the next generation tells each one what to do:
+
+    generation g breaks ──▶ broken/g ──▶ every survivor: report/g/<uid> ──▶ coordinator: plan/g+1 ──▶ all go on
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["SCHEMA_VERSION", "Keys", "Plan", "Point", "Report", "Verdict"]
+
+SCHEMA_VERSION = 1
+
+
+class Point(StrEnum):
+    """What kind of point a rank could not pass."""
+
+    BEGIN = "begin"
+    STEP = "step"
+    END = "end"
+    JOIN = "join"
+    """Not a point: everyone stopped before the next step, on purpose, to let called spares in."""
+
+
+class Verdict(StrEnum):
+    """What a survivor does next."""
+
+    PROCEED = "proceed"
+    """Another survivor has passed your point, so it counts: all you need is there. Go on as if you had passed it."""
+    RETRY = "retry"
+    """Nobody has passed it, and nothing was lost: try again in the new generation (begin, end)."""
+    REDO = "redo"
+    """Nothing of this mini-batch remains; do it again."""
+    REPAIR = "repair"
+    """Keep the gradients that all survivors have reduced, reduce the others among survivors."""
+    RESTART = "restart"
+    """Back to the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one survivor saw of a broken generation."""
+
+    uid: int
+    rank: int
+    generation: int
+    point: int
+    """The number of the point that it could not pass."""
+    kind: Point
+    step: int
+    """Steps that this rank has applied."""
+    done: tuple[int, ...] = ()
+    """The buckets that were reduced, of `buckets` in all."""
+    buckets: int = 0
+    reason: str = ""
+
+    def to_json(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self) | {"schema_version": SCHEMA_VERSION})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Report:
+        """Back from text."""
+        fields = _fields(text)
+        return cls(**fields | {"kind": Point(fields["kind"]), "done": tuple(fields["done"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One generation: who is in it, and how it begins."""
+
+    generation: int
+    members: tuple[int, ...]
+    """The uid of each rank, by rank."""
+    previous: tuple[int, ...] = ()
+    """The members of the generation before, by rank."""
+    joiners: tuple[int, ...] = ()
+    """Members that have no state yet: called spares, and ranks that were started anew."""
+    source: int | None = None
+    """The uid that joiners get the job's state from; None if there is none to get: the job begins, or restarts."""
+    point: int = 0
+    """The point at which the members go on: for survivors that were told to proceed, the one after theirs."""
+    kind: Point = Point.BEGIN
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    """What each survivor does, by uid."""
+    takes: dict[int, int] = field(default_factory=dict)
+    """Which rank of the generation before a joiner takes the place of, by uid."""
+    keepers: dict[int, int] = field(default_factory=dict)
+    """Who holds what only that rank had, by the joiner's uid; a joiner that is missing here goes on inexactly."""
+    todo: tuple[int, ...] = ()
+    """The buckets that are reduced again (repair)."""
+    dead: tuple[int, ...] = ()
+    """The uids that are gone since the generation before."""
+    restart: bool = False
+    """Everyone goes back to the newest checkpoint."""
+    relaunch: bool = False
+    """Every process starts the script anew first."""
+    calls: tuple[int, ...] = ()
+    """Spares that will take the place of dead ranks: everyone stops before the next step to let them in."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self.members)
+
+    def rank_of(self, uid: int) -> int | None:
+        """The rank of a process in this generation; None if it has none."""
+        return self.members.index(uid) if uid in self.members else None
+
+    def to_json(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self) | {"schema_version": SCHEMA_VERSION})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Back from text."""
+        fields = _fields(text)
+        for name in ("members", "previous", "joiners", "todo", "dead", "calls"):
+            fields[name] = tuple(fields[name])
+        for name in ("takes", "keepers"):
+            fields[name] = {int(key): value for key, value in fields[name].items()}
+        fields["verdicts"] = {int(key): Verdict(value) for key, value in fields["verdicts"].items()}
+        return cls(**fields | {"kind": Point(fields["kind"])})
+
+
+class Keys:
+    """The names under which the store holds things; g is a generation, uid a process."""
+
+    fatal = "fatal"
+    """A message: the job cannot go on, and nobody shall try."""
+    progress = "progress"
+    """JSON, a few times a second: what the status line shows."""
+
+    @staticmethod
+    def joined(uid: int) -> str:
+        """This process called `eg.join`: JSON of what it brings (pid, whether it has a checkpointer)."""
+        return f"joined/{uid}"
+
+    @staticmethod
+    def waiting(uid: int) -> str:
+        """This process has no rank, and waits in `job.batches` to be called."""
+        return f"waiting/{uid}"
+
+    @staticmethod
+    def called(uid: int) -> str:
+        """The generation that a waiting process is called into."""
+        return f"called/{uid}"
+
+    @staticmethod
+    def broken(generation: int) -> str:
+        """Why a generation broke: set by the first who knows."""
+        return f"broken/{generation}"
+
+    @staticmethod
+    def report(generation: int, uid: int) -> str:
+        """The report of a survivor."""
+        return f"report/{generation}/{uid}"
+
+    @staticmethod
+    def plan(generation: int) -> str:
+        """The plan of a generation; once it is there it never changes."""
+        return f"plan/{generation}"
+
+    @staticmethod
+    def fired(index: int) -> str:
+        """How often a scheduled failure has happened."""
+        return f"fired/{index}"
+
+
+def _fields(text: str | bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(text)
+    version = fields.pop("schema_version")
+    assert version == SCHEMA_VERSION, f"schema {version}: ranks and launcher are of different versions"
+    return fields
