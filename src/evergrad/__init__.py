@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         undo,
     )
     from evergrad.records import Comparison, Role, TensorDiff, TensorInfo
+    from evergrad.recovery import Job, join
     from evergrad.state import FlatState, Skeleton, flatten, select, unflatten
 
 __version__ = "0.1.0"
@@ -71,6 +72,7 @@ _HOMES = {
     "Fault": "injection",
     "FlatState": "state",
     "InjectionLog": "injection",
+    "Job": "recovery",
     "Local": "checkpoint",
     "MaxOverhead": "checkpoint",
     "Memory": "checkpoint",
@@ -92,6 +94,7 @@ _HOMES = {
     "convert": "formats",
     "flatten": "state",
     "inject": "injection",
+    "join": "recovery",
     "load_hdf5": "formats",
     "match": "formats",
     "open_checkpoint": "formats",
@@ -118,6 +121,7 @@ __all__ = [
     "Fault",
     "FlatState",
     "InjectionLog",
+    "Job",
     "Local",
     "MaxOverhead",
     "Memory",
@@ -139,6 +143,7 @@ __all__ = [
     "convert",
     "flatten",
     "inject",
+    "join",
     "load_hdf5",
     "match",
     "open_checkpoint",

@@ -11,6 +11,8 @@
     │   ├── TierError         a tier that cannot be written or read: full, read-only, gone
     │   ├── AgentError        the agent cannot be started or reached
     │   └── RestoreError      versions exist, and none of them can be restored
+    ├── RecoveryError         a job could not go on after a failure
+    │   └── RankLost          another rank is gone, and here only a restart helps
     └── FormatError           a file or folder that cannot be served
         ├── FileAccessError   missing, not readable, not writable, disk full
         ├── UnknownFormat     no format recognises the content
@@ -38,6 +40,8 @@ __all__ = [
     "FileAccessError",
     "FormatError",
     "LimitExceeded",
+    "RankLost",
+    "RecoveryError",
     "RestoreError",
     "SaveRefused",
     "StateError",
@@ -111,6 +115,14 @@ class AgentError(CheckpointError):
 
 class RestoreError(CheckpointError):
     """Versions exist, and none of them can be restored; starting anew must be decided by a person."""
+
+
+class RecoveryError(EvergradError):
+    """A job could not go on after a failure."""
+
+
+class RankLost(RecoveryError):
+    """Another rank is gone, and whoever started this one has to start all of them again."""
 
 
 class FormatError(EvergradError):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-VERBS = ["demo", "inspect", "verify", "diff", "convert", "inject", "undo", "replay", "checkpoints", "agent"]
+VERBS = ["demo", "inspect", "verify", "diff", "convert", "inject", "undo", "replay", "checkpoints", "run", "agent"]
 
 
 def evergrad(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

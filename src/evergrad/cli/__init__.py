@@ -19,13 +19,13 @@ import typer
 from typer.core import TyperGroup
 
 from evergrad import __version__
-from evergrad.cli import agent, checkpoints, convert, demo, diff, inject, inspect, replay, undo, verify
+from evergrad.cli import agent, checkpoints, convert, demo, diff, inject, inspect, replay, run, undo, verify
 from evergrad.cli.output import printable, safe_streams
 from evergrad.errors import EvergradError
 
 __all__ = ["app", "main"]
 
-_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, agent)
+_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, run, agent)
 
 
 class _Workflow(TyperGroup):
@@ -55,7 +55,8 @@ for _verb in _VERBS:
     if _verb is checkpoints:
         app.add_typer(checkpoints.app)
     else:
-        app.command(_name_of(_verb), epilog=_verb.EPILOG)(getattr(_verb, _name_of(_verb)))
+        _settings = getattr(_verb, "CONTEXT", None)
+        app.command(_name_of(_verb), epilog=_verb.EPILOG, context_settings=_settings)(getattr(_verb, _name_of(_verb)))
 
 
 def _version(asked: bool) -> None:

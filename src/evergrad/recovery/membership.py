@@ -64,6 +64,8 @@ class Report:
     """The buckets that were reduced, of `buckets` in all."""
     buckets: int = 0
     reason: str = ""
+    has_state: bool = True
+    """Whether it has the job's state: not if it was to get it when the generation broke."""
 
     def to_json(self) -> str:
         """As text for the store."""
@@ -95,7 +97,7 @@ class Plan:
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     """What each survivor does, by uid."""
     takes: dict[int, int] = field(default_factory=dict)
-    """Which rank of the generation before a joiner takes the place of, by uid."""
+    """Which rank of the generation before a joiner takes the place of, by uid; not for a place vacant since earlier."""
     keepers: dict[int, int] = field(default_factory=dict)
     """Who holds what only that rank had, by the joiner's uid; a joiner that is missing here goes on inexactly."""
     todo: tuple[int, ...] = ()
@@ -108,6 +110,10 @@ class Plan:
     """Every process starts the script anew first."""
     calls: tuple[int, ...] = ()
     """Spares that will take the place of dead ranks: everyone stops before the next step to let them in."""
+    vacant: tuple[tuple[int, int], ...] = ()
+    """The places they will take: position among members and vacant places together, and the uid of who had it."""
+    held: dict[int, int] = field(default_factory=dict)
+    """Who holds what only that member has, since the last point that was passed: in force until the next one is."""
 
     @property
     def world_size(self) -> int:
@@ -128,7 +134,8 @@ class Plan:
         fields = _fields(text)
         for name in ("members", "previous", "joiners", "todo", "dead", "calls"):
             fields[name] = tuple(fields[name])
-        for name in ("takes", "keepers"):
+        fields["vacant"] = tuple((position, uid) for position, uid in fields["vacant"])
+        for name in ("takes", "keepers", "held"):
             fields[name] = {int(key): value for key, value in fields[name].items()}
         fields["verdicts"] = {int(key): Verdict(value) for key, value in fields["verdicts"].items()}
         return cls(**fields | {"kind": Point(fields["kind"])})
@@ -159,7 +166,7 @@ class Keys:
 
     @staticmethod
     def broken(generation: int) -> str:
-        """Why a generation broke: set by the first who knows."""
+        """Why a generation broke: JSON of who (uid) and what (reason), set by the first who knows."""
         return f"broken/{generation}"
 
     @staticmethod
@@ -172,9 +179,12 @@ class Keys:
         """The plan of a generation; once it is there it never changes."""
         return f"plan/{generation}"
 
+    inexact = "inexact"
+    """Why the job is no longer exactly what it would have been, if it is not."""
+
     @staticmethod
     def fired(index: int) -> str:
-        """How often a scheduled failure has happened."""
+        """Under this, `/<time>` of a scheduled failure: in which generation it happened, and by whom."""
         return f"fired/{index}"
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.checkpoint.placement import ALL, Place, Placements
+from evergrad.checkpoint.ranks import is_distributed
 from evergrad.errors import StateError
 from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, Where, join, role_of, select
@@ -123,7 +124,7 @@ def known(state: object, leaves: Mapping[str, torch.Tensor]) -> Placements:
     sharded = {path: place for path, leaf in leaves.items() if (place := place_of(path, leaf)) is not None}
     replicated: dict[str, None] = {}
     first: dict[str, None] = {}
-    if sharded or _is_distributed():
+    if sharded or is_distributed():
         wrapped = _Wrapped()
         objects = list(_objects(state, None))
         for _, thing in objects:
@@ -212,11 +213,6 @@ def _ddp_modules() -> Iterator[Any]:
         wrapper = parallel.DistributedDataParallel
         # By type(): isinstance would ask proxies for their class, and wake them.
         yield from (thing for thing in gc.get_objects() if issubclass(type(thing), wrapper))
-
-
-def _is_distributed() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _objects(state: object, path: str | None) -> Iterator[tuple[str | None, object]]:

@@ -1,0 +1,196 @@
+"""Where a job is in its data: epoch, batch, step; how the epoch is dealt, and the batches of this rank.
+
+The same on all ranks, but for the rank that the batches are fetched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from evergrad.errors import StateError
+from evergrad.recovery.books import Balance
+from evergrad.recovery.dealing import BatchMode, Epoch
+from evergrad.recovery.loading import Batches, Order, Source
+from evergrad.recovery.transport import Group
+
+__all__ = ["Course"]
+
+_NUMBERS = ("epoch", "index", "step", "point", "passes")
+
+
+class Course:
+    """The job's way through its data.
+
+    An epoch is one call of `job.batches`. A step takes one batch, or several where gradients are accumulated; `index`
+    is the first batch of the step that comes next.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.index = self.step = self.point = self.passes = 0
+        self.is_begun = False
+        """Whether this epoch's first point has been passed."""
+        self.deal: Epoch | None = None
+        self.rank = 0
+        """The rank that this process has in the deal."""
+        self._order: Order | None = None
+        self._is_shared = False
+        self._source: Source | None = None
+        self._batches: Batches | None = None
+        self._fetched = 0
+        self._loader_state: Any = None
+
+    @property
+    def source(self) -> Source:
+        """The loader of this epoch."""
+        assert self._source is not None
+        return self._source
+
+    def open(self, source: Source, seed: int, rank: int, world_size: int) -> None:
+        """Begin an epoch, or go on with one that this process has been told of."""
+        self._source, self.rank = source, rank
+        if source.opaque:
+            loader_state, self._loader_state = self._loader_state, None
+            if loader_state is not None:
+                source.loader.load_state_dict(loader_state)
+            if self._batches is None:
+                self._batches = source.iterate(keep_rng=self.is_begun)
+            return
+        if self._order is None:
+            self._order = source.order(self.epoch, seed)
+        if self.deal is None:
+            self.deal = source.deal(self._order, world_size)
+        elif self.deal.units != len(self._order):
+            raise StateError(
+                f"epoch {self.epoch}: the loader has {len(self._order)} samples or batches, and {self.deal.units} when "
+                "the epoch began. Go on with the same data"
+            )
+        self._look_ahead(keep_rng=self.is_begun)
+
+    def share_order(self, group: Group, root: int) -> None:
+        """Where each rank may have found another order: take one rank's."""
+        if self._source is None or not self._source.must_share or self._is_shared or group.size == 1:
+            return
+        assert self._order is not None
+        order, ends = self._order, self._order.ends
+        sizes = torch.tensor([len(order.indices), -1 if ends is None else len(ends)])
+        group.broadcast(sizes, root).wait()
+        total, count = (int(size) for size in sizes)
+        is_mine = group.rank == root
+        indices = torch.from_numpy(order.indices.copy()) if is_mine else torch.empty(total, dtype=torch.int64)
+        group.broadcast(indices, root).wait()
+        bounds = None
+        if count >= 0:
+            found = torch.from_numpy(ends.copy()) if is_mine and ends is not None else torch.empty(count).long()
+            group.broadcast(found, root).wait()
+            bounds = found.numpy()
+        self._order, self._is_shared = Order(indices.numpy(), bounds), True
+        self.deal = self.source.deal(self._order, group.size)
+        self._look_ahead(keep_rng=True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no batch of this epoch is left."""
+        return self.deal is not None and self.index >= self.deal.num_batches
+
+    def fetch(self, index: int) -> Any:
+        """The batch of this rank; `StopIteration` where an opaque loader ends."""
+        assert self._batches is not None
+        if self.deal is not None and index != self._fetched:
+            self._look_ahead(keep_rng=True, first=index)
+        self._fetched += 1
+        return next(self._batches)
+
+    def weight(self, indices: range, among: list[int]) -> float:
+        """What this rank's gradients of these batches count for among these ranks of the deal."""
+        if self.deal is None or not len(indices):
+            return 1 / len(among)
+        return self.deal.weight(self.rank, indices, among=among)
+
+    def follow(self, rank: int, world_size: int, mode: BatchMode) -> bool:
+        """The ranks are others now, from the next step on; whether that changes this rank's batches."""
+        if self.deal is None:
+            self.rank = rank
+            return False
+        if not self.is_begun:  # nothing of it is used: deal it afresh, as if there had never been more ranks
+            assert self._order is not None
+            self.deal = self.source.deal(self._order, world_size)
+        before, self.rank = (self.rank, self.deal.world_size), rank
+        if self.is_begun:
+            self.deal.redeal(self.index, world_size, batch=mode)
+        if before == (rank, self.deal.world_size) and self.is_begun:
+            return False
+        self._look_ahead(keep_rng=True)
+        return True
+
+    def applied(self, count: int, lost: list[int]) -> None:
+        """A step of so many batches was applied, without the shares of these ranks of the deal."""
+        if self.deal is not None:
+            self.deal.lose(self.index, self.index + count, lost)
+        self.index += count
+        self.step += 1
+
+    def close(self) -> Balance | None:
+        """This epoch is over; its books."""
+        books = self.deal.books.summary() if self.deal is not None else None
+        self._drop()
+        self.deal = self._order = None
+        self._is_shared = self.is_begun = False
+        self.epoch, self.index = self.epoch + 1, 0
+        return books
+
+    def leave(self) -> None:
+        """Let go of the loader."""
+        self._drop()
+
+    @property
+    def own_loader(self) -> Any:
+        """The loader, if only it knows where it is."""
+        return self._source.loader if self._source is not None and self._source.opaque else None
+
+    def set_own_loader(self, state: Any) -> None:
+        """Where this rank's own loader is to go on."""
+        self._loader_state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that another rank needs, or this one after a restart."""
+        own = self.own_loader
+        return {
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "is_begun": self.is_begun,
+            "deal": self.deal.state_dict() if self.deal is not None and self.is_begun else None,
+            "order": self._order.state_dict() if self._order is not None and self._is_shared else None,
+            "loader": own.state_dict() if own is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Be where another rank is, or where this one was."""
+        self._drop()
+        for name in _NUMBERS:
+            setattr(self, name, int(state[name]))
+        self.is_begun = bool(state["is_begun"])
+        self.deal = Epoch.from_state(state["deal"]) if state["deal"] is not None else None
+        self._order = Order.from_state(state["order"]) if state["order"] is not None else None
+        self._is_shared = self._order is not None
+        self._loader_state = state["loader"]
+
+    def _look_ahead(self, *, keep_rng: bool, first: int | None = None) -> None:
+        """Have the loader fetch this rank's batches from one on."""
+        self._drop()
+        self._fetched = self.index if first is None else first
+        self._batches = self.source.iterate(self._mine(self._fetched), keep_rng=keep_rng)
+
+    def _mine(self, first: int) -> Iterator[list[int]]:
+        assert self.deal is not None
+        assert self._order is not None
+        deal, order, rank = self.deal, self._order, self.rank
+        for index in range(first, deal.num_batches):
+            yield order[np.asarray(deal.share(rank, index).positions)]
+
+    def _drop(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()

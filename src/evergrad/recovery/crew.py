@@ -1,0 +1,264 @@
+"""This process among the others: which generation it is in, its group, and how it gets into the next one.
+
+A crew is one of three kinds: `Launched` by `evergrad run`, which goes on after losses; `Static`, under torchrun and its
+like, which ends with the first loss for someone else to start again; `Solo`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore
+
+from evergrad.errors import RankLost
+from evergrad.recovery.gloo import GlooGroup
+from evergrad.recovery.membership import Keys, Plan, Report
+from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.transport import Alone, Group, GroupBroken
+
+__all__ = ["Crew", "Launched", "Solo", "Static"]
+
+_TIMEOUT = timedelta(minutes=30)
+_GLANCE_S = 0.05
+
+
+class Crew(ABC):
+    """Who is there, and how to talk to them."""
+
+    uid: int
+    plan: Plan
+    survives: bool
+    """Whether the job goes on, in this process, when a rank is lost."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the present generation."""
+        rank = self.plan.rank_of(self.uid)
+        assert rank is not None, "this process is not in the present generation"
+        return rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.plan.world_size
+
+    @abstractmethod
+    def group(self) -> Group:
+        """The group of the present generation, formed when it is first asked for; `GroupBroken` if it cannot be."""
+
+    @abstractmethod
+    def next_plan(self, report: Report) -> Plan:
+        """Tell what was seen of the broken generation, and get into the next one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Twice is fine."""
+
+
+class Solo(Crew):
+    """Nobody else, ever."""
+
+    survives = False
+
+    def __init__(self) -> None:
+        self.uid, self.plan, self._group = 0, Plan(0, (0,)), Alone()
+
+    def group(self) -> Group:
+        """Nobody."""
+        return self._group
+
+    def next_plan(self, report: Report) -> Plan:
+        """Never needed."""
+        raise AssertionError("a group of one does not break")
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class Static(Crew):
+    """As many ranks as someone else has started. A loss ends all of them; whoever started them starts them again."""
+
+    survives = False
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, attempt: str, *, hosts: bool) -> None:
+        """Meet at a store: someone else's, or where there is none the one that this rank `hosts`."""
+        self.uid, self.plan = rank, Plan(0, tuple(range(world_size)))
+        self._client = StoreClient(host, port, prefix=f"evergrad/{attempt}", hosts=hosts)
+        self._group: Group | None = None
+
+    def group(self) -> Group:
+        """All ranks that were started."""
+        if self._group is None:
+            self._group = Alone() if self.world_size == 1 else self._form()
+        return self._group
+
+    def next_plan(self, report: Report) -> Plan:
+        """There is none."""
+        raise RankLost(
+            f"rank {self.rank} of {self.world_size}: another rank was lost at step {report.step} ({report.reason}). "
+            "Here only a restart helps: torchrun does that with --max-restarts; under 'evergrad run' survivors go on."
+        )
+
+    def close(self) -> None:
+        """Let go of the group."""
+        if self._group is not None:
+            self._group.close()
+
+    def _form(self) -> Group:
+        host = self._client.host
+        return GlooGroup(
+            PrefixStore("group", self._client.store), self.rank, self.world_size, host=host, timeout=_TIMEOUT
+        )
+
+
+class Launched(Crew):
+    """Under `evergrad run`: its coordinator decides who is in the next generation, and tells it through the store."""
+
+    survives = True
+
+    def __init__(self, host: str, port: int, uid: int, *, tell: Callable[..., None]) -> None:
+        """Connect. There is no plan before `begin` or `await_call`."""
+        self.uid = uid
+        self.client = StoreClient(host, port)
+        self._tell = tell
+        self._group: Group | None = None
+        self._broken: str | None = None
+        self._watch = _Watch(StoreClient(host, port), self._heard)
+
+    def begin(self, generation: int) -> None:
+        """Be a member of this generation from its beginning on."""
+        self._adopt(generation)
+
+    def await_call(self) -> Plan | None:
+        """Wait to be called into a generation; None if the job has ended without a need for this process."""
+        self.client.set(Keys.waiting(self.uid), "1")
+        generation = int(self.client.get(Keys.called(self.uid)))
+        if generation < 0:
+            return None
+        self._adopt(generation)
+        return self.plan
+
+    def group(self) -> Group:
+        """The group of the present generation."""
+        self._check()
+        if self._group is None:
+            self._group = Alone() if self.world_size == 1 else self._form()
+            self._check()  # it may have broken while it was made
+        return self._group
+
+    def next_plan(self, report: Report) -> Plan:
+        """Leave the broken generation, say what was seen of it, and wait for the next one."""
+        generation = self.plan.generation
+        self._drop(report.reason)
+        if not self.client.has(Keys.broken(generation)):
+            self.client.set(Keys.broken(generation), json.dumps({"uid": self.uid, "reason": report.reason}))
+        self.client.set(Keys.report(generation, self.uid), report.to_json())
+        self._adopt(generation + 1)
+        return self.plan
+
+    def close(self) -> None:
+        """Leave: the group first, so that nobody waits for this rank."""
+        self._watch.close()
+        self._drop("closed")
+        self.client.cut()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise GroupBroken(self._broken)
+
+    def _adopt(self, generation: int) -> None:
+        plan = Plan.from_json(self.client.get(Keys.plan(generation)))
+        self.plan, self._broken = plan, None
+        self._watch.follow(generation)
+
+    def _heard(self, generation: int, reason: str) -> None:
+        """The watch's thread: the generation broke, and this rank may be waiting for someone who will never come."""
+        if generation != self.plan.generation:
+            return
+        self._broken = reason
+        group = self._group
+        if group is not None:
+            group.interrupt(reason)
+
+    def _drop(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        group, self._group = self._group, None
+        if group is not None:
+            group.interrupt(self._broken)
+            group.close()
+
+    def _form(self) -> Group:
+        """Meet the others. A thread does it, and is left behind if the generation breaks meanwhile."""
+        client = StoreClient(self.client.host, self.client.port)
+        made: list[Group] = []
+        failed: list[str] = []
+        over = threading.Event()
+        rank, size, generation = self.rank, self.world_size, self.plan.generation
+
+        def meet() -> None:
+            try:
+                store = PrefixStore(f"group/{generation}", client.store)
+                made.append(GlooGroup(store, rank, size, host=client.host, timeout=_TIMEOUT))
+            except RuntimeError as error:
+                failed.append(str(error))
+            over.set()
+
+        threading.Thread(target=meet, name=f"evergrad-form-{generation}", daemon=True).start()
+        while not over.wait(_GLANCE_S):
+            if self._broken is not None:
+                client.cut()
+                raise GroupBroken(self._broken)
+        client.cut()
+        if not made:
+            raise GroupBroken(self._broken or failed[0].splitlines()[0][:160])
+        return made[0]
+
+
+class _Watch:
+    """A thread that waits for a generation to break, and says so at once."""
+
+    def __init__(self, client: StoreClient, heard: Callable[[int, str], None]) -> None:
+        self._client, self._heard = client, heard
+        self._generation = -1
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def follow(self, generation: int) -> None:
+        with self._changed:
+            self._generation = generation
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="evergrad-watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._client.cut()
+        if self._thread is not None:
+            # It must be gone before the interpreter is: a thread that comes back from C++ then would abort it.
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        seen = -1
+        while True:
+            with self._changed:
+                while self._generation == seen and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                seen = self._generation
+            try:
+                self._client.wait(Keys.broken(seen))
+                why = json.loads(self._client.get(Keys.broken(seen)))
+            except RuntimeError as error:
+                if not self._is_closed:
+                    self._heard(seen, f"the store is gone: {str(error).splitlines()[0][:100]}")
+                return
+            self._heard(seen, str(why.get("reason", "")))

@@ -1,0 +1,230 @@
+"""Which units of an epoch go to which rank in which batch, and how what is left is dealt again after a loss.
+
+A *unit* is a position in the epoch's order: a sample, or a whole batch of the user's own batch sampler. The sequence
+that is dealt is 0, 1, …, units-1, from the beginning again where it is padded. Each step takes the next *block* of it,
+and rank r of N takes r, r+N, … of the block. For equal blocks that are multiples of N this is what
+`torch.utils.data.DistributedSampler` gives, batch by batch:
+
+    >>> epoch = Epoch(10, world_size=2, batch_size=2)
+    >>> [epoch.share(1, index).positions.tolist() for index in range(epoch.num_batches)]
+    [[1, 3], [5, 7], [9]]
+
+So what is unused after a step is always one stretch of the sequence, and dealing it again is to go on from there with
+another block size and another N:
+
+    >>> epoch.use(0, 1)
+    >>> epoch.redeal(1, world_size=1)
+    >>> [epoch.share(0, index).positions.tolist() for index in range(1, epoch.num_batches)]
+    [[4, 5], [6, 7], [8, 9]]
+    >>> epoch.use(1, 4)
+    >>> epoch.books.summary().is_complete
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad.errors import StateError
+from evergrad.recovery.books import Books
+
+__all__ = ["BatchMode", "Epoch", "Share"]
+
+BatchMode: TypeAlias = Literal["shrink", "constant", "scale_lr"]
+"""What a loss does to the samples a step: they shrink with the ranks (`scale_lr` too), or stay the same."""
+
+_SETTINGS = ("units", "world_size", "batch_size", "pad", "drop_last", "booked")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank runs in one batch."""
+
+    positions: npt.NDArray[np.int64]
+    padding: int = 0
+    """How many of the last positions are repeats that make the ranks' shares equal."""
+    idle: bool = False
+    """The block has none for this rank: it runs a unit of another's so as to take part, and its gradient weighs 0."""
+
+    @property
+    def count(self) -> int:
+        """What the share weighs: its units, repeats included as in DDP; 0 if idle."""
+        return 0 if self.idle else len(self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deal:
+    """How the sequence is dealt from one batch on: places start..stop-1 of it, `block` a batch."""
+
+    first: int
+    world_size: int
+    block: int
+    start: int
+    stop: int
+
+    @property
+    def end(self) -> int:
+        """The number after its last batch."""
+        return self.first - (self.start - self.stop) // self.block  # rounded up
+
+    def places(self, index: int) -> tuple[int, int]:
+        """Which places of the sequence a batch takes; at the end of this deal, none."""
+        begin = min(self.start + (index - self.first) * self.block, self.stop)
+        return begin, min(begin + self.block, self.stop)
+
+
+class Epoch:
+    """One epoch as it is dealt out, batch by batch, and its books.
+
+    - Every rank has its own `Epoch`, and all are equal: whatever is asked of one follows from the calls before.
+    - Batches are numbered from 0 through the whole epoch, however often it is dealt again.
+    - With `pad` the ranks' shares are made equal by repeats from the beginning, without it the tail is dropped: what
+      `drop_last` means to `DistributedSampler`. `drop_last` is the DataLoader's, and drops incomplete batches.
+    - After a loss, what the undisturbed epoch would have used is used, each unit once: nothing is padded any more,
+      what was to be dropped stays dropped, and in the last step a rank may have fewer units, or none. That is so with
+      `drop_last` too: the one short step is the price of using every sample.
+    - `share`, `counts`, `use` and `lose` take time by the size of a batch, whatever the size of the epoch.
+    """
+
+    def __init__(
+        self, units: int, world_size: int, batch_size: int, *, pad: bool = True, drop_last: bool = False
+    ) -> None:
+        assert units >= 0, f"{units} units"
+        assert world_size >= 1, f"{world_size} ranks"
+        assert batch_size >= 1, f"{batch_size} units a batch"
+        self._units, self._world_size, self._batch_size = units, world_size, batch_size
+        self._pad, self._drop_last = pad, drop_last
+        each = -(-units // world_size) if pad else units // world_size
+        if drop_last:
+            each -= each % batch_size
+        self._live = min(units, each * world_size)
+        """How many units, from the first on, the undisturbed epoch uses."""
+        self._deals = [_Deal(0, world_size, world_size * batch_size, 0, each * world_size)]
+        self._booked = 0
+        """Batches before this one are in the books, or never will be."""
+        self.books = Books(units, self._live)
+
+    @property
+    def units(self) -> int:
+        """How many units the epoch has."""
+        return self._units
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the units are dealt to now."""
+        return self._deals[-1].world_size
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches the epoch has, as it is dealt now."""
+        return self._deals[-1].end
+
+    def share(self, rank: int, index: int) -> Share:
+        """What a rank runs in a batch; for a batch before the last re-deal, the rank it had then."""
+        deal = self._deal(index)
+        assert 0 <= rank < deal.world_size, f"rank {rank} of {deal.world_size}"
+        begin, stop = deal.places(index)
+        if begin + rank >= stop:
+            return Share(np.array([begin % self._units], np.int64), idle=True)
+        places = np.arange(begin + rank, stop, deal.world_size, dtype=np.int64)
+        return Share(places % self._units, int(np.count_nonzero(places >= self._units)))
+
+    def counts(self, index: int) -> npt.NDArray[np.int64]:
+        """How many units each rank has in a batch: repeats count, idle ranks have none."""
+        deal = self._deal(index)
+        begin, stop = deal.places(index)
+        each, more = divmod(stop - begin, deal.world_size)
+        return each + (np.arange(deal.world_size) < more).astype(np.int64)
+
+    def weight(self, rank: int, indices: Iterable[int], *, among: Collection[int] | None = None) -> float:
+        """What a rank's gradient of these batches weighs in the mean: its units over those of all ranks.
+
+        Exactly `1 / world_size` where all have equally many. `among` are the ranks that the mean is taken over (all);
+        0 for every one of them if none of them has any.
+        """
+        rows = [self.counts(index) for index in indices]
+        assert rows, "no batches to weigh"
+        assert len({len(row) for row in rows}) == 1, "batches of different memberships have no common weight"
+        counts = np.sum(rows, axis=0)
+        ranks = range(len(counts)) if among is None else among
+        assert rank in ranks, f"rank {rank} is not among {sorted(ranks)}"
+        found = counts[list(ranks)]
+        if found.any() and (found == found[0]).all():
+            return 1 / len(ranks)
+        return int(counts[rank]) / max(1, int(found.sum()))
+
+    def redeal(self, index: int, world_size: int, *, batch: BatchMode = "shrink") -> None:
+        """From a batch on, deal all that is left to this many ranks.
+
+        A batch then takes `world_size` shares of the original size, or with "constant" as many units as the epoch
+        began with. Where that is how it is dealt already, nothing changes, and padding stays: a spare took the place.
+        """
+        assert world_size >= 1, f"{world_size} ranks"
+        assert batch in ("shrink", "constant", "scale_lr"), f"unknown batch mode {batch!r}"
+        assert self._booked <= index <= self.num_batches, f"batch {index} is not in {self._booked}..{self.num_batches}"
+        while len(self._deals) > 1 and self._deals[-1].first >= index:
+            self._deals.pop()  # nobody has applied a step of it
+        now = self._deals[-1]
+        block = self._batch_size * (self._world_size if batch == "constant" else world_size)
+        if (now.world_size, now.block) != (world_size, block):
+            start = min(now.places(index)[0], self._live)
+            self._deals.append(_Deal(index, world_size, block, start, self._live))
+
+    def use(self, first: int, stop: int) -> None:
+        """Batches first..stop-1 have been applied, with the shares of all ranks."""
+        self.lose(first, stop, ())
+
+    def lose(self, first: int, stop: int, ranks: Collection[int]) -> None:
+        """Batches first..stop-1 have been applied without the shares of these ranks, which are lost."""
+        assert self._booked <= first <= stop <= self.num_batches, (
+            f"batches {first}..{stop - 1}: expected some of {self._booked}..{self.num_batches - 1}, each booked once"
+        )
+        for index in range(first, stop):
+            deal = self._deal(index)
+            assert all(0 <= rank < deal.world_size for rank in ranks), f"ranks {sorted(ranks)} of {deal.world_size}"
+            begin, end = deal.places(index)
+            idle = sum(rank not in ranks for rank in range(end - begin, deal.world_size))
+            lost = np.isin(np.arange(end - begin) % deal.world_size, list(ranks)) if ranks else None
+            self.books.enter(begin, end, lost=lost, idle=idle)
+        self._booked = stop
+
+    def state_dict(self) -> dict[str, object]:
+        """All of it, in arrays and plain values: for a checkpoint, and for a rank that joins."""
+        return {
+            **{name: getattr(self, f"_{name}") for name in _SETTINGS},
+            "deals": np.array(
+                [(deal.first, deal.world_size, deal.block, deal.start, deal.stop) for deal in self._deals], np.int64
+            ),
+            "books": self.books.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become the saved epoch; `StateError`, before anything is changed, if it is none."""
+        try:
+            units, world_size, batch_size, pad, drop_last, booked = (state[name] for name in _SETTINGS)
+            found = Epoch(int(units), int(world_size), int(batch_size), pad=bool(pad), drop_last=bool(drop_last))
+            found._booked = int(booked)
+            found._deals = [_Deal(*row) for row in np.asarray(state["deals"]).tolist()]
+            found.books.load_state_dict(state["books"])
+            assert found.books.summary().units == found.units, "books of another epoch"
+            assert found._deals, "no deals"
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise StateError(f"not the state of an epoch: {type(error).__name__}: {error}") from None
+        self.__dict__.update(found.__dict__)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Epoch:
+        """The epoch that was saved."""
+        epoch = cls(0, 1, 1)
+        epoch.load_state_dict(state)
+        return epoch
+
+    def _deal(self, index: int) -> _Deal:
+        """The deal that a batch is of."""
+        assert 0 <= index < self.num_batches, f"batch {index} of {self.num_batches}"
+        return next(deal for deal in reversed(self._deals) if deal.first <= index)

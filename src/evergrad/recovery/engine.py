@@ -1,0 +1,165 @@
+"""How a rank passes points, and how it gets over a generation that broke.
+
+    pass_point ──GroupBroken──▶ recover: report, next plan, verdict ──▶ … ──▶ settle_in: form the group, hand over
+
+A broken generation is left at once; the new one's group is formed when it is needed. Between the two the rank does
+what its verdict says, so that by then its state is the one at which the job goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evergrad.errors import UsageError
+from evergrad.recovery.course import Course
+from evergrad.recovery.crew import Crew, Launched
+from evergrad.recovery.gradients import Gradients
+from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
+from evergrad.recovery.own import Keeping, Own
+from evergrad.recovery.parcels import receive_state, send_state
+from evergrad.recovery.transport import Group
+
+__all__ = ["Engine"]
+
+
+@dataclass(slots=True)
+class Engine:
+    """One rank's part in keeping the job together."""
+
+    crew: Crew
+    tell: Callable[..., None]
+    keeps: bool
+    """Whether neighbours hold what only one rank has: needed where spares take dead ranks' places exactly."""
+    course: Course = field(default_factory=Course)
+    own: Own = field(default_factory=Own)
+    gradients: Gradients | None = None
+    must_restore: bool = False
+    """The plan says that everyone goes back to the newest checkpoint."""
+    is_settled: bool = False
+    """Whether the present generation has formed, with everyone's state in place."""
+    members: tuple[int, ...] = ()
+    """The uids that the epoch is dealt to, by their rank in the deal."""
+    broke_at: float | None = None
+    _keeping: Keeping = field(default_factory=Keeping)
+
+    def pass_point(self, kind: Point) -> None:
+        """Pass the next point together with all others; `GroupBroken` if that cannot be."""
+        if self.crew.survives:
+            group = self.crew.group()
+            if group.size > 1:
+                if self.keeps:
+                    before = self.crew.plan.members[(group.rank - 1) % group.size]
+                    varies = self.own.loader is not None
+                    self._keeping.exchange(group, self.course.point, self.own.take(), before, sizes_vary=varies)
+                # Whoever is through this knows that everyone has come this far.
+                group.all_reduce(torch.ones(1)).wait()
+        self.passed(kind)
+
+    def passed(self, kind: Point) -> None:
+        """The point is behind this rank."""
+        self.course.point += 1
+        if kind is Point.STEP:
+            self.course.passes += 1
+
+    def recover(self, kind: Point, why: str, *, planned: bool = False) -> Verdict:
+        """Leave the broken generation, tell what was seen of it, and hear what to do."""
+        if not planned and self.broke_at is None:
+            self.broke_at = time.monotonic()
+        plan, gradients = self.crew.plan, self.gradients
+        in_flight = gradients if kind is Point.STEP else None
+        report = Report(
+            uid=self.crew.uid,
+            rank=self.crew.rank,
+            generation=plan.generation,
+            point=self.course.point,
+            kind=kind,
+            step=self.course.step,
+            done=in_flight.kept if in_flight is not None else (),
+            buckets=in_flight.num_buckets if in_flight is not None else 0,
+            reason=why,
+        )
+        self.tell("report", generation=plan.generation, point=report.point, kind=str(kind), step=report.step,
+                  done=len(report.done), buckets=report.buckets, reason=why)  # fmt: skip
+        if gradients is not None:
+            gradients.failed = None
+        new = self.crew.next_plan(report)
+        self.is_settled = False
+        self.must_restore |= new.restart
+        verdict = Verdict.RESTART if new.restart else new.verdicts.get(self.crew.uid, Verdict.RETRY)
+        self.tell("verdict", generation=new.generation, verdict=str(verdict), rank=self.crew.rank,
+                  world_size=new.world_size, todo=len(new.todo))  # fmt: skip
+        return verdict
+
+    def settle_in(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Form the generation's group, and give joiners what they need; `state` is what a joiner gets of this rank."""
+        if self.is_settled:
+            return
+        group, plan = self.crew.group(), self.crew.plan
+        for uid in plan.joiners:
+            if uid == self.crew.uid:
+                continue
+            rank = plan.rank_of(uid)
+            assert rank is not None
+            if plan.source == self.crew.uid:
+                began = time.monotonic()
+                size = send_state(group, state(), rank)
+                self.tell("handed over", to=uid, bytes=size, seconds=time.monotonic() - began)
+            if plan.keepers.get(uid) == self.crew.uid:
+                self._give_kept(group, plan, uid, rank)
+        self.is_settled = True
+
+    def arrive(self) -> tuple[Any, torch.Tensor | None]:
+        """As a joiner: the job's state from its source, and what only the dead rank had, if someone kept it."""
+        group, plan = self.crew.group(), self.crew.plan
+        assert plan.source is not None
+        source = plan.rank_of(plan.source)
+        assert source is not None
+        began = time.monotonic()
+        state = receive_state(group, source)
+        kept = self._receive_kept(group, plan)
+        self.tell("joined", rank=self.crew.rank, generation=plan.generation, exact=kept is not None,
+                  seconds=time.monotonic() - began)  # fmt: skip
+        self.is_settled = True
+        return state, kept
+
+    def contributors(self) -> list[int]:
+        """The ranks of the deal whose gradients of this step are still to be had."""
+        living = set(self.crew.plan.members) - set(self.crew.plan.joiners)
+        return [rank for rank, uid in enumerate(self.members) if uid in living]
+
+    def note_inexact(self, why: str) -> None:
+        """The job is no longer exactly what it would have been."""
+        self.tell("inexact", reason=why)
+        if isinstance(self.crew, Launched):
+            self.crew.client.set(Keys.inexact, why)
+
+    def stop(self, error: UsageError) -> None:
+        """Nobody can survive this mistake: let the launcher end the job and say why."""
+        if isinstance(self.crew, Launched):
+            self.crew.client.set(Keys.fatal, f"rank {self.crew.plan.rank_of(self.crew.uid)}: {error}")
+
+    def _give_kept(self, group: Group, plan: Plan, uid: int, rank: int) -> None:
+        dead = plan.previous[plan.takes[uid]]
+        kept = self._keeping.of(dead, plan.point - 1)
+        group.send(torch.tensor([0 if kept is None else kept.numel()]), rank).wait()
+        if kept is not None:
+            group.send(kept, rank).wait()
+            self._keeping.hand_on(dead, uid)
+
+    def _receive_kept(self, group: Group, plan: Plan) -> torch.Tensor | None:
+        keeper = plan.keepers.get(self.crew.uid)
+        sender = plan.rank_of(keeper) if keeper is not None else None
+        if sender is None:
+            return None
+        size = torch.zeros(1, dtype=torch.int64)
+        group.receive(size, sender).wait()
+        if not int(size):
+            return None
+        kept = torch.empty(int(size), dtype=torch.uint8)
+        group.receive(kept, sender).wait()
+        return kept

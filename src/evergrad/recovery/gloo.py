@@ -1,0 +1,122 @@
+"""The transport over gloo: one process group a generation, CPU and CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from evergrad.recovery.sockets import Sockets
+from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
+
+__all__ = ["GlooGroup", "solitary"]
+
+_OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class GlooGroup(Group):
+    """A raw gloo group of its own: not registered with torch.distributed, so no error of it reaches anyone else.
+
+    Only the destructor of torch's group closes its connections, and it waits for what is under way. So they are cut
+    first, whereupon everything under way fails at once.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, host: str, timeout: timedelta) -> None:
+        """Meet all other ranks at the store, under keys that no other generation uses. Blocks until all are there."""
+        self.rank, self.size = rank, size
+        self._reason: str | None = None
+        self._sockets = Sockets()
+        with self._sockets.opening():
+            self._group: Any = _make(store, rank, size, host, timeout)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+        """Begin to combine a tensor of all ranks."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return self._begin(lambda group: group.allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        """Begin to give one rank's tensor to all."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._begin(lambda group: group.broadcast([tensor], options))
+
+    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+        """Begin to send a tensor to one rank."""
+        return self._begin(lambda group: group.send([tensor], to, 0))
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+        """Begin to receive what one rank sends."""
+        return self._begin(lambda group: group.recv([tensor], sender, 0))
+
+    def interrupt(self, reason: str) -> None:
+        """Cut every connection: whoever waits, here or at the other end, gets an error."""
+        self._reason = self._reason or reason
+        self._sockets.cut()
+
+    def close(self) -> None:
+        """Let go of the group; whatever is still under way in it fails."""
+        self.interrupt("closed")
+        self._group = None
+
+    def _begin(self, start: Callable[[Any], Any]) -> Ticket:
+        group, failed = self._group, self._reason
+        if failed is not None or group is None:
+            raise GroupBroken(failed or "closed")
+        work = None
+        try:
+            work = start(group)
+        except RuntimeError as error:
+            failed = str(error)
+        del group
+        if work is None:
+            self.interrupt(failed or "no work")
+            raise GroupBroken(self._reason)
+        held = [work]
+        del work, start
+
+        def wait() -> None:
+            # Nothing may keep the work alive after an error: no frame, no traceback, no closure.
+            work, error_text = held.pop(), None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                error_text = str(error)
+            del work
+            if error_text is not None:
+                self.interrupt(_short(error_text))
+                raise GroupBroken(self._reason)
+
+        return Ticket(wait)
+
+
+def solitary() -> dist.ProcessGroup:
+    """A process group of one, for a DDP that is to believe it is alone; no error can come from it."""
+    store = HashStore()
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=30))
+    group = dist.ProcessGroup(store, 0, 1)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    return group
+
+
+def _make(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    # On one machine the loopback is enough, and works where the host's own name does not.
+    is_local = host in _LOOPBACK
+    options._devices = [gloo.create_device(hostname="127.0.0.1") if is_local else gloo.create_default_device()]
+    return gloo(store, rank, size, options)
+
+
+def _short(text: str) -> str:
+    """Gloo's message without the path of its source."""
+    return text.rsplit("] ", 1)[-1].strip()[:160]

@@ -1,0 +1,187 @@
+"""`eg.join`: how a process finds out what it is part of.
+
+| started by | what happens when a rank is lost |
+|---|---|
+| `evergrad run` | the survivors go on, by the strategy that was chosen |
+| torchrun, or anything that sets RANK and WORLD_SIZE | all end, and are started again: the restart strategy |
+| `python train.py` | there is nobody to lose: world size 1 |
+
+Argument > environment > default: `after_loss`, EVERGRAD_AFTER_LOSS, "shrink".
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from evergrad.checkpoint import Checkpointer
+from evergrad.checkpoint.ranks import Ranks, follow
+from evergrad.errors import UsageError
+from evergrad.recovery.crew import Crew, Launched, Solo, Static
+from evergrad.recovery.dealing import BatchMode
+from evergrad.recovery.failures import Failures
+from evergrad.recovery.job import Job
+from evergrad.recovery.membership import Keys
+from evergrad.recovery.saving import Saves
+from evergrad.recovery.sites import Sites
+from evergrad.recovery.transport import Group
+from evergrad.timeline import Recorder
+
+__all__ = ["join"]
+
+_MODES: tuple[BatchMode, ...] = ("shrink", "constant", "scale_lr")
+_STRATEGIES = ("rollback", "forward", "restart")
+_joined: Job | None = None
+
+
+def join(
+    checkpointer: Checkpointer | None = None,
+    every: int | None = None,
+    *,
+    after_loss: BatchMode | None = None,
+    seed: int = 0,
+) -> Job:
+    """Be part of the job that this process was started for.
+
+    - `checkpointer`: model, optimizer, tracked things and the place in the data are saved by it, after `every` so many
+      steps, and restored from it when the job begins again.
+    - `after_loss`: the global batch shrinks with the ranks ("shrink"), stays the same ("constant"), or shrinks and the
+      learning rate with it ("scale_lr").
+    - `seed`: of the order of the data, as `DistributedSampler` has one.
+    """
+    global _joined  # noqa: PLW0603 (a process is part of one job)
+    if _joined is not None:
+        raise UsageError("eg.join: this process has joined already. Keep what it returned")
+    if every is not None and checkpointer is None:
+        raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
+    env = os.environ
+    job = (_launched if "EVERGRAD_STORE" in env else _static if int(env.get("WORLD_SIZE", "1")) > 1 else _solo)(
+        env,
+        checkpointer,
+        Saves(checkpointer, every) if checkpointer is not None else None,
+        _mode(env, after_loss),
+        seed,
+    )
+    _joined = job
+    atexit.register(job.close)
+    return job
+
+
+def _solo(
+    env: Mapping[str, str], checkpointer: Checkpointer | None, saves: Saves | None, mode: BatchMode, seed: int
+) -> Job:
+    return _job(Solo(), "rollback", mode, 1, saves, seed)
+
+
+def _static(
+    env: Mapping[str, str], checkpointer: Checkpointer | None, saves: Saves | None, mode: BatchMode, seed: int
+) -> Job:
+    if saves is None:
+        raise UsageError(
+            "eg.join: under torchrun a lost rank ends all of them, and only a restart helps, which needs a checkpoint: "
+            "eg.join(checkpointer=ck, every=100). Or start it by 'evergrad run'"
+        )
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    crew = Static(
+        env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank, size, env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        hosts=rank == 0 and not is_agents,
+    )  # fmt: skip
+    follow(lambda: _ranks(crew))
+    return _job(crew, "restart", mode, size, saves, seed)
+
+
+def _launched(
+    env: Mapping[str, str], checkpointer: Checkpointer | None, saves: Saves | None, mode: BatchMode, seed: int
+) -> Job:
+    uid, strategy = int(env["EVERGRAD_UID"]), env.get("EVERGRAD_STRATEGY", "rollback")
+    if strategy not in _STRATEGIES:
+        raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(_STRATEGIES)}")
+    host, _, port = env["EVERGRAD_STORE"].rpartition(":")
+    recorder = Recorder(os.path.join(env["EVERGRAD_RUN"], "timeline.jsonl"), f"uid {uid}")
+    crew = Launched(host, int(port), uid, tell=recorder.record)
+    if strategy == "restart" and saves is None:
+        error = UsageError(
+            "eg.join: strategy 'restart' goes back to the newest checkpoint, and there is no checkpointer: "
+            "eg.join(checkpointer=ck, every=100), or another strategy"
+        )
+        crew.client.set(Keys.fatal, str(error))
+        raise error
+    crew.client.set(Keys.joined(uid), json.dumps({"pid": os.getpid(), "checkpointer": saves is not None}))
+    is_spare = env.get("EVERGRAD_SPARE") == "1" and "EVERGRAD_GENERATION" not in env
+    if not is_spare:
+        crew.begin(int(env.get("EVERGRAD_GENERATION", "0")))
+    follow(lambda: _ranks(crew))
+    ranks = int(env["EVERGRAD_RANKS"])
+    failures = Failures.from_json(env["EVERGRAD_FAILURES"]) if env.get("EVERGRAD_FAILURES") else Failures()
+    nodes = json.loads(env.get("EVERGRAD_NODES", "[]"))
+    keeps = strategy != "restart" and env.get("EVERGRAD_KEEPS", "1") != "0"
+    sites = Sites(failures, crew, nodes, recorder.record)
+    return _job(
+        crew, strategy, mode, ranks, saves, seed, tell=recorder.record, sites=sites, is_spare=is_spare, keeps=keeps
+    )
+
+
+def _job(
+    crew: Crew,
+    strategy: str,
+    mode: BatchMode,
+    num_ranks: int,
+    saves: Saves | None,
+    seed: int,
+    *,
+    tell: Callable[..., None] = lambda *_, **__: None,
+    sites: Sites | None = None,
+    is_spare: bool = False,
+    keeps: bool = False,
+) -> Job:
+    return Job(
+        crew,
+        strategy=strategy,
+        after_loss=mode,
+        num_ranks=num_ranks,
+        is_spare=is_spare,
+        keeps=keeps,
+        saves=saves,
+        sites=sites or Sites(Failures(), crew, (), tell),
+        tell=tell,
+        seed=seed,
+    )
+
+
+def _mode(env: Mapping[str, str], given: BatchMode | None) -> BatchMode:
+    found = given or env.get("EVERGRAD_AFTER_LOSS") or "shrink"
+    for mode in _MODES:
+        if found == mode:
+            return mode
+    raise UsageError(f"after_loss={found!r}: expected one of {', '.join(_MODES)}")
+
+
+def _ranks(crew: Crew) -> Ranks:
+    """The present generation, as checkpoints see it."""
+    group = crew.group()
+    return Ranks(crew.rank, crew.world_size, weakref.ref(group), lambda mine: _gather(group, mine))
+
+
+def _gather(group: Group, mine: Any) -> list[Any]:
+    """What every rank has; as torch's all_gather_object, over a group that torch does not know."""
+    device = torch.device("cpu")
+    pack: Any = distributed_c10d._object_to_tensor
+    unpack: Any = distributed_c10d._tensor_to_object
+    data, size = pack(mine, device, None)
+    sizes = torch.zeros(group.size, dtype=torch.int64)
+    sizes[group.rank] = int(size)
+    group.all_reduce(sizes).wait()
+    found = []
+    for rank, length in enumerate(sizes.tolist()):
+        part = data if rank == group.rank else torch.empty(length, dtype=torch.uint8)
+        group.broadcast(part, rank).wait()
+        found.append(unpack(part, length, None))
+    return found

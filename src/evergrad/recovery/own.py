@@ -1,0 +1,138 @@
+"""What only one rank has: its random numbers, its buffers; taken, put back, and kept by the neighbour.
+
+A joiner that takes a dead rank's place goes on exactly as that rank would have, because the next rank holds what it had
+at the last point that all have passed. The exchange is part of passing a point, so whoever has passed one knows that
+everyone's is held. It is one message of a few kilobytes, and the buffers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from evergrad.recovery.parcels import pack, unpack
+from evergrad.recovery.transport import Group
+
+__all__ = ["Keeping", "Own", "Randomness"]
+
+_NUMPY = "MT19937"
+_WORDS = 624
+
+
+class Randomness:
+    """The generators of this process at one moment: Python's, NumPy's, torch's, and CUDA's where it was started."""
+
+    def __init__(self) -> None:
+        """Read them all; that advances none."""
+        self.torch = torch.get_rng_state()
+        self.numpy: Any = np.random.get_state()
+        self.python = random.getstate()
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self.cuda = torch.cuda.get_rng_state_all() if started else []
+
+    def put_back(self) -> None:
+        """Set them all to what they were."""
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+    def parts(self) -> list[torch.Tensor]:
+        """As tensors of bytes, whose sizes never change."""
+        _, words, position, has_gauss, gauss = self.numpy
+        version, state, next_gauss = self.python
+        numpy_ = np.concatenate([words.astype("<u8"), np.array([position, has_gauss], "<u8")]).tobytes()
+        python = np.array([version, *state, next_gauss is not None], "<u8").tobytes()
+        floats = np.array([gauss, next_gauss or 0.0], "<f8").tobytes()
+        return [self.torch, *self.cuda, torch.frombuffer(bytearray(numpy_ + python + floats), dtype=torch.uint8)]
+
+    @classmethod
+    def of_parts(cls, parts: list[torch.Tensor]) -> Randomness:
+        """Back from tensors of bytes."""
+        made = cls.__new__(cls)
+        made.torch, *made.cuda, rest = (part.clone() for part in parts)
+        raw = rest.numpy().tobytes()
+        words = np.frombuffer(raw[: 8 * (2 * _WORDS + 5)], "<u8")
+        gauss, next_gauss = (float(value) for value in np.frombuffer(raw[8 * (2 * _WORDS + 5) :], "<f8"))
+        head, position, has_gauss = words[:_WORDS].astype(np.uint32), int(words[_WORDS]), int(words[_WORDS + 1])
+        made.numpy = (_NUMPY, head, position, has_gauss, gauss)
+        version, *state, has_next = (int(word) for word in words[_WORDS + 2 :])
+        made.python = (version, tuple(state), next_gauss if has_next else None)
+        return made
+
+
+class Own:
+    """What this rank alone has: its generators, the buffers of what it trains, a loader that only it knows."""
+
+    def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
+        self._buffers = list(buffers)
+        self.loader: Any = None
+        """A stateful loader whose place in the data no other rank knows."""
+
+    def take(self) -> torch.Tensor:
+        """All of it as one tensor of bytes, on the CPU."""
+        parts = Randomness().parts()
+        parts += [_bytes(buffer) for buffer in self._buffers]
+        if self.loader is not None:
+            parts.append(pack(self.loader.state_dict()))
+        return torch.cat(parts)
+
+    def put(self, taken: torch.Tensor) -> Any:
+        """Make this process what another one was when it took this; the state of its loader, if it had one."""
+        like = Randomness().parts()
+        sizes = [part.numel() for part in like] + [buffer.nbytes for buffer in self._buffers]
+        rest = taken.numel() - sum(sizes)
+        assert rest >= 0, f"{taken.numel()} bytes of another rank's, and {sum(sizes)} are expected"
+        *parts, loader = torch.split(taken, [*sizes, rest])
+        Randomness.of_parts(parts[: len(like)]).put_back()
+        with torch.no_grad():
+            for buffer, part in zip(self._buffers, parts[len(like) :], strict=True):
+                if buffer.numel():
+                    buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        return unpack(loader) if rest else None
+
+
+class Keeping:
+    """What the rank before this one had, at the last two points: at the last one that all have passed, surely."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def exchange(self, group: Group, point: int, own: torch.Tensor, before_uid: int, *, sizes_vary: bool) -> None:
+        """Send what this rank has to the next one, and keep what the one before sends. `GroupBroken` if that fails."""
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        size = own.numel()
+        if sizes_vary:
+            length = torch.zeros(1, dtype=torch.int64)
+            sent = group.send(torch.tensor([size]), after)
+            group.receive(length, before).wait()
+            sent.wait()
+            size = int(length)
+        kept = self._kept.pop(point - 2, (0, torch.empty(0)))[1]
+        if kept.numel() != size or kept.dtype != torch.uint8:
+            kept = torch.empty(size, dtype=torch.uint8)
+        sent = group.send(own, after)
+        group.receive(kept, before).wait()
+        sent.wait()
+        self._kept[point] = before_uid, kept
+
+    def of(self, uid: int, point: int) -> torch.Tensor | None:
+        """What this process had when this point was passed; None if that is not here."""
+        owner, kept = self._kept.get(point, (None, None))
+        return kept if owner == uid else None
+
+    def hand_on(self, uid: int, heir: int) -> None:
+        """Another process has taken the place of one, with what is kept here: it is that one's now."""
+        for point, (owner, kept) in self._kept.items():
+            if owner == uid:
+                self._kept[point] = heir, kept
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return (flat if flat.device.type == "cpu" else flat.cpu()).view(torch.uint8)

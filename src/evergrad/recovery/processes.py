@@ -1,0 +1,210 @@
+"""The processes of a job: none outlives the launcher, a signal reaches each once, a death is noticed at once.
+
+- Every process is the head of a process group of its own: Ctrl-C in a terminal reaches the launcher alone, which
+  passes it on. What a process that died has started in its group (workers that load data) goes with it.
+- The kernel kills every process when the launcher's main thread ends, however it ends (PR_SET_PDEATHSIG). A checkpoint
+  agent, in a session of its own, stays: its work is to finish what dead trainers have left.
+- The launcher adopts what its processes leave behind (PR_SET_CHILD_SUBREAPER): agents stay in its tree, where a
+  scheduler looks for what belongs to the job, and are not left as zombies.
+
+Signals arrive in the main thread; so this is used there, and only `poke` by others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+from evergrad.errors import UsageError
+
+__all__ = ["PASSED_ON", "Child", "Children", "Exit", "Happenings"]
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What is heeded rather than died of."""
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+# Run between fork and the script. Not in the forked child itself: Python code there, in a process with threads, can
+# wait for a lock for ever. 1 is PR_SET_PDEATHSIG, 9 SIGKILL; a launcher that died before is noticed by its number.
+_GUARD = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Child:
+    """One process of the job."""
+
+    uid: int
+    label: str
+    """What its lines begin with: `rank 2`, `spare 4`."""
+    pid: int
+    stdout: int
+    """Where its output is read; whoever reads closes it."""
+    stderr: int
+
+
+class Exit(NamedTuple):
+    """A process is gone."""
+
+    child: Child
+    code: int
+    """Its exit code; below zero, the signal that ended it."""
+
+
+class Happenings(NamedTuple):
+    """What came since the last look."""
+
+    exits: list[Exit]
+    signals: list[int]
+    """Those that the launcher was sent, in order."""
+
+
+class Children:
+    """The living processes of the job, from `with` to its end; what still lives then is killed."""
+
+    _here: socket.socket
+    _there: socket.socket
+
+    def __init__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("a job is launched from the main thread: signals arrive there")
+        self._living: dict[int, tuple[Child, subprocess.Popen[bytes]]] = {}
+        self._groups: set[int] = set()
+        self._signals: deque[int] = deque()
+        self._before: dict[int, Any] = {}
+        self._selector = selectors.DefaultSelector()
+        self._was_subreaper = 0
+        self._wakeup_before = -1
+
+    @property
+    def living(self) -> list[Child]:
+        """By uid."""
+        return [self._living[uid][0] for uid in sorted(self._living)]
+
+    def start(self, uid: int, label: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Start one more process; its output waits in pipes."""
+        guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+        process = subprocess.Popen(
+            guarded,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            process_group=0,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        ends = [os.dup(pipe.fileno()) for pipe in (process.stdout, process.stderr)]
+        process.stdout.close()
+        process.stderr.close()
+        child = Child(uid, label, process.pid, *ends)
+        self._living[uid] = child, process
+        self._groups.add(process.pid)
+        return child
+
+    def wait(self, timeout_s: float) -> Happenings:
+        """Until something happens, somebody pokes, or the time is over."""
+        if self._selector.select(max(0.0, timeout_s)):
+            with suppress(BlockingIOError):
+                while len(self._here.recv(4096)) == 4096:
+                    pass
+        signals = []
+        while self._signals:
+            signals.append(self._signals.popleft())
+        return Happenings(self._exits(), signals)
+
+    def poke(self) -> None:
+        """Let `wait` return; from any thread."""
+        with suppress(OSError):  # full: it will return anyway; closed: nobody waits
+            self._there.send(b"\0")
+
+    def send(self, number: int) -> None:
+        """Send every living process a signal; SIGKILL also to what it has started in its group."""
+        for child, _ in self._living.values():
+            with suppress(ProcessLookupError):
+                if number == signal.SIGKILL:
+                    os.killpg(child.pid, number)
+                else:
+                    os.kill(child.pid, number)
+
+    def __enter__(self) -> Children:
+        self._here, self._there = socket.socketpair()
+        self._here.setblocking(False)
+        self._there.setblocking(False)
+        self._selector.register(self._here, selectors.EVENT_READ)
+        self._wakeup_before = signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
+        for number in (*PASSED_ON, signal.SIGCHLD):
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                self._before[number] = signal.signal(number, self._note)
+        self._was_subreaper = _set_subreaper(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        for _child, process in self._living.values():
+            process.wait()
+        self._living.clear()
+        self._reap_adopted()
+        _set_subreaper(self._was_subreaper)
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._selector.close()
+        self._here.close()
+        self._there.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:  # that only ends the wait: who it was is asked of each
+            self._signals.append(number)
+
+    def _exits(self) -> list[Exit]:
+        found = []
+        for uid, (child, process) in list(self._living.items()):
+            # Look first and reap later: until then the number cannot become another group's.
+            seen = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if seen is None:
+                continue
+            if seen.si_code != os.CLD_EXITED or seen.si_status != 0:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            del self._living[uid]
+            found.append(Exit(child, process.wait()))
+        self._reap_adopted()
+        return found
+
+    def _reap_adopted(self) -> None:
+        """Of what dead processes have left and we have adopted; never what others in this process have started."""
+        with suppress(ChildProcessError):
+            while seen := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                try:
+                    is_ours = os.getpgid(seen.si_pid) in self._groups or os.getsid(seen.si_pid) != os.getsid(0)
+                except ProcessLookupError:
+                    return
+                if not is_ours or any(child.pid == seen.si_pid for child, _ in self._living.values()):
+                    return
+                os.waitpid(seen.si_pid, os.WNOHANG)
+
+
+def _set_subreaper(value: int) -> int:
+    """Whether orphans below this process become its own; returns what was set before."""
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, value, 0, 0, 0)
+    return before.value

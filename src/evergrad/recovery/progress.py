@@ -1,0 +1,32 @@
+"""What the launcher's status line knows of the job: a few times a second, by one rank."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from evergrad.recovery.course import Course
+from evergrad.recovery.crew import Crew, Launched
+from evergrad.recovery.membership import Keys
+
+__all__ = ["Progress"]
+
+_EVERY_S = 0.2
+
+
+class Progress:
+    """Tells how far the job is, seldom enough to cost nothing."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._client = crew.client if isinstance(crew, Launched) else None
+        self._next = 0.0
+
+    def show(self, course: Course, crew: Crew) -> None:
+        """A step was applied."""
+        if self._client is None or crew.rank != 0:
+            return
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _EVERY_S
+            known = {"step": course.step, "epoch": course.epoch, "generation": crew.plan.generation}
+            self._client.set(Keys.progress, json.dumps(known | {"world_size": crew.world_size}))

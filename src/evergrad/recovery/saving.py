@@ -1,0 +1,83 @@
+"""A job's own versions: what of it is saved, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evergrad.checkpoint import Checkpointer, rng_state
+from evergrad.errors import UsageError
+from evergrad.recovery.course import Course
+
+__all__ = ["Later", "Saves"]
+
+
+class Later:
+    """Takes the place of an optimizer that is not known yet, and keeps what it will have to load."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing yet."""
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """What the optimizer will get."""
+        self.state = state
+
+
+class Saves:
+    """Saves and restores model, optimizers, tracked things, generators and the place in the data, all together."""
+
+    def __init__(self, checkpointer: Checkpointer, every: int | None) -> None:
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise UsageError(f"eg.join(every={every!r}): expected a number of steps, 1 or more")
+        self._checkpointer, self._every = checkpointer, every
+        self._saved = -1
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after so many steps is to be saved."""
+        return self._every is not None and step > 0 and step % self._every == 0 and step != self._saved
+
+    def save(
+        self, model: nn.Module | None, optimizers: Sequence[Optimizer], tracked: Mapping[str, Any], course: Course
+    ) -> None:
+        """Capture everything; it is finished in the background."""
+        self._saved = course.step
+        self._checkpointer.save(course.step, self._state(model, list(optimizers), tracked, course))
+
+    def restore(
+        self, model: nn.Module | None, optimizers: Sequence[Optimizer], tracked: Mapping[str, Any], course: Course
+    ) -> tuple[int, list[Any]] | None:
+        """Bring everything back, on all ranks; the step, and the states of optimizers that are not known yet.
+
+        None if there is nothing to restore.
+        """
+        later = [Later() for _ in range(max(0, 1 - len(optimizers)))]
+        step = self._checkpointer.restore(self._state(model, [*optimizers, *later], tracked, course), resize=_by_rank)
+        if step is None:
+            return None
+        self._saved = step
+        return step, [one.state for one in later if one.state is not None]
+
+    def _state(
+        self, model: nn.Module | None, optimizers: Sequence[Any], tracked: Mapping[str, Any], course: Course
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = {"rng": rng_state(), "job": course}
+        if model is not None:
+            state["model"] = model
+        if optimizers:
+            state["optimizer"] = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+        if tracked:
+            state["tracked"] = dict(tracked)
+        return state
+
+
+def _by_rank(path: str, saved: Sequence[Any], rank: int, world_size: int) -> Any:
+    """With another number of ranks: each goes on with what the rank of its number had; buffers are the first one's."""
+    return saved[0] if isinstance(saved[0], torch.Tensor) and not path.startswith("rng/") else saved[rank % len(saved)]

@@ -1,0 +1,205 @@
+"""What a job is launched with, and what each of its processes is told of it.
+
+A process learns its place from its environment. The names of torchrun (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` …) let a
+plain `torch.distributed` script run as it is: with `TORCHELASTIC_USE_AGENT_STORE` its `init_process_group` becomes a
+client of the launcher's store. The names of ours are read by `eg.join`.
+
+Nodes are simulated: all processes share this machine and its devices. So `LOCAL_RANK` counts them on the machine, not
+on the node: two ranks must not choose the same GPU because their nodes are called differently.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from evergrad.errors import UsageError, nearest
+from evergrad.records import Json
+from evergrad.recovery.failures import Failures
+from evergrad.recovery.strategies import STRATEGIES, Strategy
+
+__all__ = ["AFTER_LOSS", "LaunchSettings", "Place", "checked_strategy", "environment_of"]
+
+AFTER_LOSS = ("shrink", "constant", "scale_lr")
+
+# Set by another launcher around this one, they would mislead.
+_NOT_INHERITED = ("RANK", "ROLE_RANK", "EVERGRAD_SPARE", "EVERGRAD_FAILURES", "EVERGRAD_AFTER_LOSS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """A job to launch; checked when it is built."""
+
+    script: str
+    """A Python file; with `is_module` the name of a module."""
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    num_ranks: int = 1
+    num_nodes: int = 1
+    num_spares: int = 0
+    strategy: Strategy = "rollback"
+    min_ranks: int = 1
+    max_restarts: int = 3
+    respawn: bool = False
+    """Whether a new spare is started for each process that died."""
+    failures: Failures = field(default_factory=Failures)
+    after_loss: str | None = None
+    """What happens to batch and learning rate when ranks are lost; None leaves it to the script."""
+    seed: int | None = None
+    """The seed of random failures that name none."""
+    out: Path | None = None
+    """The folder of the run; None makes one below `runs`."""
+    grace_s: float = 10.0
+    """How long processes have to leave when they are asked to."""
+
+    def __post_init__(self) -> None:
+        _check_script(self.script, self.is_module)
+        _check_count("-n", self.num_ranks, 1, "the number of ranks")
+        _check_count("--nodes", self.num_nodes, 1, "the number of nodes")
+        _check_count("--spares", self.num_spares, 0, "the number of spares")
+        _check_count("--min-ranks", self.min_ranks, 1, "the number of ranks to go on with")
+        _check_count("--max-restarts", self.max_restarts, 0, "the number of restarts")
+        if self.num_nodes > self.num_ranks:
+            raise UsageError(f"--nodes: expected at most as many as ranks ({self.num_ranks}), found {self.num_nodes}")
+        if self.min_ranks > self.num_ranks:
+            raise UsageError(f"--min-ranks: expected at most all ranks ({self.num_ranks}), found {self.min_ranks}")
+        checked_strategy(self.strategy)
+        if self.after_loss is not None:
+            _check_choice("--after-loss", self.after_loss, AFTER_LOSS)
+        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
+            raise UsageError(f"--grace: expected a number of seconds, 0 or more, found {self.grace_s!r}")
+        if self.seed is not None:
+            _check_count("--seed", self.seed, 0, "the seed of random failures")
+        self.failures.check(ranks=self.num_ranks, nodes=[f"n{index}" for index in range(self.num_nodes)])
+
+    @property
+    def command(self) -> list[str]:
+        """What each process runs; unbuffered, so that its last words are not lost with it."""
+        program = ["-m", self.script] if self.is_module else [self.script]
+        return [sys.executable, "-u", *program, *self.arguments]
+
+    @property
+    def schedule(self) -> Failures:
+        """The failures, with their seeds."""
+        seed = self.seed
+        if seed is None:
+            return self.failures
+        return Failures(
+            replace(failure, seed=seed) if failure.random is not None and failure.seed == 0 else failure
+            for failure in self.failures
+        )
+
+    def places(self) -> list[Place]:
+        """Where each process starts, by uid: ranks on nodes in blocks, then spares, one node after the other."""
+        ranks = [Place(uid, uid * self.num_nodes // self.num_ranks, uid, uid) for uid in range(self.num_ranks)]
+        spares = [
+            Place(self.num_ranks + index, index % self.num_nodes, self.num_ranks + index)
+            for index in range(self.num_spares)
+        ]
+        return ranks + spares
+
+    def to_json(self) -> dict[str, Json]:
+        """As `run.json` keeps them."""
+        return {
+            "script": self.script,
+            "arguments": list(self.arguments),
+            "is_module": self.is_module,
+            "num_ranks": self.num_ranks,
+            "num_nodes": self.num_nodes,
+            "num_spares": self.num_spares,
+            "strategy": self.strategy,
+            "min_ranks": self.min_ranks,
+            "max_restarts": self.max_restarts,
+            "respawn": self.respawn,
+            "failures": [*self.schedule.texts],
+            "after_loss": self.after_loss,
+            "seed": self.seed,
+            "grace_s": self.grace_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process starts."""
+
+    uid: int
+    node: int
+    device: int
+    """Its `LOCAL_RANK`: whoever takes a dead one's place has the same."""
+    rank: int | None = None
+    """None for a spare."""
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return f"spare {self.uid}" if self.rank is None else f"rank {self.rank}"
+
+
+def environment_of(
+    place: Place, settings: LaunchSettings, *, nodes: list[int], port: int, run: Path, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The whole environment of one process; `nodes` is the node of every process so far, by uid."""
+    num_ranks = str(settings.num_ranks)
+    told = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": str(place.device),
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "EVERGRAD_STORE": f"127.0.0.1:{port}",
+        "EVERGRAD_UID": str(place.uid),
+        "EVERGRAD_RANKS": num_ranks,
+        "EVERGRAD_STRATEGY": settings.strategy,
+        "EVERGRAD_MIN_RANKS": str(settings.min_ranks),
+        "EVERGRAD_RUN": str(run),
+        "EVERGRAD_NODES": json.dumps([f"n{node}" for node in nodes]),
+    }
+    if place.rank is None:
+        told["EVERGRAD_SPARE"] = "1"
+    else:
+        told["RANK"] = str(place.rank)
+    if settings.num_nodes > 1:
+        told["EVERGRAD_NODE"] = f"n{place.node}"
+    if settings.after_loss is not None:
+        told["EVERGRAD_AFTER_LOSS"] = settings.after_loss
+    if settings.failures:
+        told["EVERGRAD_FAILURES"] = settings.schedule.to_json()
+    kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
+    return {"OMP_NUM_THREADS": "1"} | kept | told
+
+
+def checked_strategy(name: str) -> Strategy:
+    """A strategy by its name."""
+    for known in STRATEGIES:
+        if name == known:
+            return known
+    _check_choice("--strategy", name, STRATEGIES)
+    raise AssertionError("unreachable")
+
+
+def _check_script(script: str, is_module: bool) -> None:
+    if is_module:
+        if not all(part.isidentifier() for part in script.split(".")):
+            raise UsageError(f"-m: expected the name of a module, as pkg.train, found {script!r}")
+    elif not Path(script).is_file():
+        what = "is a folder: expected a Python file" if Path(script).is_dir() else "no such script"
+        raise UsageError(f"{script}: {what}")
+
+
+def _check_count(option: str, value: int, least: int, what: str) -> None:
+    if value < least:
+        raise UsageError(f"{option}: expected {what}, {least} or more, found {value}")
+
+
+def _check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        close = nearest(value, known, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UsageError(f"{option}: expected one of {', '.join(known)}, found {value!r}.{hint}")

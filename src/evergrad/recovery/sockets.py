@@ -1,0 +1,90 @@
+"""The sockets that a library opens: found when they are made, and cut from another thread when they must not block.
+
+Neither gloo nor the store's client can be told to give up: whoever waits in them waits for their timeout. Shutting
+the connection down under them makes them fail at once, here and at the other end, even if the other end is stopped, or
+if a forked child (a data loader's worker) holds a copy of the socket and keeps it open after its parent's death.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["Sockets"]
+
+_one_at_a_time = threading.RLock()
+
+
+class Sockets:
+    """TCP connections that were made inside of `with sockets.opening():`, by whatever library."""
+
+    def __init__(self) -> None:
+        # Copies of our own: a number that the library has closed may be someone else's file by now.
+        self._copies: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._is_cut = False
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Note every connection that is there afterwards and was not before."""
+        with _one_at_a_time:
+            before = set(_links().values())
+            try:
+                yield
+            finally:
+                self._note(before)
+
+    def cut(self) -> None:
+        """Shut them all down. From any thread; twice is fine."""
+        with self._lock:
+            self._is_cut = True
+            copies, self._copies = self._copies, []
+        for copy in copies:
+            with suppress(OSError):
+                copy.shutdown(socket.SHUT_RDWR)
+            copy.close()
+
+    def release(self) -> None:
+        """Forget them without touching the connections."""
+        with self._lock:
+            copies, self._copies = self._copies, []
+        for copy in copies:
+            copy.close()
+
+    def _note(self, before: set[str]) -> None:
+        copies = [copy for fd, link in _links().items() if link not in before and (copy := _connection(fd)) is not None]
+        with self._lock:
+            self._copies += copies
+            was_cut = self._is_cut
+        if was_cut:
+            self.cut()
+
+
+def _links() -> dict[int, str]:
+    """Every open socket of this process, by number, with what tells it from all others."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found[int(name)] = link
+    return found
+
+
+def _connection(fd: int) -> socket.socket | None:
+    """A copy of a TCP connection; None for a listening socket (which gloo does not survive to lose) and for others."""
+    try:
+        copy = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    try:
+        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+            copy.getpeername()
+            return copy
+    except OSError:
+        pass
+    copy.close()
+    return None

@@ -1,0 +1,218 @@
+"""What the ranks of a broken generation do next: a pure decision from what each of them saw.
+
+The furthest point that a survivor could not pass is where the job goes on. Whoever is behind it goes ahead, since
+somebody has passed its point; what the others do depends on the kind of the point and on the strategy:
+
+    kind of point       rollback   forward   restart
+    begin, end, join    retry      retry     restart
+    step                redo       repair    restart
+
+A place that became vacant is taken by a waiting spare at once, or else it is gone; only during a repair nobody comes
+in: spares are called then, and take the vacant places before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from evergrad.recovery.membership import Plan, Point, Report, Verdict
+
+__all__ = ["STRATEGIES", "Stop", "Strategy", "decide", "is_exact"]
+
+Strategy = Literal["rollback", "forward", "restart"]
+STRATEGIES: tuple[Strategy, ...] = ("rollback", "forward", "restart")
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The job cannot go on."""
+
+    reason: str
+    """What happened: expected and found."""
+    advice: str
+    """What a person can do."""
+
+
+def decide(
+    plan: Plan,
+    reports: Mapping[int, Report],
+    *,
+    strategy: Strategy,
+    spares: Sequence[int] = (),
+    min_ranks: int = 1,
+    can_restart: bool = False,
+    finished: Set[int] = frozenset(),
+    dead: Set[int] = frozenset(),
+) -> Plan | Stop:
+    """The generation after `plan`, which broke; or that there is none.
+
+    Every member has reported, has finished (it exited with 0) or is dead; one that died after its report is dead.
+    Spares are those that wait, in the order in which they are called. A plan to relaunch has no members yet: they are
+    whoever lives, and new processes up to the number of ranks that the job began with.
+    """
+    assert set(plan.members) <= reports.keys() | finished | dead, "somebody may still report"
+    present = {uid: reports[uid] for uid in plan.members if uid in reports and uid not in finished and uid not in dead}
+    gone = tuple(uid for uid in plan.members if uid not in present and uid not in finished)
+    if finished and present and all(_may_be_passed(report) for report in present.values()):
+        return Plan(
+            plan.generation + 1,
+            tuple(present),
+            previous=plan.members,
+            point=max(report.point for report in present.values()) + 1,
+            kind=Point.END,
+            verdicts=dict.fromkeys(present, Verdict.PROCEED),
+            dead=gone,
+        )
+
+    # Of those without the job's state nothing can be learnt, and nothing be had.
+    able = {uid: report for uid, report in present.items() if report.has_state}
+    furthest = max((report.point for report in able.values()), default=plan.point)
+    # A restart of which nobody has passed the first point is begun again: some may have restored, and others not.
+    restarts = strategy == "restart" or (plan.restart and furthest <= plan.point)
+    if restarts:
+        kind = next((report.kind for report in able.values() if report.point == furthest), plan.kind)
+        furthest = max(plan.point, furthest)
+        verdicts = dict.fromkeys(present, Verdict.RESTART)
+    else:
+        kind = _kind(able, furthest)
+        verdicts = {uid: _verdict(report, furthest, strategy) for uid, report in present.items()}
+
+    repairs = Verdict.REPAIR in verdicts.values()
+    seats = _seats(plan, present, gone, spares)
+    members = tuple(seat.uid for seat in seats if not (repairs and seat.is_new))
+    calls = tuple(seat.uid for seat in seats if repairs and seat.is_new)
+    if not (present if restarts else able) or len(members) + len(calls) < min_ranks:
+        if can_restart:
+            return Plan(
+                plan.generation + 1,
+                (),
+                previous=plan.members,
+                point=max(plan.point, furthest),
+                verdicts=dict.fromkeys(present, Verdict.RESTART),
+                dead=gone,
+                restart=True,
+                relaunch=True,
+            )
+        return _too_few(plan, len(able), len(spares), min_ranks)
+
+    joiners = tuple(uid for uid in members if uid not in able and not (restarts and uid in present))
+    after = {seat.uid: seat.after for seat in seats}
+    held = {} if restarts else _held(plan, able, furthest, {uid: after[uid] for uid in members})
+    return Plan(
+        plan.generation + 1,
+        members,
+        previous=plan.members,
+        joiners=joiners,
+        source=_source(members, verdicts, able, furthest) if joiners and not restarts else None,
+        point=furthest,
+        kind=kind,
+        verdicts=verdicts,
+        takes={uid: plan.members.index(after[uid]) for uid in joiners if after[uid] in plan.members},
+        keepers={uid: held[uid] for uid in joiners if uid in held},
+        todo=_todo(members, verdicts, present) if repairs else (),
+        dead=gone,
+        restart=restarts,
+        calls=calls,
+        vacant=tuple((place, seat.after) for place, seat in enumerate(seats) if repairs and seat.is_new),
+        held=held,
+    )
+
+
+def is_exact(plan: Plan) -> bool:
+    """Whether training goes on as if nothing had been lost: every place is taken, with all that was there."""
+    whole = plan.restart or all(uid in plan.keepers for uid in plan.joiners)
+    return whole and len(plan.members) == len(plan.previous) and Verdict.REPAIR not in plan.verdicts.values()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A place in the next generation."""
+
+    uid: int
+    after: int
+    """Who had it before: itself, if it stays."""
+    is_new: bool = False
+
+
+def _seats(plan: Plan, present: Mapping[int, Report], gone: Sequence[int], spares: Sequence[int]) -> list[_Seat]:
+    """Who sits where, in order. Vacant places are filled from the first on; what no spare is left for vanishes."""
+    places = list(plan.members)
+    for position, uid in sorted(plan.vacant):
+        places.insert(position, uid)
+    vacant = {uid for _, uid in plan.vacant} | set(gone)
+    waiting, seats = iter(spares), []
+    for uid in places:
+        if uid in present:
+            seats.append(_Seat(uid, uid))
+        elif uid in vacant and (spare := next(waiting, None)) is not None:
+            seats.append(_Seat(spare, uid, is_new=True))
+    return seats
+
+
+def _may_be_passed(report: Report) -> bool:
+    """Whether someone who left in good order can have passed this point: not while gradients of it are missing."""
+    if report.kind is Point.STEP:
+        return report.has_state and len(set(report.done)) == report.buckets
+    return report.has_state and report.kind is Point.END
+
+
+def _kind(able: Mapping[int, Report], furthest: int) -> Point:
+    kinds = {report.kind for report in able.values() if report.point == furthest}
+    assert len(kinds) <= 1 or kinds == {Point.STEP, Point.JOIN}, f"point {furthest} is of kinds {sorted(kinds)}"
+    return Point.STEP if Point.STEP in kinds else next(iter(kinds), Point.BEGIN)
+
+
+def _verdict(report: Report, furthest: int, strategy: Strategy) -> Verdict:
+    if not report.has_state:
+        return Verdict.RETRY
+    if report.point < furthest:
+        assert report.point == furthest - 1, f"uid {report.uid} is at {report.point}, another one at {furthest}"
+        assert report.kind is not Point.JOIN, f"uid {report.uid} had not begun point {report.point}: none can pass it"
+        return Verdict.PROCEED
+    if report.kind is not Point.STEP:
+        return Verdict.RETRY
+    return Verdict.REPAIR if strategy == "forward" else Verdict.REDO
+
+
+def _source(
+    members: Sequence[int], verdicts: Mapping[int, Verdict], able: Mapping[int, Report], furthest: int
+) -> int | None:
+    """The first rank that stands where the job goes on; rather one that has not done its backward pass."""
+    ready = [uid for uid in members if uid in able and able[uid].point == furthest]
+    return min(ready, key=lambda uid: verdicts[uid] is Verdict.REPAIR, default=None)
+
+
+def _held(plan: Plan, able: Mapping[int, Report], furthest: int, after: Mapping[int, int]) -> dict[int, int]:
+    """Who holds what only that member has, of those who live.
+
+    Each rank's things go to the next one when a point is passed. In a generation that has passed none, they lie where
+    they lay before, whatever its ranks are.
+    """
+    if furthest > plan.point:
+        following = (*plan.members[1:], plan.members[0])
+        held = {uid: holder for uid, holder in zip(plan.members, following, strict=True) if uid != holder}
+    else:
+        held = plan.held
+    return {uid: held[before] for uid, before in after.items() if held.get(before) in able}
+
+
+def _todo(members: Sequence[int], verdicts: Mapping[int, Verdict], reports: Mapping[int, Report]) -> tuple[int, ...]:
+    """The buckets to reduce again."""
+    repairing = [reports[uid] for uid in members if verdicts.get(uid) is Verdict.REPAIR]
+    counts = {report.buckets for report in repairing}
+    assert len(counts) == 1, f"ranks differ in their number of buckets: {sorted(counts)}"
+    kept: set[int] = set()
+    # Whoever comes to this point in the new generation reduces all that it has.
+    if len(repairing) == len(members):
+        kept = set.intersection(*(set(report.done) for report in repairing))
+    return tuple(bucket for bucket in range(counts.pop()) if bucket not in kept)
+
+
+def _too_few(plan: Plan, left: int, num_spares: int, min_ranks: int) -> Stop:
+    return Stop(
+        f"too few ranks: {left} of {plan.world_size} left, {num_spares or 'no'} spare{'s' * (num_spares > 1)} waiting, "
+        f"{max(min_ranks, 1)} needed",
+        "Run it again from its newest checkpoint, with more spares or a lower minimum.",
+    )

@@ -1,0 +1,112 @@
+"""How a job ended, and the folder that keeps it.
+
+RUN/run.json         what was launched, and how it ended
+RUN/timeline.jsonl   every event, of all processes
+RUN/logs/<uid>.log   what each process printed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from evergrad.errors import FileAccessError, UsageError
+from evergrad.records import Json
+from evergrad.recovery.settings import LaunchSettings
+from evergrad.recovery.status import counted
+
+__all__ = ["Summary", "make_folder", "write_record"]
+
+_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a job ended."""
+
+    outcome: str
+    """`finished`, `failed`, `fatal`, `too-few` or `interrupted`."""
+    exit_code: int
+    """What the launcher ends with."""
+    message: str
+    """Why, if it did not finish."""
+    steps: int
+    failures_survived: int
+    generations: int
+    seconds: float
+    run: Path
+
+    @property
+    def timeline(self) -> Path:
+        """Where every event is."""
+        return self.run / "timeline.jsonl"
+
+    def __str__(self) -> str:
+        failures = f"{counted(self.failures_survived, 'failure')} survived"
+        generations, steps = counted(self.generations, "generation"), counted(self.steps, "step")
+        why = "" if self.outcome == "finished" else f": {self.message.rstrip('.')}"
+        return f"{self.outcome}{why} ({steps}, {failures}, {generations}, {self.seconds:.1f} s). See {self.timeline}"
+
+    def to_json(self) -> dict[str, Json]:
+        """What `evergrad run --json` prints."""
+        return {
+            "schema_version": _SCHEMA_VERSION,
+            "outcome": self.outcome,
+            "exit_code": self.exit_code,
+            "message": self.message,
+            "steps": self.steps,
+            "failures_survived": self.failures_survived,
+            "generations": self.generations,
+            "seconds": round(self.seconds, 3),
+            "run": str(self.run),
+            "timeline": str(self.timeline),
+        }
+
+
+def make_folder(settings: LaunchSettings) -> Path:
+    """The folder of the run, new or empty."""
+    run = settings.out
+    try:
+        if run is not None:
+            run.mkdir(parents=True, exist_ok=True)
+            if any(run.iterdir()):
+                raise UsageError(f"--out {run}: expected a new or an empty folder, found something in it")
+        else:
+            name = f"{Path(settings.script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            run = _make_new(Path("runs"), name)
+        (run / "logs").mkdir()
+    except OSError as error:
+        raise FileAccessError(error.filename or str(run), f"no folder for the run: {error.strerror}") from None
+    return run.absolute()
+
+
+def write_record(run: Path, settings: LaunchSettings, started_s: float, summary: Summary | None = None) -> None:
+    """Write `run.json`, whole or not at all: at the beginning, and again at the end."""
+    from evergrad.formats.durable import replacing
+
+    record: dict[str, Json] = {
+        "schema_version": _SCHEMA_VERSION,
+        "command": [*settings.command],
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "started": started_s,
+        "settings": settings.to_json(),
+    }
+    if summary is not None:
+        record |= {"ended": time.time(), "summary": summary.to_json()}
+    with replacing(run / "run.json") as path:
+        path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _make_new(parent: Path, name: str) -> Path:
+    for again in range(1, 1000):
+        run = parent / (name if again == 1 else f"{name}-{again}")
+        with suppress(FileExistsError):
+            run.mkdir(parents=True)
+            return run
+    raise FileExistsError(17, "a thousand runs in the same second", str(parent / name))

@@ -1,0 +1,90 @@
+"""How ranks of one generation talk: the contract, and the group of one.
+
+A group is made for one generation and never mended. Whatever goes wrong in it, and whatever is asked of it after
+`interrupt`, ends in `GroupBroken`, on every rank, soon: a rank that sees an error interrupts its group, which its peers
+see in turn. Calls start in the same order on all ranks, from one thread; only `interrupt` may come from another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import torch
+
+__all__ = ["Alone", "Group", "GroupBroken", "Op", "Ticket"]
+
+Op: TypeAlias = Literal["sum", "max"]
+
+
+class GroupBroken(Exception):
+    """A generation has ended: a rank is gone, or someone said so."""
+
+
+class Ticket:
+    """A collective under way. `wait` returns when it is done here, and raises `GroupBroken` if it never will be."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Wait, once; waiting again for what is over returns at once."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+class Group(ABC):
+    """The ranks of one generation. Tensors are contiguous and changed in place; they may be on the CPU or on CUDA."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+        """Begin to combine a tensor of all ranks; each then has the result."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        """Begin to give one rank's tensor to all."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+        """Begin to send a tensor (on the CPU) to one rank."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+        """Begin to receive what one rank sends, into a tensor (on the CPU) of the same size."""
+
+    @abstractmethod
+    def interrupt(self, reason: str) -> None:
+        """Break the group, for this rank and so for its peers. From any thread; twice is fine."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. Twice is fine."""
+
+
+class Alone(Group):
+    """A group of one: nothing to do, nothing that can break."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+        return Ticket()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        return Ticket()
+
+    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+        raise AssertionError("there is nobody to send to")
+
+    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+        raise AssertionError("there is nobody to receive from")
+
+    def interrupt(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

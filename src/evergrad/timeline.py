@@ -1,0 +1,152 @@
+"""What happened in a run, and when: JSON lines that several processes append to one file.
+
+A line is written by a single `write` to a file opened for appending, so lines of different processes never mix, and
+whoever is killed leaves at most its last one torn. Every line stands for itself:
+
+    {"schema_version": 1, "time": 1766.., "mono": 4211.., "who": "rank 2", "event": "broken", "generation": 0}
+
+`time` is the wall clock. `mono` never jumps and is the same clock for all processes of one machine: differences
+between two events are taken from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent
+from evergrad.records import Json
+
+__all__ = ["SCHEMA_VERSION", "Event", "Recorder", "read"]
+
+SCHEMA_VERSION = 1
+
+_log = logging.getLogger(__name__)
+_OWN = ("schema_version", "time", "mono", "who", "event")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened."""
+
+    time: float
+    """Seconds since 1970."""
+    mono: float
+    """Seconds by the machine's monotonic clock."""
+    who: str
+    """Who saw it: `launcher`, `rank 2`."""
+    event: str
+    fields: dict[str, Json] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One line, without its end."""
+        head = {"schema_version": SCHEMA_VERSION, "time": self.time, "mono": self.mono}
+        return json.dumps(head | {"who": self.who, "event": self.event} | self.fields, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Event:
+        """Back from a line; `ValueError` if it is none."""
+        values: Any = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"expected an object, found {type(values).__name__}")
+        if missing := [name for name in _OWN if name not in values]:
+            raise ValueError(f"{missing[0]} is missing")
+        if values["schema_version"] != SCHEMA_VERSION:
+            raise _OtherSchema(values["schema_version"])
+        time_s, mono_s, who, event = (values[name] for name in _OWN[1:])
+        if not (_is_number(time_s) and _is_number(mono_s) and isinstance(who, str) and isinstance(event, str)):
+            raise ValueError("time and mono are numbers, who and event are texts")
+        rest = {name: value for name, value in values.items() if name not in _OWN}
+        return cls(float(time_s), float(mono_s), who, event, rest)
+
+
+class Recorder:
+    """Appends events to a timeline. Threads may share it, and so may processes that are forked.
+
+    A timeline that cannot be written any more, on a full disk, stops nobody: it is said once in the log.
+    """
+
+    def __init__(self, path: str | PathLike[str], who: str) -> None:
+        self.path, self.who = Path(path), who
+        self._complained = False
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd: int | None = os.open(self.path, flags, 0o666)
+        except OSError as error:
+            raise FileAccessError(self.path, f"the timeline cannot be written: {error.strerror}") from None
+
+    def record(self, event: str, /, **fields: Any) -> None:
+        """Something happened, now."""
+        if taken := [name for name in fields if name in _OWN]:
+            raise TypeError(f"{taken[0]} is what every event has: name the field otherwise")
+        values = {name: _plain(value) for name, value in fields.items()}
+        line = Event(time.time(), time.monotonic(), self.who, event, values).to_json() + "\n"
+        if self._fd is None:
+            return
+        try:
+            os.write(self._fd, line.encode())
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                _log.warning("%s: %s: event %s is lost: %s", self.path, self.who, event, error.strerror)
+
+    def close(self) -> None:
+        """Nothing is recorded from now on; no other thread is recording any more. Twice is fine."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: str | PathLike[str]) -> Iterator[Event]:
+    """The events of a timeline, in the order in which they were written; a torn last line is passed over."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                is_torn = not line.endswith(b"\n")  # only the last one can be
+                try:
+                    yield Event.from_json(line)
+                except _OtherSchema as error:
+                    raise UnsupportedContent(
+                        path, "a timeline of another version", expected=f"schema {SCHEMA_VERSION}", found=error
+                    ) from None
+                except (ValueError, RecursionError) as error:
+                    if not is_torn:
+                        raise DamagedFile(path, f"line {number} is no event of a timeline: {error}") from None
+    except OSError as error:
+        raise FileAccessError(path, f"the timeline cannot be read: {error.strerror}") from None
+
+
+class _OtherSchema(ValueError):
+    """An event of a version that is not ours."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Json:
+    """As JSON has it; NaN and infinities, which it has not, as texts, and so is everything that it does not know."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return str(value)

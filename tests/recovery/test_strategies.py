@@ -1,0 +1,399 @@
+"""What survivors are told, from what they saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evergrad.recovery.membership import Plan, Point, Report, Verdict
+from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact
+
+BEGIN, STEP, END, JOIN = Point.BEGIN, Point.STEP, Point.END, Point.JOIN
+PROCEED, RETRY, REDO, REPAIR, RESTART = Verdict
+FOUR = Plan(3, (10, 11, 12, 13), point=5)
+
+
+def saw(plan: Plan, uid: int, point: int, kind: Point = STEP, **more: Any) -> Report:
+    rank = plan.rank_of(uid)
+    assert rank is not None
+    return Report(uid, rank, plan.generation, point, kind, step=point, **more)
+
+
+def after(plan: Plan, reports: Iterable[Report], strategy: Strategy = "rollback", **known: Any) -> Plan:
+    """The next plan; who has neither reported nor finished is dead."""
+    found = _decided(plan, reports, strategy, **known)
+    assert isinstance(found, Plan), found
+    return found
+
+
+def _decided(plan: Plan, reports: Iterable[Report], strategy: Strategy, **known: Any) -> Plan | Stop:
+    seen = {report.uid: report for report in reports}
+    dead = set(plan.members) - seen.keys() - known.get("finished", set()) | known.pop("dead", set())
+    return decide(plan, seen, strategy=strategy, dead=dead, **known)
+
+
+def all_at(plan: Plan, uids: Sequence[int], point: int, kind: Point = STEP, **more: Any) -> list[Report]:
+    return [saw(plan, uid, point, kind, **more) for uid in uids]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "verdict"),
+    [
+        (BEGIN, "rollback", RETRY),
+        (BEGIN, "forward", RETRY),
+        (BEGIN, "restart", RESTART),
+        (END, "rollback", RETRY),
+        (END, "forward", RETRY),
+        (END, "restart", RESTART),
+        (JOIN, "rollback", RETRY),
+        (JOIN, "forward", RETRY),
+        (JOIN, "restart", RESTART),
+        (STEP, "rollback", REDO),
+        (STEP, "forward", REPAIR),
+        (STEP, "restart", RESTART),
+    ],
+)
+def test_the_kind_of_point_and_the_strategy_say_what_survivors_do(
+    kind: Point, strategy: Strategy, verdict: Verdict
+) -> None:
+    plan = after(FOUR, all_at(FOUR, (10, 12, 13), 7, kind, buckets=2), strategy)
+    assert plan.verdicts == {10: verdict, 12: verdict, 13: verdict}
+    assert (plan.generation, plan.members, plan.previous, plan.dead) == (4, (10, 12, 13), FOUR.members, (11,))
+    assert (plan.point, plan.kind, plan.restart, plan.relaunch) == (7, kind, verdict is RESTART, False)
+    assert (plan.joiners, plan.source, plan.calls) == ((), None, ())
+
+
+def test_whoever_is_behind_goes_ahead() -> None:
+    plan = after(FOUR, [saw(FOUR, 10, 6), saw(FOUR, 11, 7), saw(FOUR, 13, 6)], spares=[20])
+    assert plan.verdicts == {10: PROCEED, 11: REDO, 13: PROCEED}
+    assert (plan.point, plan.members, plan.source) == (7, (10, 11, 20, 13), 11)  # its state is that of point 7
+
+
+def test_nobody_can_be_two_points_behind() -> None:
+    with pytest.raises(AssertionError, match="is at 5"):
+        after(FOUR, [saw(FOUR, 10, 5), saw(FOUR, 11, 7)])
+
+
+def test_someone_may_still_report() -> None:
+    with pytest.raises(AssertionError, match="may still report"):
+        decide(FOUR, {10: saw(FOUR, 10, 6)}, strategy="rollback", dead={11, 12})
+
+
+def test_who_died_after_its_report_is_dead() -> None:
+    plan = after(FOUR, [saw(FOUR, 10, 6), saw(FOUR, 11, 7), saw(FOUR, 12, 6), saw(FOUR, 13, 6)], dead={11})
+    assert (plan.members, plan.dead, plan.point) == ((10, 12, 13), (11,), 6)
+    assert set(plan.verdicts.values()) == {REDO}  # nobody who lives has passed point 6
+
+
+@pytest.mark.parametrize("kind", [STEP, END])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_one_has_finished_the_others_go_ahead(kind: Point, strategy: Strategy) -> None:
+    reports = all_at(FOUR, (11, 12), 9, kind, done=(0, 1) if kind is STEP else (), buckets=2 if kind is STEP else 0)
+    plan = after(FOUR, reports, strategy, finished={10}, spares=[20], min_ranks=4)
+    assert plan.verdicts == {11: PROCEED, 12: PROCEED}
+    assert (plan.members, plan.dead, plan.point, plan.kind) == ((11, 12), (13,), 10, END)
+    assert not plan.joiners  # there is nothing left to do
+
+
+def test_one_that_left_early_has_not_passed_what_lacks_gradients() -> None:
+    reports = [saw(FOUR, 11, 9, done=(0, 1), buckets=2), saw(FOUR, 12, 9, done=(0,), buckets=2)]
+    plan = after(FOUR, reports, finished={10, 13})
+    assert plan.verdicts == {11: REDO, 12: REDO}
+    assert (plan.members, plan.dead) == ((11, 12), ())
+
+
+def test_what_all_have_reduced_is_kept() -> None:
+    reports = [
+        saw(FOUR, 10, 7, done=(0, 1, 3), buckets=4),
+        saw(FOUR, 11, 7, done=(0, 3), buckets=4),
+        saw(FOUR, 13, 7, done=(0, 2, 3), buckets=4),
+    ]
+    assert after(FOUR, reports, "forward").todo == (1, 2)
+
+
+def test_who_goes_ahead_will_reduce_everything_so_all_do() -> None:
+    reports = [saw(FOUR, 10, 6, done=(0, 1), buckets=2), saw(FOUR, 11, 7, done=(0,), buckets=2)]
+    plan = after(FOUR, reports, "forward")
+    assert plan.verdicts == {10: PROCEED, 11: REPAIR}
+    assert plan.todo == (0, 1)
+
+
+def test_ranks_with_other_buckets_cannot_repair() -> None:
+    with pytest.raises(AssertionError, match="number of buckets"):
+        after(FOUR, [saw(FOUR, 10, 7, buckets=2), saw(FOUR, 11, 7, buckets=3)], "forward")
+
+
+@pytest.mark.parametrize("strategy", ["rollback", "restart"])
+def test_spares_take_the_places_of_the_dead(strategy: Strategy) -> None:
+    plan = after(FOUR, all_at(FOUR, (10, 12), 7), strategy, spares=[20, 21, 22])
+    assert (plan.members, plan.joiners, plan.takes) == ((10, 20, 12, 21), (20, 21), {20: 1, 21: 3})
+    if strategy == "rollback":
+        # What 11 had is with 12, what 13 had is with 10.
+        assert (plan.source, plan.keepers) == (10, {20: 12, 21: 10})
+    else:
+        assert (plan.source, plan.keepers, plan.held) == (None, {}, {})
+    assert is_exact(plan)
+
+
+def test_where_spares_run_out_places_vanish() -> None:
+    plan = after(FOUR, all_at(FOUR, (13,), 7), spares=[20])
+    assert (plan.members, plan.takes, plan.keepers) == ((20, 13), {20: 0}, {})  # 11 held what 10 had
+    assert not is_exact(plan)
+
+
+def test_of_two_ranks_each_keeps_the_others_things() -> None:
+    pair = Plan(0, (0, 1))
+    assert after(pair, [saw(pair, 1, 4)], spares=[2]).keepers == {2: 1}
+
+
+def test_the_last_one_goes_on_alone() -> None:
+    plan = after(FOUR, [saw(FOUR, 12, 7)])
+    assert (plan.members, plan.verdicts, plan.dead) == ((12,), {12: REDO}, (10, 11, 13))
+    alone = after(plan, [saw(plan, 12, 9)])
+    assert (alone.members, alone.dead, alone.held) == ((12,), (), {})
+
+
+def test_before_the_first_point_nobody_keeps_anything() -> None:
+    start = Plan(0, (0, 1, 2))
+    plan = after(start, all_at(start, (0, 2), 0, BEGIN), spares=[3])
+    assert (plan.members, plan.source, plan.keepers) == ((0, 3, 2), 0, {})
+    assert not is_exact(plan)
+
+
+def test_a_generation_that_passed_no_point_has_moved_nothing() -> None:
+    smaller = after(FOUR, all_at(FOUR, (10, 12, 13), 7))  # 11 is gone, and 12 still holds what it had
+    again = after(smaller, all_at(smaller, (12, 13), 7), spares=[20])
+    assert again.takes == {20: 0}
+    assert again.keepers == {}, "10's things were with 11"
+    other = after(smaller, all_at(smaller, (10, 12), 7), spares=[20])
+    assert other.keepers == {20: 10}, "13's things are with 10"
+    moved = after(smaller, all_at(smaller, (12, 13), 8), spares=[20])
+    assert moved.keepers == {20: 12}, "a point was passed, and 12 is the one after 10 now"
+
+
+def test_a_joiner_without_state_stays_a_joiner() -> None:
+    joined = after(FOUR, all_at(FOUR, (10, 12, 13), 7), spares=[20])
+    assert (joined.source, joined.keepers) == (10, {20: 12})
+    reports = [saw(joined, 20, 7, has_state=False), *all_at(joined, (12, 13), 7)]
+    plan = after(joined, reports)  # the source has died
+    assert (plan.members, plan.joiners, plan.source) == ((20, 12, 13), (20,), 12)
+    assert (plan.verdicts[20], plan.takes, plan.keepers) == (RETRY, {20: 1}, {20: 12})
+
+
+def test_what_a_joiner_without_state_was_told_does_not_count_as_progress() -> None:
+    joined = after(FOUR, [saw(FOUR, 10, 7), *all_at(FOUR, (12, 13), 6)], spares=[20])
+    assert joined.point == 7
+    plan = after(joined, [saw(joined, 20, 7, has_state=False), *all_at(joined, (12, 13), 6)])
+    assert (plan.point, plan.verdicts) == (6, {20: RETRY, 12: REDO, 13: REDO})
+
+
+def test_who_takes_the_place_of_a_joiner_gets_what_it_would_have_got() -> None:
+    joined = after(FOUR, all_at(FOUR, (10, 12, 13), 7), spares=[20])
+    plan = after(joined, all_at(joined, (10, 12, 13), 7), spares=[21])
+    assert (plan.members, plan.takes, plan.keepers) == ((10, 21, 12, 13), {21: 1}, {21: 12})
+    assert is_exact(plan)
+
+
+def test_during_a_repair_spares_are_called_and_come_in_before_the_next_step() -> None:
+    repair = after(FOUR, all_at(FOUR, (10, 12, 13), 7, buckets=1), "forward", spares=[20, 21])
+    assert (repair.members, repair.calls, repair.vacant, repair.joiners) == ((10, 12, 13), (20,), ((1, 11),), ())
+    assert not is_exact(repair)
+    plan = after(repair, all_at(repair, repair.members, 8, JOIN), "forward", spares=[20, 21])
+    assert (plan.members, plan.joiners, plan.source) == ((10, 20, 12, 13), (20,), 10)
+    assert (plan.calls, plan.vacant, plan.takes, plan.keepers) == ((), (), {}, {})
+    assert set(plan.verdicts.values()) == {RETRY}
+    assert not is_exact(plan)
+
+
+def test_a_called_spare_that_died_is_not_waited_for() -> None:
+    repair = after(FOUR, all_at(FOUR, (10, 12, 13), 7, buckets=1), "forward", spares=[20])
+    plan = after(repair, all_at(repair, repair.members, 8, JOIN), "forward")
+    assert (plan.members, plan.joiners, plan.calls, plan.vacant) == ((10, 12, 13), (), (), ())
+
+
+def test_places_vacant_before_and_now_are_filled_together() -> None:
+    repair = after(FOUR, all_at(FOUR, (10, 12, 13), 7, buckets=1), "forward", spares=[20, 21])
+    again = after(repair, all_at(repair, (10, 13), 7, buckets=1), "forward", spares=[20, 21])
+    assert (again.members, again.calls, again.vacant) == ((10, 13), (20, 21), ((1, 11), (2, 12)))
+    plan = after(again, all_at(again, (10, 13), 8, JOIN), "forward", spares=[20, 21])
+    assert plan.members == (10, 20, 21, 13)
+    at_once = after(repair, all_at(repair, (10, 13), 8, JOIN), "forward", spares=[20, 21])
+    assert (at_once.members, at_once.takes, at_once.keepers) == ((10, 20, 21, 13), {21: 1}, {21: 13})
+
+
+def test_a_joiner_learns_rather_from_one_that_has_not_done_its_backward_pass() -> None:
+    repair = after(FOUR, all_at(FOUR, (10, 12, 13), 7, buckets=1), "forward", spares=[20])
+    joined = after(repair, all_at(repair, repair.members, 8, JOIN), "forward", spares=[20])
+    reports = [saw(joined, 10, 8, buckets=2), saw(joined, 20, 8, JOIN, has_state=False), saw(joined, 12, 8, JOIN)]
+    plan = after(joined, reports, "forward")
+    assert plan.verdicts == {10: REPAIR, 20: RETRY, 12: RETRY}
+    assert (plan.kind, plan.source, plan.todo) == (STEP, 12, (0, 1))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_too_few_ranks_stop_the_job_and_say_what_to_do(strategy: Strategy) -> None:
+    found = _decided(FOUR, all_at(FOUR, (10,), 7, buckets=1), strategy, spares=[20], min_ranks=3)
+    assert found == Stop(
+        "too few ranks: 1 of 4 left, 1 spare waiting, 3 needed",
+        "Run it again from its newest checkpoint, with more spares or a lower minimum.",
+    )
+    assert isinstance(_decided(FOUR, all_at(FOUR, (10,), 7, buckets=1), strategy, spares=[20], min_ranks=2), Plan)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_too_few_ranks_start_anew_where_they_can(strategy: Strategy) -> None:
+    plan = after(FOUR, all_at(FOUR, (10,), 7), strategy, min_ranks=2, can_restart=True)
+    assert (plan.restart, plan.relaunch, plan.members, plan.point) == (True, True, (), 7)
+    assert (plan.verdicts, plan.dead, plan.previous) == ({10: RESTART}, (11, 12, 13), FOUR.members)
+
+
+def test_without_survivors_spares_alone_cannot_go_on() -> None:
+    found = _decided(FOUR, [], "rollback", spares=[20, 21, 22, 23])
+    assert isinstance(found, Stop)
+    assert "0 of 4 left, 4 spares waiting, 1 needed" in found.reason
+    assert after(FOUR, [], spares=[20], can_restart=True).relaunch
+
+
+def test_those_without_the_state_alone_cannot_go_on() -> None:
+    joined = after(FOUR, all_at(FOUR, (10,), 7), spares=[20, 21, 22])
+    reports = [saw(joined, uid, 7, has_state=False) for uid in (20, 21)]
+    assert isinstance(_decided(joined, reports, "rollback"), Stop)
+    assert after(joined, reports, can_restart=True).relaunch
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_restart_that_came_to_no_point_is_begun_again(strategy: Strategy) -> None:
+    back = Plan(4, (10, 20, 12), previous=(10, 11, 12), point=7, joiners=(20,), restart=True)
+    reports = [saw(back, 10, 6), saw(back, 20, 7, BEGIN, has_state=False)]
+    plan = after(back, reports, strategy, spares=[21])
+    assert (plan.restart, plan.relaunch, plan.point, plan.source) == (True, False, 7, None)
+    assert (plan.verdicts, plan.members, plan.joiners) == ({10: RESTART, 20: RESTART}, (10, 20, 21), (21,))
+    if strategy != "restart":
+        later = after(back, all_at(back, (10, 20), 8, buckets=1), strategy)
+        assert not later.restart
+
+
+def test_plans_and_reports_survive_the_store() -> None:
+    repair = after(FOUR, all_at(FOUR, (10, 12, 13), 7, buckets=1), "forward", spares=[20])
+    assert repair.vacant
+    assert repair.held
+    assert Plan.from_json(repair.to_json()) == repair
+    report = saw(FOUR, 10, 7, done=(1,), buckets=2, has_state=False)
+    assert Report.from_json(report.to_json()) == report
+
+
+@st.composite
+def courses(draw: st.DrawFn) -> tuple[Strategy, int, int, list[list[int]]]:
+    """A job of so many ranks and spares, and what happens in each of its generations: numbers to draw from."""
+    numbers = st.lists(st.integers(0, 2**16), min_size=12, max_size=12)
+    return (
+        draw(st.sampled_from(STRATEGIES)),
+        draw(st.integers(1, 6)),
+        draw(st.integers(0, 4)),
+        draw(st.lists(numbers, min_size=1, max_size=6)),
+    )
+
+
+@given(courses())
+def test_whatever_dies_wherever_the_others_go_on_together(course: tuple[Strategy, int, int, list[list[int]]]) -> None:
+    strategy, num_ranks, num_spares, happenings = course
+    plan, spares = Plan(0, tuple(range(num_ranks))), list(range(100, 100 + num_spares))
+    at = dict.fromkeys(plan.members, 0)
+    """The point that each rank stands before; a joiner without state is not here."""
+    for numbers in happenings:
+        lives = [uid for uid, number in zip(plan.members, numbers, strict=False) if number % 4]
+        reports = _reports(plan, at, numbers)
+        found = decide(
+            plan,
+            {uid: reports[uid] for uid in lives},
+            strategy=strategy,
+            spares=spares,
+            dead=set(plan.members) - set(lives),
+        )
+        able = [uid for uid in lives if reports[uid].has_state]
+        if isinstance(found, Stop):
+            assert not able
+            assert strategy != "restart" or not lives
+            return
+        _check(plan, found, {uid: reports[uid] for uid in lives}, strategy, spares)
+        furthest = max((reports[uid].point for uid in able), default=0)
+        at = {uid: furthest if found.verdicts[uid] is not PROCEED else reports[uid].point for uid in able}
+        if found.restart:
+            at = dict.fromkeys(found.members, found.point)
+        spares = [uid for uid in spares if uid not in found.members]
+        plan = found
+
+
+def _reports(plan: Plan, at: dict[int, int], numbers: list[int]) -> dict[int, Report]:
+    """What ranks can see: each of them stood before a point, and this generation came to some later one, or to none."""
+    went_on = numbers[6] % 3
+    kind = (BEGIN, END, STEP, STEP, STEP)[numbers[7] % 5]
+    if plan.calls and went_on:
+        kind = JOIN
+    reports = {}
+    for place, uid in enumerate(plan.members):
+        behind = numbers[place % 6] // 4 % 2
+        done = tuple(bucket for bucket in range(3) if numbers[place % 6] >> (bucket + 3) & 1)
+        if went_on:
+            # A point was passed, so all have the state; whoever is behind had reduced everything.
+            point = plan.point + went_on
+            behind = behind if kind is not JOIN else 0
+            reports[uid] = saw(
+                plan, uid, point - behind, STEP if behind else kind, done=(0, 1, 2) if behind else done, buckets=3
+            )
+        elif uid in at:
+            ahead = at[uid] == plan.point
+            reports[uid] = saw(plan, uid, at[uid], kind if ahead else STEP, done=done, buckets=3)
+        else:
+            reports[uid] = saw(plan, uid, plan.point, kind, has_state=False)
+    return reports
+
+
+def _check(plan: Plan, found: Plan, reports: dict[int, Report], strategy: Strategy, spares: list[int]) -> None:
+    """What is true of every plan."""
+    able = {uid: report for uid, report in reports.items() if report.has_state}
+    assert Plan.from_json(found.to_json()) == found
+    assert found.generation == plan.generation + 1
+    assert found.previous == plan.members
+    assert len(set(found.members)) == len(found.members) >= 1
+    assert set(reports) <= set(found.members) <= set(reports) | set(spares)
+    assert [uid for uid in found.members if uid in reports] == [uid for uid in plan.members if uid in reports]
+    assert set(found.dead) == set(plan.members) - set(reports)
+    assert found.verdicts.keys() == reports.keys()
+    # Called spares come in order, none is both called and in, and no place is wasted while one waits.
+    called = [uid for uid in spares if uid in found.members or uid in found.calls]
+    assert called == spares[: len(called)]
+    assert not set(found.calls) & set(found.members)
+    assert len(found.vacant) == len(found.calls)
+    assert len(called) == min(len(spares), len(found.dead) + len(plan.vacant))
+    # Joiners are those without the state.
+    assert set(found.joiners) == set(found.members) - set(reports if found.restart else able)
+    for uid in found.joiners:
+        assert uid in found.takes or plan.vacant, "a joiner has a place"
+    assert set(found.keepers) <= set(found.joiners)
+    assert set(found.keepers.values()) | set(found.held.values()) <= set(able)
+    assert all(uid != keeper for uid, keeper in found.held.items())
+    if found.restart:
+        assert set(found.verdicts.values()) <= {RESTART}
+        assert found.source is None
+        return
+    furthest = max(report.point for report in able.values())
+    assert found.point == furthest
+    assert (found.source is None) == (not found.joiners)
+    if found.source is not None:
+        assert able[found.source].point == furthest
+        assert found.verdicts[found.source] is not PROCEED
+    for uid, report in able.items():
+        assert (found.verdicts[uid] is PROCEED) == (report.point < furthest)
+    repairing = [uid for uid, verdict in found.verdicts.items() if verdict is REPAIR]
+    assert not (repairing and strategy != "forward")
+    assert not (found.calls and not repairing)
+    if repairing:
+        assert not set(found.members) - set(reports), "nobody new comes in during a repair"
+        for bucket in range(3):
+            kept = len(repairing) == len(found.members) and all(bucket in reports[uid].done for uid in repairing)
+            assert (bucket in found.todo) == (not kept)
