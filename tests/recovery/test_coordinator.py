@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from evergrad.errors import UsageError
 from evergrad.recovery import coordinator as module
@@ -18,6 +20,7 @@ from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
 from evergrad.recovery.stores import StoreClient
 
 SOON_S = 20.0
+_numbers = itertools.count()
 REDO, RETRY, REPAIR, PROCEED, RESTART = (
     Verdict.REDO,
     Verdict.RETRY,
@@ -30,11 +33,11 @@ REDO, RETRY, REPAIR, PROCEED, RESTART = (
 class Job:
     """A store, a coordinator, and the ranks' side of both."""
 
-    def __init__(self, port: int, num_ranks: int, spares: int = 0, **settings: Any) -> None:
+    def __init__(self, store: StoreClient, num_ranks: int, spares: int = 0, **settings: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.told = threading.Condition()
-        self.coordinator = Coordinator("127.0.0.1", port, num_ranks=num_ranks, tell=self._tell, **settings)
-        self.store = StoreClient("127.0.0.1", port)
+        self.coordinator = Coordinator(store.host, store.port, num_ranks=num_ranks, tell=self._tell, **settings)
+        self.store = store
         self.uids = list(range(num_ranks + spares))
 
     def _tell(self, event: str, /, **fields: Any) -> None:
@@ -97,21 +100,32 @@ def _bounded(read: Callable[[], str]) -> str:
     return found[0]
 
 
-@pytest.fixture
-def jobs() -> Iterator[Callable[..., Job]]:
+@pytest.fixture(scope="module")
+def client() -> Iterator[StoreClient]:
+    """A connection as ranks have it. Each costs a look at who the other end is, which some machines are slow to say."""
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = StoreClient("127.0.0.1", server.port)
+    yield client
+    client.cut()
+
+
+@pytest.fixture
+def jobs(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    """Makes the job of a test; the names of its keys are its own."""
     made: list[Job] = []
+    prefix = f"job-{next(_numbers)}"
+    monkeypatch.setattr(module, "_PREFIX", f"{module._PREFIX}/{prefix}")
 
     def make(num_ranks: int, spares: int = 0, **settings: Any) -> Job:
-        assert not made, "one job a store"
-        made.append(Job(server.port, num_ranks, spares, **settings))
+        own = copy.copy(client)
+        own.store = PrefixStore(prefix, client.store)
+        made.append(Job(own, num_ranks, spares, **settings))
         return made[-1]
 
     yield make
     for job in made:
         job.coordinator.close()
         job.coordinator.close()
-        job.store.cut()
     assert "coordinator" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -116,6 +116,11 @@ class Books:
             self._marks[first_uses] = _USED
             self._padding += len(repeats) - len(first_uses)
 
+    def repeat(self, count: int) -> None:
+        """A unit that has just been entered was used so many times more, so that it is not alone in its batch."""
+        self._uses += count
+        self._padding += count
+
     def summary(self) -> Balance:
         """The books in numbers, as of now."""
         found = [int(np.count_nonzero(self._marks == mark)) for mark in range(4)]

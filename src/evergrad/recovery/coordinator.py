@@ -168,9 +168,11 @@ class Coordinator:
         elif code == 0:
             self._finish_if_all_have(plan)
         else:
-            self._break(plan, uid)  # first of all: survivors wait for it
+            can_go_on = plan.generation > 0 or self._has(Keys.joined(uid))
+            if can_go_on:
+                self._break(plan, uid)  # before anything slow: survivors wait for it
             self._tell("death", uid=uid, rank=rank, code=code, how=_how(code), generation=plan.generation)
-            if not self._is_fatal() and plan.generation == 0 and not self._has(Keys.joined(uid)):
+            if not self._is_fatal() and not can_go_on:
                 self._end("failed", f"rank {rank} ended with {_how(code)} before it joined: see what it printed")
         self._stir.set()
 
@@ -239,6 +241,8 @@ class Coordinator:
 
     def _go_on(self, plan: Plan, reports: dict[int, Report]) -> None:
         """Decide, and say so to everyone."""
+        if self._is_fatal():
+            return
         with self._lock:
             codes, uids = dict(self._codes), list(self._uids)
         finished = {uid for uid in plan.members if codes.get(uid) == 0}

@@ -77,6 +77,11 @@ class _Deal:
         begin = min(self.start + (index - self.first) * self.block, self.stop)
         return begin, min(begin + self.block, self.stop)
 
+    def active(self, index: int, least: int) -> int:
+        """How many ranks the block of a batch is dealt to: fewer in a ragged one, for each to have `least` units."""
+        begin, stop = self.places(index)
+        return max(1, min(self.world_size, (stop - begin) // least))
+
 
 class Epoch:
     """One epoch as it is dealt out, batch by batch, and its books.
@@ -86,8 +91,9 @@ class Epoch:
     - With `pad` the ranks' shares are made equal by repeats from the beginning, without it the tail is dropped: what
       `drop_last` means to `DistributedSampler`. `drop_last` is the DataLoader's, and drops incomplete batches.
     - After a loss, what the undisturbed epoch would have used is used, each unit once: nothing is padded any more,
-      what was to be dropped stays dropped, and in the last step a rank may have fewer units, or none. That is so with
-      `drop_last` too: the one short step is the price of using every sample.
+      what was to be dropped stays dropped, and in the last step a rank may have fewer units, or none, but not one
+      alone (batch norm cannot learn of one; the very last unit is repeated, as padding). That is so with `drop_last`
+      too: the one short step is the price of using every sample.
     - `share`, `counts`, `use` and `lose` take time by the size of a batch, whatever the size of the epoch.
     """
 
@@ -128,18 +134,21 @@ class Epoch:
         """What a rank runs in a batch; for a batch before the last re-deal, the rank it had then."""
         deal = self._deal(index)
         assert 0 <= rank < deal.world_size, f"rank {rank} of {deal.world_size}"
-        begin, stop = deal.places(index)
-        if begin + rank >= stop:
-            return Share(np.array([begin % self._units], np.int64), idle=True)
-        places = np.arange(begin + rank, stop, deal.world_size, dtype=np.int64)
+        (begin, stop), active, least = deal.places(index), self._active(deal, index), self._least(deal)
+        if rank >= active or begin + rank >= stop:
+            return Share(self._at_least(np.arange(begin, min(begin + least, stop)), least) % self._units, idle=True)
+        places = np.arange(begin + rank, stop, active, dtype=np.int64)
+        if len(places) < least:  # the last unit of all, alone
+            return Share(self._at_least(places, least) % self._units, least - len(places))
         return Share(places % self._units, int(np.count_nonzero(places >= self._units)))
 
     def counts(self, index: int) -> npt.NDArray[np.int64]:
         """How many units each rank has in a batch: repeats count, idle ranks have none."""
         deal = self._deal(index)
-        begin, stop = deal.places(index)
-        each, more = divmod(stop - begin, deal.world_size)
-        return each + (np.arange(deal.world_size) < more).astype(np.int64)
+        (begin, stop), active = deal.places(index), self._active(deal, index)
+        each, more = divmod(max(stop - begin, self._least(deal)), active)
+        ranks = np.arange(deal.world_size)
+        return np.where(ranks < active, each + (ranks < more).astype(np.int64), 0)
 
     def weight(self, rank: int, indices: Iterable[int], *, among: Collection[int] | None = None) -> float:
         """What a rank's gradient of these batches weighs in the mean: its units over those of all ranks.
@@ -187,10 +196,12 @@ class Epoch:
         for index in range(first, stop):
             deal = self._deal(index)
             assert all(0 <= rank < deal.world_size for rank in ranks), f"ranks {sorted(ranks)} of {deal.world_size}"
-            begin, end = deal.places(index)
-            idle = sum(rank not in ranks for rank in range(end - begin, deal.world_size))
-            lost = np.isin(np.arange(end - begin) % deal.world_size, list(ranks)) if ranks else None
+            (begin, end), active = deal.places(index), self._active(deal, index)
+            idle = sum(rank not in ranks for rank in range(min(active, end - begin), deal.world_size))
+            lost = np.isin(np.arange(end - begin) % active, list(ranks)) if ranks else None
             self.books.enter(begin, end, lost=lost, idle=idle)
+            if 0 < end - begin < self._least(deal) and 0 not in ranks:
+                self.books.repeat(self._least(deal) - (end - begin))
         self._booked = stop
 
     def state_dict(self) -> dict[str, object]:
@@ -223,6 +234,17 @@ class Epoch:
         epoch = cls(0, 1, 1)
         epoch.load_state_dict(state)
         return epoch
+
+    def _least(self, deal: _Deal) -> int:
+        """How many units a share has at least, once units are dealt again: of one alone no batch norm can learn."""
+        return min(2, self._batch_size) if deal is not self._deals[0] else 1
+
+    def _active(self, deal: _Deal, index: int) -> int:
+        return deal.active(index, self._least(deal)) if deal is not self._deals[0] else deal.world_size
+
+    @staticmethod
+    def _at_least(places: npt.NDArray[np.int64], least: int) -> npt.NDArray[np.int64]:
+        return np.resize(places, max(len(places), least))
 
     def _deal(self, index: int) -> _Deal:
         """The deal that a batch is of."""

@@ -129,8 +129,7 @@ class Engine:
 
     def contributors(self) -> list[int]:
         """The ranks of the deal whose gradients of this step are still to be had."""
-        living = set(self.crew.plan.members) - set(self.crew.plan.joiners)
-        return [rank for rank, uid in enumerate(self.members) if uid in living]
+        return [rank for rank, uid in enumerate(self.members) if uid in self.crew.plan.members]
 
     def note_inexact(self, why: str) -> None:
         """The job is no longer exactly what it would have been."""

@@ -118,5 +118,5 @@ def _make(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> 
 
 
 def _short(text: str) -> str:
-    """Gloo's message without the path of its source."""
-    return text.rsplit("] ", 1)[-1].strip()[:160]
+    """Gloo's message without the path of its source, and without advice on what may have happened."""
+    return text.removeprefix(text.partition("] ")[0] + "] ").partition(". This is typically")[0].strip()[:160]

@@ -94,7 +94,7 @@ class Gradients:
             self._used = set()
             for number, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(self._note_use(number))  # type: ignore[no-untyped-call]
-        self.module.register_comm_hook(None, lambda state, bucket: self._hook(state, bucket))  # torch reads annotations
+        self.module.register_comm_hook(None, _unannotated(self._hook))
         self.module._register_buffer_comm_hook(None, self._share_buffers, _BufferCommHookLocation.PRE_FORWARD)
 
     @property
@@ -354,6 +354,15 @@ class _Reducible(Bucket):
     def __init__(self, part: Part, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(part.index, part.buffer, parameters, part.is_last)
         self.part = part
+
+
+def _unannotated(hook: Hook) -> Any:
+    """A hook without annotations: torch takes none but its own classes, and those not as texts."""
+
+    def plain(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(state, bucket)
+
+    return plain
 
 
 def _broadcast(group: Group, root: int, tensors: Sequence[torch.Tensor]) -> None:

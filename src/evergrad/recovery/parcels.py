@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,62 +13,85 @@ from evergrad.state import Skeleton, flatten, unflatten
 
 __all__ = ["pack", "receive_state", "send_state", "unpack"]
 
+_LOAD_BYTES = 64 << 20
+
 
 def send_state(group: Group, state: object, to: int) -> int:
     """Send whatever `flatten` takes to one rank; the number of bytes."""
-    flat = flatten(state)
-    listed = [[path, str(tensor.dtype), list(tensor.shape)] for path, tensor in flat.tensors.items()]
-    head = json.dumps({"skeleton": flat.skeleton.dumps(), "tensors": listed}).encode()
-    header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    group.send(torch.tensor([len(header)]), to).wait()
-    tickets = [group.send(header, to)]
-    total = len(header)
-    for tensor in flat.tensors.values():
-        if tensor.numel():
-            tickets.append(group.send(_raw(tensor), to))
-            total += tensor.nbytes
+    head, tensors = _split(state)
+    sizes = [tensor.nbytes for tensor in tensors]
+    group.send(torch.tensor([head.numel()]), to).wait()
+    tickets = [group.send(head, to)]
+    for first, stop in _loads(sizes):
+        tickets.append(group.send(torch.cat([_raw(tensor) for tensor in tensors[first:stop]]), to))
+        if len(tickets) > 2:  # a load or two under way are enough to keep the wire busy
+            tickets.pop(0).wait()
     for ticket in tickets:
         ticket.wait()
-    return total
+    return head.numel() + sum(sizes)
 
 
 def receive_state(group: Group, sender: int) -> Any:
     """The state that a rank sends."""
     length = torch.zeros(1, dtype=torch.int64)
     group.receive(length, sender).wait()
-    header = torch.empty(int(length), dtype=torch.uint8)
-    group.receive(header, sender).wait()
-    head = json.loads(header.numpy().tobytes())
-    tensors = {}
-    for path, dtype, shape in head["tensors"]:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        if tensor.numel():
-            group.receive(tensor.reshape(-1).view(torch.uint8), sender).wait()
-        tensors[path] = tensor
-    return unflatten(tensors, Skeleton.loads(head["skeleton"]))
+    head = torch.empty(int(length), dtype=torch.uint8)
+    group.receive(head, sender).wait()
+    skeleton, tensors = _empty(head)
+    made = list(tensors.values())
+    sizes = [tensor.nbytes for tensor in made]
+    for first, stop in _loads(sizes):
+        load = torch.empty(sum(sizes[first:stop]), dtype=torch.uint8)
+        group.receive(load, sender).wait()
+        _unload(load, made[first:stop])
+    return unflatten(tensors, skeleton)
 
 
 def pack(state: object) -> torch.Tensor:
     """A small state as one tensor of bytes."""
-    flat = flatten(state)
-    listed = [[path, str(tensor.dtype), list(tensor.shape)] for path, tensor in flat.tensors.items()]
-    head = json.dumps({"skeleton": flat.skeleton.dumps(), "tensors": listed}).encode()
-    length = torch.tensor([len(head)]).view(torch.uint8)
-    header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    return torch.cat([length, header, *(_raw(tensor) for tensor in flat.tensors.values())])
+    head, tensors = _split(state)
+    return torch.cat([torch.tensor([head.numel()]).view(torch.uint8), head, *map(_raw, tensors)])
 
 
 def unpack(packed: torch.Tensor) -> Any:
     """The state that was packed."""
     length = int(packed[:8].clone().view(torch.int64))
-    head = json.loads(packed[8 : 8 + length].numpy().tobytes())
-    begin, tensors = 8 + length, {}
-    for path, dtype, shape in head["tensors"]:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        tensor.reshape(-1).view(torch.uint8).copy_(packed[begin : begin + tensor.nbytes])
-        begin += tensor.nbytes
-        tensors[path] = tensor
-    return unflatten(tensors, Skeleton.loads(head["skeleton"]))
+    skeleton, tensors = _empty(packed[8 : 8 + length])
+    _unload(packed[8 + length :], list(tensors.values()))
+    return unflatten(tensors, skeleton)
+
+
+def _split(state: object) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What tells everything but the tensors' content, and the tensors."""
+    flat = flatten(state)
+    listed = [[path, str(tensor.dtype), list(tensor.shape)] for path, tensor in flat.tensors.items()]
+    head = json.dumps({"skeleton": flat.skeleton.dumps(), "tensors": listed}).encode()
+    return torch.frombuffer(bytearray(head), dtype=torch.uint8), list(flat.tensors.values())
+
+
+def _empty(head: torch.Tensor) -> tuple[Skeleton, dict[str, torch.Tensor]]:
+    found = json.loads(head.numpy().tobytes())
+    tensors = {
+        path: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        for path, dtype, shape in found["tensors"]
+    }
+    return Skeleton.loads(found["skeleton"]), tensors
+
+
+def _loads(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Which tensors go together: one message each costs more than a copy, and too large ones memory."""
+    first = total = 0
+    for stop, size in enumerate(sizes, 1):
+        total += size
+        if total >= _LOAD_BYTES or (stop == len(sizes) and total):
+            yield first, stop
+            first, total = stop, 0
+
+
+def _unload(load: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    parts = torch.split(load, [tensor.nbytes for tensor in tensors]) if tensors else ()
+    for part, tensor in zip(parts, tensors, strict=True):
+        tensor.reshape(-1).view(torch.uint8).copy_(part)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
