@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,13 @@ class Jobs:
         """Launch it in this process, with something to do in another thread."""
         settings = {"num_ranks": 2, "out": self.run, "grace_s": 5.0} | settings
         job = LaunchSettings(script=self.script(code), **settings)
+        over = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            doing = pool.submit(_or_interrupt, meanwhile) if meanwhile is not None else None
-            summary = launch(job)
+            doing = pool.submit(_or_interrupt, meanwhile, over) if meanwhile is not None else None
+            try:
+                summary = launch(job)
+            finally:
+                over.set()
             if doing is not None:
                 doing.result()
         return summary
@@ -78,11 +84,12 @@ class Jobs:
         return [dict(event.fields) for event in read(path) if event.event == name] if path.exists() else []
 
 
-def _or_interrupt(act: Callable[[], None]) -> None:
+def _or_interrupt(act: Callable[[], None], over: threading.Event) -> None:
     try:
         act()
     except BaseException:
-        os.kill(os.getpid(), signal.SIGTERM)  # the job would wait for ever
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)  # the job would wait for ever
         raise
 
 
@@ -93,6 +100,7 @@ class Puppets:
         self._jobs = jobs
         address = self.told(0)[1]
         self.store = StoreClient("127.0.0.1", int(address.rpartition(":")[2]))
+        self.store.store.set_timeout(timedelta(seconds=30))
 
     def told(self, uid: int) -> list[str]:
         wait_until(lambda: self._jobs.log(uid).endswith("\n"))
@@ -185,7 +193,9 @@ def test_a_script_that_fails_ends_the_others_and_is_named(jobs: Jobs, capfd: pyt
     assert {event["uid"]: event["code"] for event in jobs.events("exit")} == {0: -signal.SIGTERM, 1: 7}
 
 
-def test_a_signal_reaches_every_process_once_and_the_stubborn_are_killed(jobs: Jobs) -> None:
+def test_a_signal_reaches_every_process_once_and_the_stubborn_are_killed(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
     def ask() -> None:
         wait_until(lambda: "ready" in jobs.log(0) and "ready" in jobs.log(1))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -207,6 +217,8 @@ def test_a_signal_reaches_every_process_once_and_the_stubborn_are_killed(jobs: J
         grace_s=0.5,
     )
     assert (summary.outcome, summary.exit_code) == ("interrupted", 143)
+    told = "evergrad: SIGTERM: passed on to 2 processes; those that still run in 0.5 s are killed\n"
+    assert told in capfd.readouterr().err
     assert {event["uid"]: event["code"] for event in jobs.events("exit")} == {0: 0, 1: -signal.SIGKILL}
     assert jobs.log(0) == "ready\nseen 1\n"
     assert jobs.events("death") == []  # who leaves because it was asked to is no failure
@@ -311,7 +323,7 @@ def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(
         ranks.join(0)
         ranks.join(1)
         ranks.send(1, signal.SIGKILL)
-        ranks.store.wait(Keys.broken(0))
+        ranks.store.get(Keys.broken(0))
         ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=12).to_json())
         assert ranks.plan(1).members == (0,)
         assert ranks.told(2)[2:] == ["None", "1", "1", "n1"]  # no rank, its device, a spare, its node
@@ -389,7 +401,7 @@ def test_too_few_ranks_and_nothing_to_restart_from(jobs: Jobs) -> None:
         ranks.join(0)
         ranks.join(1)
         ranks.send(1, signal.SIGKILL)
-        ranks.store.wait(Keys.broken(0))
+        ranks.store.get(Keys.broken(0))
         ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=12).to_json())
         ranks.store.cut()
 

@@ -13,6 +13,7 @@ import torch
 
 from evergrad.errors import StateError
 from evergrad.recovery.books import Balance
+from evergrad.recovery.buckets import Layout
 from evergrad.recovery.dealing import BatchMode, Epoch
 from evergrad.recovery.loading import Batches, Order, Source
 from evergrad.recovery.transport import Group
@@ -33,6 +34,8 @@ class Course:
         self.epoch = self.index = self.step = self.point = self.passes = 0
         self.is_begun = False
         """Whether this epoch's first point has been passed."""
+        self.layout: Layout | None = None
+        """How gradients lie in buckets: agreed by all ranks."""
         self.deal: Epoch | None = None
         self.rank = 0
         """The rank that this process has in the deal."""
@@ -91,10 +94,11 @@ class Course:
         self.deal = self.source.deal(self._order, group.size)
         self._look_ahead(keep_rng=True)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no batch of this epoch is left."""
-        return self.deal is not None and self.index >= self.deal.num_batches
+    def skip_end(self) -> None:
+        """Of an epoch that was saved when no batch of it was left, nothing remains to be done."""
+        if self.deal is not None and self.index >= self.deal.num_batches:
+            self.point += 1
+            self.close()
 
     def fetch(self, index: int) -> Any:
         """The batch of this rank; `StopIteration` where an opaque loader ends."""
@@ -161,6 +165,7 @@ class Course:
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
             "is_begun": self.is_begun,
+            "layout": self.layout,
             "deal": self.deal.state_dict() if self.deal is not None and self.is_begun else None,
             "order": self._order.state_dict() if self._order is not None and self._is_shared else None,
             "loader": own.state_dict() if own is not None else None,
@@ -172,6 +177,7 @@ class Course:
         for name in _NUMBERS:
             setattr(self, name, int(state[name]))
         self.is_begun = bool(state["is_begun"])
+        self.layout = state["layout"]
         self.deal = Epoch.from_state(state["deal"]) if state["deal"] is not None else None
         self._order = Order.from_state(state["order"]) if state["order"] is not None else None
         self._is_shared = self._order is not None

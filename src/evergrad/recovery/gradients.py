@@ -41,6 +41,9 @@ class Surroundings(Protocol):
     def passes(self) -> int:
         """How many passes the job has brought to their end. In the first two the layout is agreed anew each time."""
 
+    layout: Layout | None
+    """What all ranks have agreed on."""
+
     def root(self) -> int:
         """The rank whose layout holds then: one that was there from the beginning."""
 
@@ -82,7 +85,6 @@ class Gradients:
         for hook in hooks:
             self._chain = hook(self._chain)
         self.failed: str | None = None
-        self.agreed: Layout | None = None
         self.done: set[int] = set()
         self._parts: list[Part] = []
         self._copies: dict[tuple[int, int], torch.Tensor] = {}
@@ -100,7 +102,7 @@ class Gradients:
     @property
     def num_buckets(self) -> int:
         """How many buckets the agreed layout has; 0 while it is not agreed for good."""
-        return len(self.agreed) if self._is_settled() and self.agreed is not None else 0
+        return len(self._job.layout) if self._is_settled() and self._job.layout is not None else 0
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -185,7 +187,7 @@ class Gradients:
         self._parts.clear()
         self.done.clear()
         known = self._known.get(self.module._has_rebuilt_buckets)
-        self._is_direct = self._is_settled() and known is not None and known == self.agreed
+        self._is_direct = self._is_settled() and known is not None and known == self._job.layout
         self._is_gathered = False
         torch.autograd.Variable._execution_engine.queue_callback(self._collect)
 
@@ -276,11 +278,11 @@ class Gradients:
         """Put this rank's gradients into the agreed layout's buckets, once a pass."""
         if not self._is_settled():
             self._agree(group)
-        assert self.agreed is not None
+        assert self._job.layout is not None
         parts = []
-        for index, numbers in enumerate(self.agreed):
+        for index, numbers in enumerate(self._job.layout):
             grads = torch.cat([self._gradient(self.parameters[number]) for number in numbers])
-            part = Part(index, numbers, grads, index + 1 == len(self.agreed))
+            part = Part(index, numbers, grads, index + 1 == len(self._job.layout))
             if self._keep:
                 part.local = self._copy(part)
             parts.append(part)
@@ -309,7 +311,7 @@ class Gradients:
         group.broadcast(message, self._job.root()).wait()
         numbers, sizes = message[:count].tolist(), [size for size in message[count:].tolist() if size]
         ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-        self.agreed = tuple(tuple(numbers[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+        self._job.layout = tuple(tuple(numbers[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
     def _share_use(self, group: Group) -> None:
         """What any rank has used gets its gradient on all; what none has used is left alone, as DDP does."""

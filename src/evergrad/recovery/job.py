@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
-from evergrad.recovery.buckets import Hook
+from evergrad.recovery.buckets import Hook, Layout
 from evergrad.recovery.crew import Crew, Launched
 from evergrad.recovery.dealing import BatchMode
 from evergrad.recovery.engine import Engine
@@ -289,6 +289,8 @@ class Job:
         course = self._course
         if not self._window:
             self._settle_in_or_recover()
+            if not course.is_begun:  # everyone has gone back to the beginning of this epoch
+                self._begin(course.source)
             self._save_if_due()
         if self._replay:
             yielded = self._replay.popleft()
@@ -378,8 +380,6 @@ class Job:
                 thing.load_state_dict(state["tracked"][name])
         self._owed = list(state["optimizers"])
         self._course.load_state_dict(state["course"])
-        if self._engine.gradients is not None:
-            self._engine.gradients.agreed = state["layout"]
         if kept is not None:
             self._course.set_own_loader(self._engine.own.put(kept))
         else:
@@ -387,13 +387,11 @@ class Job:
 
     def _state(self) -> dict[str, Any]:
         """What a joiner gets of this rank."""
-        gradients = self._engine.gradients
         return {
             "model": _tensors_of(self._model) if self._model is not None else {},
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
             "optimizers": [one.state_dict() for one in self._optimizers] or self._owed,
             "course": self._course.state_dict(),
-            "layout": gradients.agreed if gradients is not None else None,
         }
 
     def _restore(self, *, in_process: bool) -> None:
@@ -402,6 +400,7 @@ class Job:
         assert self._saves is not None, "a restart without a checkpointer is refused when the job begins"
         call = self._course.epoch
         found = self._saves.restore(self._model, self._optimizers, self._tracked, self._course)
+        self._course.skip_end()
         self._tell("restored", step=found[0] if found else None, in_process=in_process)
         if in_process and (found is None or self._course.epoch != call):
             self._begin_anew("the newest checkpoint is of another epoch" if found else "there is no checkpoint yet")
@@ -550,6 +549,14 @@ class _Around:
 
     def passes(self) -> int:
         return self._job._course.passes
+
+    @property
+    def layout(self) -> Layout | None:
+        return self._job._course.layout
+
+    @layout.setter
+    def layout(self, layout: Layout | None) -> None:
+        self._job._course.layout = layout
 
     def root(self) -> int:
         return self._job._root()

@@ -274,9 +274,8 @@ class _Launch:
             self._due = [(now + self._settings.grace_s, signal.SIGKILL)]
             self._children.send(number)
             count = counted(len(self._children.living), "process", "processes")
-            self._relay.say(
-                f"{name}: passed on to {count} processes; who runs in {self._settings.grace_s:g} s is killed"
-            )
+            grace = f"{self._settings.grace_s:g} s"
+            self._relay.say(f"{name}: passed on to {count}; those that still run in {grace} are killed")
         elif now - self._asked[1] >= _SAME_NOTICE_S:  # not the same notice by another way: somebody insists
             self._children.send(signal.SIGKILL)
 
