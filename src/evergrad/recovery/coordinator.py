@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -204,6 +204,7 @@ class Coordinator:
         key, news_s = Keys.broken(plan.generation), 0.0
         while self._goes_on():
             if self._has(key):
+                self._spread_news(plan, self._find(key) or "{}")
                 self._tell("broken", generation=plan.generation, reason=self._reason(plan))
                 return True
             if time.monotonic() >= news_s:
@@ -377,6 +378,13 @@ class Coordinator:
         """This generation is over because a member has exited."""
         text = json.dumps({"uid": uid, "reason": f"rank {plan.rank_of(uid)} ended with {_how(self._codes[uid])}"})
         self._store.compare_set(Keys.broken(plan.generation), "", text)
+        self._spread_news(plan, text)
+
+    def _spread_news(self, plan: Plan, text: str) -> None:
+        """Wake every member that may be waiting for someone who will never come."""
+        keys = [Keys.news(uid, plan.generation) for uid in plan.members]
+        store: Any = self._store  # torch's annotations do not know of this
+        store.multi_set(keys, [text] * len(keys))
 
     def _reason(self, plan: Plan) -> str:
         return str(json.loads(self._find(Keys.broken(plan.generation)) or "{}").get("reason", ""))

@@ -10,6 +10,7 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore
@@ -127,7 +128,8 @@ class Launched(Crew):
         self._tell = tell
         self._group: Group | None = None
         self._broken: str | None = None
-        self._watch = _Watch(StoreClient(host, port), self._heard)
+        self._is_closed = False
+        self._watch = _Watch(uid, StoreClient(host, port), self._heard)
 
     def begin(self, generation: int) -> None:
         """Be a member of this generation from its beginning on."""
@@ -162,9 +164,11 @@ class Launched(Crew):
 
     def close(self) -> None:
         """Leave: the group first, so that nobody waits for this rank."""
-        self._watch.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._drop("closed")
-        self.client.cut()
+        self._watch.close(self.client)
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -193,7 +197,7 @@ class Launched(Crew):
 
     def _form(self) -> Group:
         """Meet the others. A thread does it, and is left behind if the generation breaks meanwhile."""
-        client = StoreClient(self.client.host, self.client.port)
+        client = self.client
         made: list[Group] = []
         failed: list[str] = []
         over = threading.Event()
@@ -210,9 +214,11 @@ class Launched(Crew):
         threading.Thread(target=meet, name=f"evergrad-form-{generation}", daemon=True).start()
         while not over.wait(_GLANCE_S):
             if self._broken is not None:
+                # The thread waits in this connection, for one who will never come. Connecting may be slow where
+                # addresses are looked up: only then is another one made.
+                self.client = StoreClient(client.host, client.port)
                 client.cut()
                 raise GroupBroken(self._broken)
-        client.cut()
         if not made:
             raise GroupBroken(self._broken or failed[0].splitlines()[0][:160])
         return made[0]
@@ -221,8 +227,8 @@ class Launched(Crew):
 class _Watch:
     """A thread that waits for a generation to break, and says so at once."""
 
-    def __init__(self, client: StoreClient, heard: Callable[[int, str], None]) -> None:
-        self._client, self._heard = client, heard
+    def __init__(self, uid: int, client: StoreClient, heard: Callable[[int, str], None]) -> None:
+        self._uid, self._client, self._heard = uid, client, heard
         self._generation = -1
         self._changed = threading.Condition()
         self._is_closed = False
@@ -236,14 +242,17 @@ class _Watch:
             self._thread = threading.Thread(target=self._run, name="evergrad-watch", daemon=True)
             self._thread.start()
 
-    def close(self) -> None:
+    def close(self, client: StoreClient) -> None:
+        """End the thread, which waits in a connection of its own."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._client.cut()
-        if self._thread is not None:
-            # It must be gone before the interpreter is: a thread that comes back from C++ then would abort it.
-            self._thread.join(5)
+        if self._thread is None:
+            return
+        with suppress(RuntimeError):  # the launcher, and its store, may be gone
+            client.set(Keys.news(self._uid, self._generation), "{}")
+        # It must be gone before the interpreter is: a thread that comes back from C++ then would abort it.
+        self._thread.join(5)
 
     def _run(self) -> None:
         seen = -1
@@ -255,10 +264,10 @@ class _Watch:
                     return
                 seen = self._generation
             try:
-                self._client.wait(Keys.broken(seen))
-                why = json.loads(self._client.get(Keys.broken(seen)))
+                why = json.loads(self._client.get(Keys.news(self._uid, seen)))
             except RuntimeError as error:
                 if not self._is_closed:
                     self._heard(seen, f"the store is gone: {str(error).splitlines()[0][:100]}")
                 return
-            self._heard(seen, str(why.get("reason", "")))
+            if not self._is_closed:
+                self._heard(seen, str(why.get("reason", "")))

@@ -170,6 +170,11 @@ class Keys:
         return f"broken/{generation}"
 
     @staticmethod
+    def news(uid: int, generation: int) -> str:
+        """For one process alone, which waits for it: its generation broke, and why; or itself wants to wait no more."""
+        return f"news/{uid}/{generation}"
+
+    @staticmethod
     def report(generation: int, uid: int) -> str:
         """The report of a survivor."""
         return f"report/{generation}/{uid}"
