@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,16 +57,21 @@ class Jobs:
         """Launch it in this process, with something to do in another thread."""
         settings = {"num_ranks": 2, "out": self.run, "grace_s": 5.0} | settings
         job = LaunchSettings(script=self.script(code), **settings)
-        over = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            doing = pool.submit(_or_interrupt, meanwhile, over) if meanwhile is not None else None
-            try:
-                summary = launch(job)
-            finally:
-                over.set()
+            doing = pool.submit(self._or_end, meanwhile) if meanwhile is not None else None
+            summary = launch(job)
             if doing is not None:
                 doing.result()
         return summary
+
+    def _or_end(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException:  # its processes would wait for ever
+            for event in self.events("start"):
+                with suppress(ProcessLookupError):
+                    os.kill(event["pid"], signal.SIGKILL)
+            raise
 
     def start(self, code: str, *options: str, **how: Any) -> subprocess.Popen[str]:
         """The command line, in a process group of its own."""
@@ -82,15 +86,6 @@ class Jobs:
     def events(self, name: str) -> list[dict[str, Any]]:
         path = self.run / "timeline.jsonl"
         return [dict(event.fields) for event in read(path) if event.event == name] if path.exists() else []
-
-
-def _or_interrupt(act: Callable[[], None], over: threading.Event) -> None:
-    try:
-        act()
-    except BaseException:
-        if not over.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)  # the job would wait for ever
-        raise
 
 
 class Puppets:

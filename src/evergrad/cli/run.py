@@ -49,6 +49,9 @@ def run(
         Path | None, typer.Option(help="The folder of the run, new or empty; runs/<script>-<time> by default.")
     ] = None,
     grace: Annotated[float, typer.Option(help="Seconds that processes have to leave when asked to.")] = 10.0,
+    fork: Annotated[
+        bool, typer.Option("--fork", help="Import torch once and start ranks as forks of that: quick to begin.")
+    ] = False,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="The script is the name of a module.")] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -74,6 +77,7 @@ def run(
         seed=seed,
         out=out,
         grace_s=grace,
+        fork=fork,
     )
     summary = launch(settings, as_json=as_json)
     if as_json:

@@ -44,6 +44,8 @@ class Engine:
     """Whether the present generation has formed, with everyone's state in place."""
     members: tuple[int, ...] = ()
     """The uids that the epoch is dealt to, by their rank in the deal."""
+    missing: set[int] = field(default_factory=set)
+    """The ranks of the deal whose gradients of the step under way are not in all of its buckets."""
     broke_at: float | None = None
     _keeping: Keeping = field(default_factory=Keeping)
 
@@ -129,7 +131,12 @@ class Engine:
 
     def contributors(self) -> list[int]:
         """The ranks of the deal whose gradients of this step are still to be had."""
-        return [rank for rank, uid in enumerate(self.members) if uid in self.crew.plan.members]
+        return [rank for rank in range(len(self.members)) if rank not in self.missing]
+
+    def note_missing(self) -> None:
+        """What is reduced again is reduced among those who live."""
+        living = self.crew.plan.members
+        self.missing = {rank for rank, uid in enumerate(self.members) if uid not in living}
 
     def note_inexact(self, why: str) -> None:
         """The job is no longer exactly what it would have been."""

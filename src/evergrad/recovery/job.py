@@ -198,8 +198,7 @@ class Job:
             ))  # fmt: skip
         self._site(Phase.OPTIMIZER)
         was_applied = self._apply(optimizers)
-        lost = sorted(set(range(len(self._engine.members))) - set(self._engine.contributors()))
-        self._course.applied(len(self._window), lost)
+        self._course.applied(len(self._window), sorted(self._engine.missing))
         self._end_window()
         if self._engine.gradients is not None:
             self._engine.gradients.finish()
@@ -486,6 +485,7 @@ class Job:
 
     def _end_window(self) -> None:
         self._window.clear()
+        self._engine.missing.clear()
         self._reduced = 0
         self._is_doomed = False
 
@@ -508,6 +508,8 @@ class Job:
                     engine.passed(Point.STEP)
                     break
                 case Verdict.REPAIR:
+                    if self._crew.plan.todo or not gradients.num_buckets:
+                        engine.note_missing()
                     gradients.reopen(self._crew.plan.todo)
                 case _:
                     self._is_doomed = True

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.errors import EvergradError, UsageError
+from evergrad.recovery.forking import preload
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.processes import Children, Exit
 from evergrad.recovery.settings import LaunchSettings, Place, environment_of
@@ -98,8 +99,11 @@ class _Launch:
         who = counted(num_ranks, "rank") + (f" and {counted(num_spares, 'spare')}" if num_spares else "")
         threads = "" if "OMP_NUM_THREADS" in os.environ else "; OMP_NUM_THREADS is 1, set it to change that"
         relay.say(f"{who}, logs and timeline in {self._run}{threads}")
+        if self._settings.fork:
+            preload()
         for place in list(self._places):
-            self._start(place)
+            self._start(place, forked=self._settings.fork)
+        relay.begin()  # a thread: no forks any more
         self._opening.start()  # importing torch takes as long as it takes them, so all do it at the same time
         while not self._is_over():
             happened = children.wait(self._patience())
@@ -203,26 +207,28 @@ class _Launch:
             before = self._places[request.rank if request.replaces is None else request.replaces]
             place = Place(len(self._places), before.node, before.device, request.rank)
             self._places.append(place)
-        self._wish(partial(self._start_late, place))
+        self._wish(partial(self._start_late, place, request.generation))
         return place.uid
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: Place, *, forked: bool = False, generation: int | None = None) -> None:
         nodes = [one.node for one in self._places]
         environment = environment_of(
             place, self._settings, nodes=nodes, port=self._port, run=self._run, inherited=os.environ
         )
+        if generation is not None:
+            environment["EVERGRAD_GENERATION"] = str(generation)
         try:
-            child = self._children.start(place.uid, place.label, self._settings.command, environment)
+            child = self._children.start(place.uid, place.label, self._settings.command, environment, forked=forked)
         except OSError as error:
             raise UsageError(f"{place.label} cannot be started: {error.strerror}") from None
         self._relay.add(child)
         self._recorder.record("start", uid=place.uid, label=place.label, pid=child.pid, node=f"n{place.node}")
 
-    def _start_late(self, place: Place) -> None:
+    def _start_late(self, place: Place, generation: int | None = None) -> None:
         if self._asked is not None or self._outcome is not None:
             return
         try:
-            self._start(place)
+            self._start(place, generation=generation)
         except UsageError as error:
             self._relay.say(str(error))
             if self._coordinator is not None:

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from evergrad.errors import UsageError
+from evergrad.recovery.forking import Forked, fork
 
 __all__ = ["PASSED_ON", "Child", "Children", "Exit", "Happenings"]
 
@@ -84,7 +85,7 @@ class Children:
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("a job is launched from the main thread: signals arrive there")
-        self._living: dict[int, tuple[Child, subprocess.Popen[bytes]]] = {}
+        self._living: dict[int, tuple[Child, subprocess.Popen[bytes] | Forked]] = {}
         self._groups: set[int] = set()
         self._signals: deque[int] = deque()
         self._before: dict[int, Any] = {}
@@ -97,23 +98,15 @@ class Children:
         """By uid."""
         return [self._living[uid][0] for uid in sorted(self._living)]
 
-    def start(self, uid: int, label: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start one more process; its output waits in pipes."""
-        guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
-        process = subprocess.Popen(
-            guarded,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            process_group=0,
-        )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        ends = [os.dup(pipe.fileno()) for pipe in (process.stdout, process.stderr)]
-        process.stdout.close()
-        process.stderr.close()
+    def start(
+        self, uid: int, label: str, command: Sequence[str], environment: Mapping[str, str], *, forked: bool = False
+    ) -> Child:
+        """Start one more process, from nothing or as a fork of this one; its output waits in pipes."""
+        process: subprocess.Popen[bytes] | Forked
+        if forked:
+            process, *ends = fork(command, environment)
+        else:
+            process, *ends = _open(command, environment)
         child = Child(uid, label, process.pid, *ends)
         self._living[uid] = child, process
         self._groups.add(process.pid)
@@ -200,6 +193,25 @@ class Children:
                 if not is_ours or any(child.pid == seen.si_pid for child, _ in self._living.values()):
                     return
                 os.waitpid(seen.si_pid, os.WNOHANG)
+
+
+def _open(command: Sequence[str], environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int, int]:
+    guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+    process = subprocess.Popen(
+        guarded,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err = (os.dup(pipe.fileno()) for pipe in (process.stdout, process.stderr))
+    process.stdout.close()
+    process.stderr.close()
+    return process, out, err
 
 
 def _set_subreaper(value: int) -> int:

@@ -27,7 +27,14 @@ __all__ = ["AFTER_LOSS", "LaunchSettings", "Place", "checked_strategy", "environ
 AFTER_LOSS = ("shrink", "constant", "scale_lr")
 
 # Set by another launcher around this one, they would mislead.
-_NOT_INHERITED = ("RANK", "ROLE_RANK", "EVERGRAD_SPARE", "EVERGRAD_FAILURES", "EVERGRAD_AFTER_LOSS")
+_NOT_INHERITED = (
+    "RANK",
+    "ROLE_RANK",
+    "EVERGRAD_GENERATION",
+    "EVERGRAD_SPARE",
+    "EVERGRAD_FAILURES",
+    "EVERGRAD_AFTER_LOSS",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,8 @@ class LaunchSettings:
     out: Path | None = None
     """The folder of the run; None makes one below `runs`."""
     grace_s: float = 10.0
+    fork: bool = False
+    """Whether ranks and spares begin as forks of the launcher, which has imported torch."""
     """How long processes have to leave when they are asked to."""
 
     def __post_init__(self) -> None:
@@ -119,6 +128,7 @@ class LaunchSettings:
             "after_loss": self.after_loss,
             "seed": self.seed,
             "grace_s": self.grace_s,
+            "fork": self.fork,
         }
 
 
@@ -159,6 +169,8 @@ def environment_of(
         "EVERGRAD_STRATEGY": settings.strategy,
         "EVERGRAD_MIN_RANKS": str(settings.min_ranks),
         "EVERGRAD_RUN": str(run),
+        # Who has no spares to come need not hold what only its neighbour has.
+        "EVERGRAD_KEEPS": "1" if settings.num_spares or settings.respawn else "0",
         "EVERGRAD_NODES": json.dumps([f"n{node}" for node in nodes]),
     }
     if place.rank is None:

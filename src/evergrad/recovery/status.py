@@ -83,7 +83,7 @@ class _Pipe:
 
 
 class Relay:
-    """Passes on what processes print, from its making to `close`."""
+    """Passes on what processes print, from `begin` to `close`."""
 
     def __init__(self, logs: Path, *, all_to_stderr: bool = False, status: Callable[[], Status]) -> None:
         self._logs, self._status = logs, status
@@ -99,7 +99,11 @@ class Relay:
         self._closing, self._last = False, ""
         self._live: Live | None = None
         self._thread = threading.Thread(target=self._run, name="evergrad-output", daemon=True)
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Start to pass on, in a thread of its own; what was said before waits for this. Twice is fine."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def add(self, child: Child) -> None:
         """From now on this process too."""
@@ -117,6 +121,7 @@ class Relay:
 
     def close(self, last: str = "") -> None:
         """Pass on all that is left, whoever still holds a pipe open, then a last line. Twice is fine."""
+        self.begin()
         if self._thread.is_alive():
             self._last, self._closing = last, True
             self._wake()
