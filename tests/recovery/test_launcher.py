@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from evergrad.cli import main
 from evergrad.errors import UsageError
@@ -25,7 +26,6 @@ from evergrad.recovery.failures import Failures
 from evergrad.recovery.launcher import launch
 from evergrad.recovery.membership import Keys, Plan, Point, Report
 from evergrad.recovery.settings import LaunchSettings, Place, environment_of
-from evergrad.recovery.stores import StoreClient
 from evergrad.recovery.summary import Summary
 from evergrad.timeline import read
 
@@ -94,8 +94,9 @@ class Puppets:
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         address = self.told(0)[1]
-        self.store = StoreClient("127.0.0.1", int(address.rpartition(":")[2]))
-        self.store.store.set_timeout(timedelta(seconds=30))
+        # Not a client that can be cut: with the server in this process, it would hold, and cut, others' connections.
+        tcp = TCPStore("127.0.0.1", int(address.rpartition(":")[2]), None, False, timedelta(seconds=30), False)
+        self.store = PrefixStore("evergrad", tcp)
 
     def told(self, uid: int) -> list[str]:
         wait_until(lambda: self._jobs.log(uid).endswith("\n"))
@@ -323,9 +324,8 @@ def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(
         assert ranks.plan(1).members == (0,)
         assert ranks.told(2)[2:] == ["None", "1", "1", "n1"]  # no rank, its device, a spare, its node
         ranks.send(0, signal.SIGUSR1)
-        assert ranks.store.get(Keys.called(2)) == "-1"
+        assert ranks.store.get(Keys.called(2)) == b"-1"
         ranks.send(2, signal.SIGUSR1)
-        ranks.store.cut()
 
     summary = jobs.launch(_PUPPET, meanwhile=play, num_nodes=2, respawn=True)
     out, error = capfd.readouterr()
@@ -345,7 +345,6 @@ def test_a_rank_that_never_joined_is_not_started_again(jobs: Jobs, capfd: pytest
         wait_until(lambda: len(jobs.events("exit")) == 1)
         ranks.send(0, signal.SIGUSR1)
         ranks.send(1, signal.SIGUSR1)
-        ranks.store.cut()
 
     assert jobs.launch(_PUPPET, meanwhile=play, num_spares=1, respawn=True).outcome == "finished"
     assert "spare 2 is not started again: it ended before it joined the job\n" in capfd.readouterr().err
@@ -366,7 +365,6 @@ def test_whoever_dies_at_the_same_step_again_and_again_is_not_started_for_ever(
         ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=0).to_json())
         ranks.plan(1)
         ranks.send(0, signal.SIGUSR1)
-        ranks.store.cut()
 
     assert jobs.launch(_PUPPET, meanwhile=play, respawn=True).exit_code == 0
     assert "spare 3 is not started again: 3 died in its place at step 0\n" in capfd.readouterr().err
@@ -382,7 +380,6 @@ def test_a_relaunch_starts_who_is_missing(jobs: Jobs, capfd: pytest.CaptureFixtu
         assert (plan.members, plan.relaunch) == ((1,), True)
         assert ranks.told(1)[2:4] == ["0", "0"]
         ranks.send(1, signal.SIGUSR1)
-        ranks.store.cut()
 
     summary = jobs.launch(_PUPPET, meanwhile=play, num_ranks=1)
     error = capfd.readouterr().err
@@ -398,7 +395,6 @@ def test_too_few_ranks_and_nothing_to_restart_from(jobs: Jobs) -> None:
         ranks.send(1, signal.SIGKILL)
         ranks.store.get(Keys.broken(0))
         ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=12).to_json())
-        ranks.store.cut()
 
     summary = jobs.launch(_PUPPET, meanwhile=play, min_ranks=2)
     assert (summary.outcome, summary.exit_code) == ("too-few", 4)

@@ -57,14 +57,14 @@ used: dict[int, list[int]] = {}
 for _ in range(options.epochs):
     model.train()
     pending: list[int] = []
-    number = 0
+    count = 0
     for x, y, samples in job.batches(loader):
-        number += 1
-        is_last = number % options.accumulate == 0
+        count += 1
+        is_last = count == options.accumulate or job.is_last_batch
         with nullcontext() if is_last else model.no_sync():
             loss = nn.functional.cross_entropy(model(x), y) / options.accumulate
             loss.backward()
-        pending += samples.tolist()
+        pending += [] if job.idle else samples.unique().tolist()
         if not is_last:
             continue
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -73,7 +73,7 @@ for _ in range(options.epochs):
             scheduler.step()
             losses[step], used[step] = loss.item(), pending
         optimizer.zero_grad()
-        pending = []
+        pending, count = [], 0
     if options.validate and not job.joining:
         model.eval()
         with torch.no_grad():

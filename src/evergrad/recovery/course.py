@@ -108,6 +108,10 @@ class Course:
         self._fetched += 1
         return next(self._batches)
 
+    def is_idle(self, index: int) -> bool:
+        """Whether this rank's share of a batch counts for nothing."""
+        return self.deal is not None and index >= 0 and self.deal.share(self.rank, index).idle
+
     def weight(self, indices: range, among: list[int]) -> float:
         """What this rank's gradients of these batches count for among these ranks of the deal."""
         if self.deal is None or not len(indices):

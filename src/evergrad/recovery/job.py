@@ -117,6 +117,20 @@ class Job:
         """How many steps the job has applied."""
         return self._course.step
 
+    @property
+    def idle(self) -> bool:
+        """Whether the present batch counts for nothing: in a ragged step there were too few samples for all ranks.
+
+        The rank runs somebody else's samples so as to take part; leave them out of metrics.
+        """
+        return self._course.is_idle(self._course.index + len(self._window) - 1)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present batch is the last of its epoch, as it is dealt now: time to step, accumulated or not."""
+        deal = self._course.deal
+        return deal is not None and self._course.index + len(self._window) >= deal.num_batches
+
     def wrap(
         self,
         model: nn.Module,

@@ -32,10 +32,9 @@ from evergrad.recovery.summary import Summary, make_folder, write_record
 from evergrad.timeline import Recorder
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import PrefixStore
 
     from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
-    from evergrad.recovery.stores import StoreClient
 
 __all__ = ["launch"]
 
@@ -76,8 +75,8 @@ class _Launch:
         """Over the places: uids are given to spares here, and to those that the coordinator asks for in its thread."""
         self._wishes: deque[Callable[[], None]] = deque()
         self._opening = threading.Thread(target=self._open, name="evergrad-store", daemon=True)
-        self._store: TCPStore | None = None
-        self._client: StoreClient | None = None
+        self._store: PrefixStore | None = None
+        """The server, as the coordinator and the ranks see it."""
         self._coordinator: Coordinator | None = None
         self._gone_early: list[Exit] = []
         self._outcome: Outcome | None = None
@@ -139,23 +138,19 @@ class _Launch:
             self._wishes.popleft()()
         if self._coordinator is not None:
             self._coordinator.close()
-        if self._client is not None:
-            self._client.cut()
-        self._coordinator = self._client = self._store = None
+        self._coordinator = self._store = None
         self._listener.close()
 
     def _open(self) -> None:
         """Host the store and let the coordinator begin; in a thread of its own, while processes start."""
         try:
             write_record(self._run, self._settings, self._begun_s)
-            from torch._C._distributed_c10d import TCPStore
+            from torch._C._distributed_c10d import PrefixStore, TCPStore
 
             from evergrad.recovery.coordinator import Coordinator
-            from evergrad.recovery.stores import StoreClient
 
             fd = self._listener.detach()  # clients that have connected meanwhile wait there
             store = TCPStore("127.0.0.1", self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
-            client = StoreClient("127.0.0.1", self._port)
             coordinator = Coordinator(
                 "127.0.0.1",
                 self._port,
@@ -170,10 +165,10 @@ class _Launch:
         except BaseException as error:
             self._wish(partial(_raise, error))
         else:
-            self._wish(partial(self._opened, store, client, coordinator))
+            self._wish(partial(self._opened, PrefixStore("evergrad", store), coordinator))
 
-    def _opened(self, store: TCPStore, client: StoreClient, coordinator: Coordinator) -> None:
-        self._store, self._client, self._coordinator = store, client, coordinator
+    def _opened(self, store: PrefixStore, coordinator: Coordinator) -> None:
+        self._store, self._coordinator = store, coordinator
         gone, self._gone_early = self._gone_early, []
         for one in gone:
             self._tell_gone(one)
@@ -252,8 +247,8 @@ class _Launch:
     def _respawn(self, before: Place) -> None:
         """A new spare for one that died; not for one that never joined, or for who dies at the same step again."""
         assert self._coordinator is not None
-        assert self._client is not None
-        if not self._client.has(Keys.joined(before.uid)):
+        assert self._store is not None
+        if not self._store.check([Keys.joined(before.uid)]):
             self._relay.say(f"{before.label} is not started again: it ended before it joined the job")
             return
         step, times = self._coordinator.step, 1

@@ -1,0 +1,131 @@
+"""Every rank lost at every place of a step, by both strategies that go on within it, with and without a spare.
+
+`make sweep` runs all of it and writes benchmarks/results/recovery_sweep.txt; the tests run a part of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nursery import Nursery, Ran
+
+RANKS = 4
+STEPS = (3, 0, 7, 1, 5, 6, 11)
+"""At which steps: the first two, in which bucket layouts are agreed; both ends of both epochs; and between."""
+SITES = (
+    "phase=data",
+    "phase=forward",
+    "phase=backward",
+    *(f"bucket={bucket} at={at}" for bucket in (0, 1) for at in ("before", "during", "after")),
+    "phase=optimizer",
+    "phase=checkpoint",
+)
+_EVERY = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job that loses one rank."""
+
+    strategy: str
+    spares: int
+    rank: int
+    step: int
+    site: str
+
+    @property
+    def failure(self) -> str:
+        """As `--fail` takes it."""
+        return f"kill rank={self.rank} step={self.step} {self.site}"
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.spares} spare, {self.failure}"
+
+    def run(self, nursery: Nursery, folder: Path) -> Ran:
+        """Run the job."""
+        options = ("-n", RANKS, "--strategy", self.strategy, "--spares", self.spares, "--fail", self.failure)
+        return nursery.run(folder, *options, arguments=_saving(folder) if "checkpoint" in self.site else ())
+
+    def wrong(self, ran: Ran, undisturbed: Ran) -> str | None:
+        """What is not as promised; None if all is."""
+        results = ran.results.values()
+        alive = RANKS - 1 + self.spares
+        if ran.code != 0:
+            return ran.said
+        if len(ran.events("killing")) != 1:
+            return "the failure did not happen"
+        if len(results) != alive or len({result["weights"] for result in results}) != 1:
+            return f"expected {alive} ranks with the same weights, found {[result['weights'] for result in results]}"
+        books = ran.events("epoch")
+        lost = [epoch["lost"] for epoch in books]
+        if any(epoch["twice"] or epoch["unused"] for epoch in books) or len(books) != 2:
+            return f"the books do not balance: {books}"
+        if self.strategy == "rollback" and any(lost):
+            return f"samples were lost: {lost}"
+        if _twice(ran):
+            return f"samples were used twice: {_twice(ran)}"
+        if self.strategy == "rollback" and self.spares:
+            mine, theirs = ({one["rank"]: one["state"] for one in some.results.values()} for some in (ran, undisturbed))
+            if mine != theirs:
+                return f"expected exactly the undisturbed state {theirs}, found {mine}"
+        return None
+
+
+def cases() -> Iterator[Case]:
+    """All of them; every site and rank meets another step."""
+    steps = itertools.cycle(STEPS)
+    for strategy, spares in itertools.product(("rollback", "forward"), (0, 1)):
+        for site, rank in itertools.product(SITES, range(RANKS)):
+            step = next(steps)
+            # There is a save before the step that follows an even number of them; after the last one there is no step.
+            step = max(_EVERY, step - step % _EVERY) if "checkpoint" in site else step
+            # Buckets are two from the second step on; before that there is one.
+            step = max(step, 1) if "bucket=1" in site else step
+            yield Case(strategy, spares, rank, step, site)
+
+
+def _saving(folder: Path) -> list[object]:
+    return ["--checkpoints", folder / "checkpoints", "--every", _EVERY]
+
+
+def _twice(ran: Ran) -> list[int]:
+    """Samples that survivors used in two steps of the same epoch."""
+    ends = [epoch["step"] for epoch in ran.events("epoch")]
+    found: list[int] = []
+    for first, stop in zip([0, *ends], ends, strict=False):
+        used = [
+            sample
+            for result in ran.results.values()
+            for step, samples in result["used"].items()
+            if first <= int(step) < stop
+            for sample in samples
+        ]
+        found += [sample for sample in set(used) if used.count(sample) > 1]
+    return found
+
+
+def main() -> int:
+    """Run all cases; one line each."""
+    chosen = list(cases())
+    nursery, failed, begun = Nursery(), 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        undisturbed = nursery.run(folder / "undisturbed", "-n", RANKS)
+        for number, case in enumerate(chosen):
+            ran = case.run(nursery, folder / str(number))
+            wrong = case.wrong(ran, undisturbed)
+            failed += wrong is not None
+            print(f"{'ok    ' if wrong is None else 'FAILED'} {case}" + (f"\n{wrong}" if wrong else ""), flush=True)
+    nursery.close()
+    print(f"{len(chosen)} cases, {failed} failed, {time.monotonic() - begun:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
