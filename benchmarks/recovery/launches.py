@@ -106,7 +106,7 @@ def torchrun(victims: Sequence[int], size: Size, folder: Path) -> Found:
 
 
 def torchft(
-    python: str, victim: int, size: Size, folder: Path, *, timeout_s: float, join_ms: int, heartbeat_ms: int
+    python: str, victim: int, size: Size, folder: Path, *, timeout_s: float, join_ms: int, heartbeat_ms: int, mended: bool
 ) -> Found:
     """Replica groups of one rank; whoever is killed stays away."""
     logs = folder / "logs"
@@ -116,6 +116,7 @@ def torchft(
     with _started([*script, "lighthouse", str(logs), *told], folder / "lighthouse.txt", quiet) as lighthouse:
         port = _awaited(logs / "lighthouse", lighthouse, folder / "lighthouse.txt")
         options = [f"--lighthouse={port}", f"--timeout-s={timeout_s}", *size.options(2 * size.gap)]
+        options += ["--mended"] if mended else []
         commands = [[*script, "train", str(logs), f"--rank={rank}", *options] for rank in range(RANKS)]
         commands[victim].append(f"--kill={size.gap}")
         _run_together(commands, folder, size.limit_s + 3 * timeout_s, quiet, may_die=victim)

@@ -1,11 +1,10 @@
-"""Whole jobs of four ranks that lose one: whoever survives goes on, all alike, and with a spare as if nothing had been."""
+"""Whole jobs that lose a rank: whoever survives goes on, all alike, and with a spare as if nothing had been."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-
 from nursery import Ran
 
 Launch = Callable[..., Ran]

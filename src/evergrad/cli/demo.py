@@ -33,7 +33,7 @@ def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this folder: a new or an empty one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a network, flip bits of its checkpoint and see what that does; kill and preempt trainers, and go on."""
+    """Train, flip bits of a checkpoint and see what that does; kill trainers, preempt jobs, lose ranks, and go on."""
     if keep is not None:
         _make_folder(keep)
         _tell(keep, as_json)
@@ -134,6 +134,11 @@ def _tell(folder: Path, as_json: bool) -> None:
 
     say("\n[bold]11. Soft errors in a version, and what a restore makes of them[/bold]")
     facts.update(rot_and_restore(folder, say, run))
+
+    from evergrad.cli.demo_recovery import lose_a_rank
+
+    say("\n[bold]12. Kill a rank in the middle of training: the others go on; a spare takes its place[/bold]")
+    facts.update(lose_a_rank(folder, say))
     if as_json:
         print_json(facts)
 

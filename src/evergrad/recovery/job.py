@@ -78,7 +78,7 @@ class Job:
         self._is_spare, self._saves, self._sites, self._tell = is_spare, saves, sites, tell
         self._engine = Engine(crew, tell, keeps and crew.survives)
         self._course = self._engine.course
-        self._progress = Progress(crew)
+        self._progress = Progress()
         self._model: nn.Module | None = None
         self._tracked: dict[str, Any] = {}
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -291,6 +291,7 @@ class Job:
             if self._recover(Point.END, why) is not Verdict.PROCEED:
                 return False
             engine.passed(Point.END)
+        self._progress.show(course, self._crew, at_once=True)
         books = course.close()
         if self._crew.survives and self.rank == 0 and books is not None:
             row = {name: value for name, value in books.to_json().items() if name != "schema_version"}

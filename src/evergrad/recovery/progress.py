@@ -17,16 +17,15 @@ _EVERY_S = 0.2
 class Progress:
     """Tells how far the job is, seldom enough to cost nothing."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._client = crew.client if isinstance(crew, Launched) else None
+    def __init__(self) -> None:
         self._next = 0.0
 
-    def show(self, course: Course, crew: Crew) -> None:
-        """A step was applied."""
-        if self._client is None or crew.rank != 0:
+    def show(self, course: Course, crew: Crew, *, at_once: bool = False) -> None:
+        """A step was applied; or an epoch has ended, which is said at once."""
+        if not isinstance(crew, Launched) or crew.rank != 0:
             return
         now = time.monotonic()
-        if now >= self._next:
+        if at_once or now >= self._next:
             self._next = now + _EVERY_S
             known = {"step": course.step, "epoch": course.epoch, "generation": crew.plan.generation}
-            self._client.set(Keys.progress, json.dumps(known | {"world_size": crew.world_size}))
+            crew.client.set(Keys.progress, json.dumps(known | {"world_size": crew.world_size}))
