@@ -94,7 +94,7 @@ def torchrun(victims: Sequence[int], size: Size, folder: Path) -> Found:
     """All workers are started again after each kill."""
     first = size.gap + EVERY // 2
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    command += ["--max-restarts", str(len(victims)), "--master-addr", "127.0.0.1", "--master-port", "0"]
+    command += ["--max-restarts", str(len(victims)), "--standalone", "--local-addr", "127.0.0.1"]
     command += [str(HERE / "train_torchrun.py"), str(folder / "logs"), f"--checkpoint={folder / 'saved.pt'}"]
     command += [f"--every={EVERY}", *size.options(first + size.gap * len(victims))]
     for number, rank in enumerate(victims):

@@ -85,7 +85,9 @@ def train(options: argparse.ArgumentParser) -> None:
         hostname=HOST,
     )
     if work.mended:
-        setattr(DistributedDataParallel, "_comm_hook", staticmethod(_mended_hook))
+        # Without annotations: torch would compare them, and here they are texts.
+        hook = staticmethod(lambda manager, bucket: _mended_hook(manager, bucket))
+        setattr(DistributedDataParallel, "_comm_hook", hook)
     model = DistributedDataParallel(manager, net, bucket_cap_mb=work.bucket_mb)
     _loop(work, manager, model, Optimizer(manager, optimizer))
     manager.shutdown(wait=False)

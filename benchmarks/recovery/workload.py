@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--layers", type=int, default=10)
     options.add_argument("--batch", type=int, default=32)
     options.add_argument("--steps", type=int, default=60)
-    options.add_argument("--bucket-mb", type=float, default=1.0)
+    options.add_argument("--bucket-mb", type=float, default=4.0)
     return options
 
 

@@ -297,8 +297,11 @@ def test_a_stopped_reader_does_not_hide_a_death(jobs: Jobs, monkeypatch: pytest.
         patched.setattr(sys, "stdout", out)
         summary = jobs.launch(
             """
-            import os, sys
+            import os, sys, time
             if os.environ["RANK"] == "1":
+                log = os.path.join(os.environ["EVERGRAD_RUN"], "logs", "0.log")
+                while os.path.getsize(log) < 60_000:  # about as much as a pipe holds
+                    time.sleep(0.01)
                 sys.exit(5)
             while True:
                 print("x" * 1000)
@@ -308,7 +311,7 @@ def test_a_stopped_reader_does_not_hide_a_death(jobs: Jobs, monkeypatch: pytest.
         out.close()
         reading.result()
     assert summary.exit_code == 1
-    assert seen.count(f"[rank 0] {'x' * 1000}\n") >= len(seen) - 1 > 100
+    assert seen.count(f"[rank 0] {'x' * 1000}\n") >= len(seen) - 1 >= 59
 
 
 def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(

@@ -43,6 +43,7 @@ def relaying(logs: Path, *printers: Printer, all_to_stderr: bool = False) -> Ite
     try:
         for printer in printers:
             relay.add(printer.child)
+        relay.begin()
         yield relay
     finally:
         relay.close()

@@ -46,6 +46,8 @@ class Engine:
     """The uids that the epoch is dealt to, by their rank in the deal."""
     missing: set[int] = field(default_factory=set)
     """The ranks of the deal whose gradients of the step under way are not in all of its buckets."""
+    passed_in: int = 0
+    """The generation in which the last step's point was passed by all; -1 if some passed it, and then it broke."""
     broke_at: float | None = None
     _keeping: Keeping = field(default_factory=Keeping)
 
@@ -61,9 +63,11 @@ class Engine:
                 # Whoever is through this knows that everyone has come this far.
                 group.all_reduce(torch.ones(1)).wait()
         self.passed(kind)
+        self.passed_in = self.crew.plan.generation
 
     def passed(self, kind: Point) -> None:
         """The point is behind this rank."""
+        self.passed_in = -1
         self.course.point += 1
         if kind is Point.STEP:
             self.course.passes += 1

@@ -91,7 +91,7 @@ class Job:
         """How many batches of the window have been reduced."""
         self._is_doomed = False
         """Whether the step under way has to be done again."""
-        self._has_arrived = self._is_iterating = False
+        self._has_arrived = self._is_iterating = self._is_save_due = False
         self._calls = 0
         self._sources: dict[int, Source] = {}
         self.joining = is_spare or saves is not None
@@ -214,6 +214,7 @@ class Job:
         was_applied = self._apply(optimizers)
         self._course.applied(len(self._window), sorted(self._engine.missing))
         self._end_window()
+        self._is_save_due = self._saves is not None and self._saves.is_due(self._course.step)
         if self._engine.gradients is not None:
             self._engine.gradients.finish()
         self._progress.show(self._course, self._crew)
@@ -448,12 +449,20 @@ class Job:
         os.execv(sys.executable, sys.orig_argv)
 
     def _save_if_due(self) -> None:
-        saves = self._saves
-        if saves is None or not saves.is_due(self._course.step) or self._replay:
+        """Before the next step, so that what the script did after the last one is saved with it.
+
+        In the generation in which that step was passed, or not at all: ranks of the next one may have saved already,
+        or have joined since, and a save begins together.
+        """
+        is_due, self._is_save_due = self._is_save_due, False
+        if not is_due or self._saves is None:
+            return
+        if self._engine.passed_in != self._crew.plan.generation:
+            self._tell("not saved", step=self._course.step, reason="a rank was lost meanwhile")
             return
         self._site(Phase.CHECKPOINT)
         try:
-            saves.save(self._model, self._optimizers, self._tracked, self._course)
+            self._saves.save(self._model, self._optimizers, self._tracked, self._course)
         except GroupBroken as error:  # the next point will find the same
             self._tell("not saved", step=self._course.step, reason=str(error))
 

@@ -1,0 +1,405 @@
+"""A job of one process, as `python train.py` starts it: the loop is the plain one, and it goes on where it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import evergrad as eg
+from evergrad.errors import StateError, UsageError
+from evergrad.recovery import joining
+from evergrad.recovery.job import Job
+
+Join = Callable[..., Job]
+SAMPLES = 22
+BATCHES = 6
+"""Of four samples, the last one of two."""
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
+    """`eg.join` of a process that nobody has launched; each call is one of a new process."""
+    for name in ("EVERGRAD_STORE", "EVERGRAD_AFTER_LOSS", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(joining.atexit, "register", lambda function: function)
+    jobs: list[Job] = []
+
+    def join_anew(*arguments: Any, **settings: Any) -> Job:
+        monkeypatch.setattr(joining, "_joined", None)
+        jobs.append(eg.join(*arguments, **settings))
+        return jobs[-1]
+
+    yield join_anew
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture
+def job(join: Join) -> Job:
+    return join()
+
+
+def data() -> TensorDataset:
+    features = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(features, torch.arange(SAMPLES))
+
+
+class Count:
+    """Something that is tracked: a number of the script's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Training:
+    """A script: batch norm, dropout, momentum, a scheduler, validation between epochs."""
+
+    def __init__(self, job: Job, *, optimizers: int = 1, draws: bool = False) -> None:
+        torch.manual_seed(3)
+        self.draws = draws
+        """Whether validation draws random numbers."""
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.job, self.model = job, job.wrap(self.net)
+        parts = [self.net[0].parameters(), self.net[1:].parameters()] if optimizers == 2 else [self.net.parameters()]
+        self.optimizers = [torch.optim.AdamW(part, lr=0.01) for part in parts]
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(one, 3, 0.5) for one in self.optimizers]
+        self.count = Count()
+        job.track(count=self.count, **{f"scheduler{n}": one for n, one in enumerate(self.schedulers)})
+        self.loader = DataLoader(data(), batch_size=4, shuffle=True)
+        self.losses: dict[int, float] = {}
+        self.epochs: list[int] = []
+        """How many batches each epoch had."""
+        self.validated: list[int] = []
+
+    def run(self, epochs: int = 2, *, until: int = -1) -> Training:
+        """Train, but no longer than until so many steps are applied: there it ends as if it were killed."""
+        for epoch in range(epochs):
+            self.epochs.append(0)
+            for x, _ in self.job.batches(self.loader):
+                self.epochs[-1] += 1
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
+                loss = self.model(x).square().mean()
+                loss.backward()
+                step = self.job.applied
+                assert self.job.step(*self.optimizers)
+                self.losses[step] = loss.item()
+                self.count.count += 1
+                for scheduler in self.schedulers:
+                    scheduler.step()
+                if self.job.applied == until:
+                    return self
+            if not self.job.joining:
+                self.validated.append(epoch)
+                torch.rand(int(self.draws))
+        return self
+
+
+def same(mine: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(mine.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(one, two) for one, two in pairs)
+
+
+# Without a launcher.
+
+
+def test_a_process_that_nobody_launched_is_the_only_rank(job: Job) -> None:
+    assert (job.rank, job.world_size, job.generation, job.applied, job.joining) == (0, 1, 0, 0, False)
+
+
+def test_the_model_inside_is_the_one_that_was_given(job: Job) -> None:
+    net = nn.Linear(3, 2)
+    model = job.wrap(net)
+    x = torch.ones(1, 3)
+    assert model.module is net
+    assert torch.equal(model(x), net(x))
+    assert [name for name, _ in model.named_parameters()] == ["module.weight", "module.bias"]
+    with model.no_sync():
+        model(x).sum().backward()
+    assert net.weight.grad is not None
+
+
+def test_batches_come_as_a_distributed_sampler_gives_them(join: Join) -> None:
+    job = join(seed=5)
+    loader = DataLoader(data(), batch_size=4, shuffle=True)
+    sampler = DistributedSampler(loader.dataset, num_replicas=1, rank=0, seed=5)
+    plain = DataLoader(data(), batch_size=4, sampler=sampler)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        mine, theirs = ([numbers.tolist() for _, numbers in batches] for batches in (job.batches(loader), plain))
+        assert mine == theirs
+        assert len(mine) == BATCHES
+
+
+def test_the_last_batch_of_an_epoch_says_so(job: Job) -> None:
+    loader = DataLoader(data(), batch_size=4)
+    assert [job.is_last_batch for _ in job.batches(loader)] == [False] * (BATCHES - 1) + [True]
+    assert not job.idle
+
+
+def test_a_step_is_the_plain_one(job: Job) -> None:
+    training = Training(job).run()
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    sampler = DistributedSampler(data(), num_replicas=1, rank=0)
+    losses = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, _ in DataLoader(data(), batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+    assert list(training.losses.values()) == losses
+    assert same(training.net, net)
+
+
+def test_breaking_out_of_an_epoch_leaves_the_next_one_whole(job: Job) -> None:
+    loader = DataLoader(data(), batch_size=4)
+    for _ in job.batches(loader):
+        break
+    assert [numbers.tolist() for _, numbers in job.batches(loader)][0] == [0, 1, 2, 3]
+
+
+# With a checkpointer.
+
+
+@pytest.mark.parametrize("until", [5, BATCHES, BATCHES + 1, 2 * BATCHES])
+def test_a_run_that_ended_goes_on_exactly(join: Join, tmp_path: Path, shm: Path, until: int) -> None:
+    """In the middle of an epoch, at the end of one, in the next, and when all is done."""
+    golden = Training(join()).run()
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        Training(join(ck, every=1)).run(until=until)
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        job = join(ck, every=1)
+        assert job.joining
+        again = Training(job).run()
+    saved = until - 1  # the version of a step is made before the next one begins
+    assert again.losses == {step: loss for step, loss in golden.losses.items() if step >= saved}
+    assert same(again.net, golden.net)
+    assert again.count.count == golden.count.count
+    assert again.optimizers[0].param_groups[0]["lr"] == golden.optimizers[0].param_groups[0]["lr"]
+    assert job.applied == 2 * BATCHES
+
+
+def test_epochs_that_are_over_yield_nothing_and_the_first_is_not_validated_again(
+    join: Join, tmp_path: Path, shm: Path
+) -> None:
+    golden = Training(join()).run(3)
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        Training(join(ck, every=BATCHES)).run(2)
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        again = Training(join(ck, every=BATCHES)).run(3)
+    assert again.epochs == [0, 0, BATCHES]
+    assert again.validated[-1] == 2
+    assert 0 not in again.validated
+    assert again.losses == {step: loss for step, loss in golden.losses.items() if step >= 2 * BATCHES}
+
+
+def test_saving_changes_nothing(join: Join, tmp_path: Path, shm: Path) -> None:
+    golden = Training(join()).run()
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        saved = Training(join(ck, every=2)).run()
+        assert [version.step for version in ck.versions()][:2] == [12, 10]
+    assert saved.losses == golden.losses
+
+
+def test_the_data_must_be_the_same_when_the_job_goes_on(join: Join, tmp_path: Path, shm: Path) -> None:
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        Training(join(ck, every=1)).run(until=3)
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        again = Training(join(ck, every=1))
+        again.loader = DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8)), batch_size=4)
+        with pytest.raises(StateError, match="epoch 0: the loader has 8 samples or batches, and 22 when"):
+            again.run()
+
+
+# Two optimizers.
+
+
+def test_two_optimizers_step_together(job: Job) -> None:
+    both = Training(job, optimizers=2).run(1)
+    assert len(both.losses) == BATCHES
+    assert all(one.state for one in both.optimizers)
+
+
+# What is refused.
+
+
+def test_joining_twice_is_refused(job: Job) -> None:
+    with pytest.raises(UsageError, match="joined already"):
+        eg.join()
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "3"])
+def test_a_number_of_steps_that_is_none_is_refused(join: Join, tmp_path: Path, shm: Path, every: Any) -> None:
+    with eg.Checkpointer(tmp_path, agent=False) as ck, pytest.raises(UsageError, match="1 or more"):
+        join(ck, every=every)
+
+
+def test_saving_without_a_checkpointer_is_refused(join: Join) -> None:
+    with pytest.raises(UsageError, match=r"every=3\): there is no checkpointer"):
+        join(every=3)
+
+
+def test_an_unknown_batch_mode_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="after_loss='grow': expected one of shrink, constant, scale_lr"):
+        join(after_loss="grow")
+    monkeypatch.setenv("EVERGRAD_AFTER_LOSS", "grow")
+    with pytest.raises(UsageError, match="after_loss='grow'"):
+        join()
+    assert join(after_loss="constant").world_size == 1, "an argument counts for more than the environment"
+
+
+def test_torchrun_without_a_checkpointer_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="under torchrun a lost rank ends all of them"):
+        join()
+
+
+def test_a_second_model_is_refused(job: Job) -> None:
+    job.wrap(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="ModuleDict"):
+        job.wrap(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["process_group", "static_graph", "gradient_as_bucket_view", "delay_all_reduce_named_params", "device_mesh"],
+)
+def test_options_that_are_not_ddps_to_choose_are_refused(job: Job, option: str) -> None:
+    with pytest.raises(UsageError, match=rf"job\.wrap\({option}=…\)"):
+        job.wrap(nn.Linear(2, 2), **{option: True})
+    job.wrap(nn.Linear(2, 2))  # a refused model is not the job's
+
+
+def test_what_has_no_state_cannot_be_tracked(job: Job) -> None:
+    with pytest.raises(UsageError, match=r"job\.track\(names=…\): a list has no state_dict"):
+        job.track(names=[1, 2])
+    job.track(count=Count())
+    with pytest.raises(UsageError, match=r"job\.track\(count=…\): this name is taken"):
+        job.track(count=Count())
+
+
+def test_a_state_that_cannot_be_sent_cannot_be_tracked(job: Job) -> None:
+    class Odd(Count):
+        def state_dict(self) -> dict[str, Any]:
+            return {"what": object()}
+
+    with pytest.raises(UsageError, match=r"job\.track\(odd=…\): its state cannot be given to a joiner"):
+        job.track(odd=Odd())
+
+
+def test_steps_are_taken_once_a_batch_and_inside_of_the_loop(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="no batch since the last step"):
+        job.step(optimizer)
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        assert job.step(optimizer)
+        with pytest.raises(UsageError, match="no batch since the last step"):
+            job.step(optimizer)
+        break
+    with pytest.raises(UsageError, match="no batch since the last step"):
+        job.step(optimizer)
+    assert job.applied == 1
+
+
+def test_a_step_wants_all_optimizers_each_time(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model = job.wrap(net)
+    first, second = (torch.optim.SGD([one], lr=0.1) for one in net.parameters())
+    batches = job.batches(DataLoader(data(), batch_size=4))
+    x, _ = next(batches)
+    model(x).sum().backward()
+    with pytest.raises(UsageError, match="expected the optimizer, or all of them"):
+        job.step()
+    assert job.step(first, second)
+    next(batches)
+    with pytest.raises(UsageError, match="other optimizers than before"):
+        job.step(first)
+
+
+def test_an_epoch_inside_of_an_epoch_is_refused(job: Job) -> None:
+    loader = DataLoader(data(), batch_size=4)
+    outer = job.batches(loader)
+    next(outer)
+    with pytest.raises(UsageError, match="an epoch is under way"):
+        next(job.batches(loader))
+    assert len(list(outer)) == BATCHES - 1
+
+
+# Gradient scalers.
+
+
+def test_a_tracked_scaler_is_used_and_an_overflow_is_a_step_that_was_not_applied(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    job.track(scaler=scaler)
+    seen = []
+    for index, (x, _) in enumerate(job.batches(DataLoader(data(), batch_size=4))):
+        optimizer.zero_grad()
+        before = net.weight.detach().clone()
+        scaler.scale(model(x).sum() * (float("inf") if index == 2 else 1.0)).backward()
+        applied = job.step(optimizer)
+        assert applied != torch.equal(before, net.weight)
+        seen.append((applied, scaler.get_scale()))
+    assert seen == [(True, 8), (True, 16), (False, 8), (True, 8), (True, 16), (True, 16)]
+    assert job.applied == BATCHES, "an overflow is consumed, not done again"
+
+
+def test_a_scaler_that_is_switched_off_does_nothing(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    job.track(scaler=torch.amp.GradScaler("cpu", enabled=False))
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        assert job.step(optimizer)
+
+
+# What is open.
+
+
+@pytest.mark.xfail(strict=True, reason="Saves.restore keeps one state for optimizers that it does not know yet")
+def test_two_optimizers_go_on_where_they_were_saved(join: Join, tmp_path: Path, shm: Path) -> None:
+    golden = Training(join(), optimizers=2).run()
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        Training(join(ck, every=1), optimizers=2).run(until=5)
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        again = Training(join(ck, every=1), optimizers=2).run()
+    assert again.losses == {step: loss for step, loss in golden.losses.items() if step >= 4}
+    assert same(again.net, golden.net)
+
+
+@pytest.mark.xfail(strict=True, reason="an epoch that was saved at its end is skipped with what follows it")
+def test_what_comes_after_the_epoch_that_was_saved_at_its_end_is_not_left_out(
+    join: Join, tmp_path: Path, shm: Path
+) -> None:
+    """The version was made before validation, so nobody knows whether it was done; and what it drew is missing."""
+    golden = Training(join(), draws=True).run()
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        Training(join(ck, every=BATCHES), draws=True).run(until=BATCHES + 2)
+    with eg.Checkpointer(tmp_path, agent=False) as ck:
+        again = Training(join(ck, every=BATCHES), draws=True).run()
+    assert again.validated == [0, 1]
+    assert again.losses == {step: loss for step, loss in golden.losses.items() if step >= BATCHES}
