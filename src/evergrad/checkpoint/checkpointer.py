@@ -29,6 +29,7 @@ from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.obtaining import Obtaining
 from evergrad.checkpoint.restore.resizing import Resize
 from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
+from evergrad.checkpoint.restore.single import restore_rank
 from evergrad.checkpoint.restore.sources import is_dcp_folder, named_version, stores_of
 from evergrad.checkpoint.settings import checked_meta, checked_step, checked_tiers
 from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_password, without_secrets
@@ -236,6 +237,16 @@ class Checkpointer:
             self._parent, self._source = f"{job}/{name}", without_password(os.fspath(source))
         self._attached = None  # what is saved from here on is another attempt
         return self._restored.version.step
+
+    def restore_rank(self, state: object, rank: int, where: Where) -> int | None:
+        """Put what one rank had saved into the state, of the newest version in which it lies at hand; its step.
+
+        For a process that takes a lost rank's place: no other rank is asked, and versions that are not complete will
+        do. Only what `where` chooses is loaded, and only what fits.
+        """
+        self._check_usable()
+        found = restore_rank(self._job.id, self._stores, rank, state, where)
+        return None if found is None else found.step
 
     def versions(self) -> list[VersionRecord]:
         """The versions that this rank could restore now, newest first."""

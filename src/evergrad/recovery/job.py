@@ -397,8 +397,11 @@ class Job:
         self._course.load_state_dict(state["course"])
         if kept is not None:
             self._course.set_own_loader(self._engine.own.put(kept))
-        else:
-            self._engine.note_inexact("what only a lost rank had (its random numbers, its buffers) is lost with it")
+            return
+        rank = self._crew.plan.takes.get(self._crew.uid, self._crew.rank)
+        step = self._saves.restore_own(self._model, rank) if self._saves is not None else None
+        whence = "is lost with it" if step is None else f"comes from its save of step {step}"
+        self._engine.note_inexact(f"what only rank {rank} had (its random numbers, its buffers) {whence}")
 
     def _state(self) -> dict[str, Any]:
         """What a joiner gets of this rank."""

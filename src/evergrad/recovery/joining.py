@@ -114,7 +114,8 @@ def _launched(
         )
         crew.client.set(Keys.fatal, str(error))
         raise error
-    crew.client.set(Keys.joined(uid), json.dumps({"pid": os.getpid(), "checkpointer": saves is not None}))
+    about = {"pid": os.getpid(), "checkpointer": saves is not None, "node": env.get("EVERGRAD_NODE", "n0")}
+    crew.client.set(Keys.joined(uid), json.dumps(about))
     is_spare = env.get("EVERGRAD_SPARE") == "1" and "EVERGRAD_GENERATION" not in env
     if not is_spare:
         crew.begin(int(env.get("EVERGRAD_GENERATION", "0")))

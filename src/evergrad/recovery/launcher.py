@@ -85,6 +85,7 @@ class _Launch:
         self._due: list[tuple[float, int]] = []
         """Signals that are sent to whoever lives then."""
         self._forsaken_s: float | None = None
+        self._inexact = ""
         self._deaths: dict[int, str] = {}
         self._died_at: dict[int, tuple[int, int]] = {}
         """By device: the step at which processes there died, and how often."""
@@ -191,6 +192,9 @@ class _Launch:
                 f"generation {fields['generation']} goes on with {counted(len(fields['members']), 'rank')} ({how})"
             )
             self._relay.say(f"{deaths}{joined}: {goes_on}")
+        if event == "plan" and not fields["exact"] and not self._inexact:
+            ranks = counted(len(fields["members"]), "rank")
+            self._inexact = f"generation {fields['generation']} went on with {ranks}, by {self._settings.strategy}"
         self._children.poke()
 
     def _spawn(self, request: SpawnRequest) -> int:
@@ -306,6 +310,18 @@ class _Launch:
     def _patience(self) -> float:
         return min([_LOOK_S, *(at - time.monotonic() for at, _ in self._due)])
 
+    def _find(self, key: str) -> str:
+        store = self._store
+        return store.get(key).decode() if store is not None and store.check([key]) else ""
+
+    def _never(self) -> tuple[str, ...]:
+        """Failures that were scheduled and of which nobody has claimed the first time."""
+        return tuple(
+            str(failure)
+            for index, failure in enumerate(self._settings.schedule)
+            if failure.times is not None and not self._find(f"{Keys.fired(index)}/0")
+        )
+
     def _is_over(self) -> bool:
         return (self._outcome is not None or self._asked is not None) and not self._children.living
 
@@ -326,7 +342,11 @@ class _Launch:
             generations=status.generation + 1,
             seconds=time.monotonic() - self._begun_mono,
             run=self._run,
+            inexact=self._find(Keys.inexact) or self._inexact,
+            never=self._never(),
         )
+        for text in summary.never if kind == "finished" else ():
+            self._relay.say(f"never happened: '{text}' (is there such a step, such a bucket, a save at that step?)")
         self._opening.join()
         try:
             write_record(self._run, self._settings, self._begun_s, summary)

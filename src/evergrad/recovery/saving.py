@@ -65,6 +65,15 @@ class Saves:
         self._saved = step
         return step, [one.state for one in later if one.state is not None]
 
+    def restore_own(self, model: nn.Module | None, rank: int) -> int | None:
+        """What only one rank had, its generators and buffers, as it was when it last saved; the step, or None."""
+        state: dict[str, Any] = {"rng": rng_state()}
+        buffers = []
+        if model is not None:
+            state["model"] = model
+            buffers = [f"model/{name}" for name, _ in model.named_buffers()]
+        return self._checkpointer.restore_rank(state, rank, ["rng/**", *buffers])
+
     def _state(
         self, model: nn.Module | None, optimizers: Sequence[Any], tracked: Mapping[str, Any], course: Course
     ) -> dict[str, Any]:

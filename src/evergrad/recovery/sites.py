@@ -25,8 +25,11 @@ class Sites:
         self._nodes, self._tell = nodes, tell
         self._trigger: Trigger | None = None
         if failures and isinstance(crew, Launched):
-            self._client = crew.client
-            self._trigger = Trigger(failures, claim=crew.client.claim, kill=lambda ranks: self._kill(crew, ranks))
+
+            def claim(key: str, text: str) -> str:
+                return crew.client.claim(key, text)  # whichever connection it has by then
+
+            self._trigger = Trigger(failures, claim=claim, kill=lambda ranks: self._kill(crew, ranks))
 
     def is_armed(self, step: int) -> bool:
         """Whether anything might happen in this step."""
@@ -35,7 +38,8 @@ class Sites:
     def reach(self, phase: Phase, step: int, crew: Crew, bucket: int | None, at: At | None) -> None:
         """This rank is at a site; it may not come back from there."""
         assert self._trigger is not None
-        nodes = [self._node_of(uid) for uid in crew.plan.members]
+        assert isinstance(crew, Launched)
+        nodes = [self._node_of(crew, uid) for uid in crew.plan.members]
         self._trigger.reach(
             phase,
             step=step,
@@ -57,8 +61,11 @@ class Sites:
             lambda *_: site(Phase.BACKWARD) if module.training and syncs.require_backward_grad_sync else None
         )
 
-    def _node_of(self, uid: int) -> str:
-        return self._nodes[uid] if uid < len(self._nodes) else "n0"
+    def _node_of(self, crew: Launched, uid: int) -> str:
+        if uid < len(self._nodes):
+            return self._nodes[uid]
+        node: str = json.loads(crew.client.get(Keys.joined(uid)))["node"]  # it was started later than this process
+        return node
 
     def _kill(self, crew: Launched, ranks: Sequence[int]) -> None:
         """End these ranks together, by SIGKILL, this one last."""

@@ -40,6 +40,10 @@ class Summary:
     generations: int
     seconds: float
     run: Path
+    inexact: str = ""
+    """Why the result is not what it would have been without failures; empty if it is, to the last bit."""
+    never: tuple[str, ...] = ()
+    """Scheduled failures that did not happen."""
 
     @property
     def timeline(self) -> Path:
@@ -50,7 +54,9 @@ class Summary:
         failures = f"{counted(self.failures_survived, 'failure')} survived"
         generations, steps = counted(self.generations, "generation"), counted(self.steps, "step")
         why = "" if self.outcome == "finished" else f": {self.message.rstrip('.')}"
-        return f"{self.outcome}{why} ({steps}, {failures}, {generations}, {self.seconds:.1f} s). See {self.timeline}"
+        how = f"; not as without failures: {self.inexact}" if self.inexact else ""
+        facts = f"{steps}, {failures}, {generations}, {self.seconds:.1f} s{how}"
+        return f"{self.outcome}{why} ({facts}). See {self.timeline}"
 
     def to_json(self) -> dict[str, Json]:
         """What `evergrad run --json` prints."""
@@ -63,6 +69,9 @@ class Summary:
             "failures_survived": self.failures_survived,
             "generations": self.generations,
             "seconds": round(self.seconds, 3),
+            "exact": not self.inexact,
+            "inexact": self.inexact,
+            "never_happened": [*self.never],
             "run": str(self.run),
             "timeline": str(self.timeline),
         }

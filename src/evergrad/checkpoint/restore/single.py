@@ -1,0 +1,37 @@
+"""One rank's own part of the newest version that has it, taken by another process: without the other ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from evergrad.checkpoint.restore.loading import prepare
+from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.tiers import Store
+from evergrad.checkpoint.version import Version
+from evergrad.errors import EvergradError
+from evergrad.state import Where
+
+__all__ = ["restore_rank"]
+
+_log = logging.getLogger(__name__)
+
+
+def restore_rank(job: str, stores: Mapping[str, Store], rank: int, state: object, where: Where) -> Version | None:
+    """Put what a rank had saved into a state, from the newest intact shard of it that lies at hand; its version.
+
+    Only what `where` chooses is loaded, and only what fits. The version need not be complete: of the others nothing
+    is taken.
+    """
+    copies = [copy for store in stores.values() for copy in store.find(rank) if not copy.url]
+    for copy in sorted(copies, key=lambda copy: (copy.version.step, copy.version.attempt), reverse=True):
+        try:
+            with Shard(copy, job) as shard:
+                if broken := shard.verify():
+                    _log.warning("%s of rank %d in tier %s: %s is damaged", copy.version, rank, copy.tier, broken[0])
+                    continue
+                prepare(state, shard, strict=False, where=where).apply()
+                return copy.version
+        except (EvergradError, OSError) as error:
+            _log.warning("%s of rank %d in tier %s cannot be read: %s", copy.version, rank, copy.tier, error)
+    return None
