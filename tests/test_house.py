@@ -158,7 +158,9 @@ def test_nothing_in_the_source_unpickles_or_evaluates() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("page", ["README.md", "docs/checkpointing.md", "docs/placement.md", "docs/catalogue.md", "docs/recovery.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/checkpointing.md", "docs/placement.md", "docs/catalogue.md", "docs/recovery.md"]
+)
 def test_snippets_run_and_print_what_they_say(page: str, tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert snippets, f"{page} shows no Python"

@@ -39,8 +39,10 @@ class Size:
     limit_s: float
 
     def options(self, steps: int) -> list[str]:
-        """For the scripts."""
-        return [f"--width={self.width}", f"--layers={self.layers}", f"--batch={self.batch}", f"--steps={steps}"]
+        """For the scripts; two layers a bucket."""
+        bucket_mb = 1.25 * self.width**2 * 4 / 2**20
+        told = {"width": self.width, "layers": self.layers, "batch": self.batch, "steps": steps, "bucket-mb": bucket_mb}
+        return [f"--{name}={value}" for name, value in told.items()]
 
 
 @dataclass(frozen=True)
@@ -106,20 +108,28 @@ def torchrun(victims: Sequence[int], size: Size, folder: Path) -> Found:
 
 
 def torchft(
-    python: str, victim: int, size: Size, folder: Path, *, timeout_s: float, join_ms: int, heartbeat_ms: int, mended: bool
+    python: str,
+    victim: int,
+    size: Size,
+    folder: Path,
+    *,
+    timeout_s: float | None,
+    lighthouse: Sequence[str],
+    mended: bool,
 ) -> Found:
-    """Replica groups of one rank; whoever is killed stays away."""
+    """Replica groups of one rank; whoever is killed stays away. What is not given is torchft's default."""
     logs = folder / "logs"
     script = [python, str(HERE / "train_torchft.py")]
     quiet = {"TORCHFT_USE_OTEL": "false"}
-    told = [f"--join-ms={join_ms}", f"--heartbeat-ms={heartbeat_ms}"]
-    with _started([*script, "lighthouse", str(logs), *told], folder / "lighthouse.txt", quiet) as lighthouse:
-        port = _awaited(logs / "lighthouse", lighthouse, folder / "lighthouse.txt")
-        options = [f"--lighthouse={port}", f"--timeout-s={timeout_s}", *size.options(2 * size.gap)]
+    said = folder / "lighthouse.txt"
+    with _started([*script, "lighthouse", str(logs), *lighthouse], said, quiet) as process:
+        port = _awaited(logs / "lighthouse", process, said)
+        options = [f"--lighthouse={port}", *size.options(2 * size.gap)]
+        options += [f"--timeout-s={timeout_s}"] if timeout_s is not None else []
         options += ["--mended"] if mended else []
         commands = [[*script, "train", str(logs), f"--rank={rank}", *options] for rank in range(RANKS)]
         commands[victim].append(f"--kill={size.gap}")
-        _run_together(commands, folder, size.limit_s + 3 * timeout_s, quiet, may_die=victim)
+        _run_together(commands, folder, size.limit_s, quiet, may_die=victim)
     lines = lines_of(logs)
     return Found(recoveries(lines, kills_of(lines), by_generation=False))
 

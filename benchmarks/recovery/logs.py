@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.harness import Sample
@@ -61,11 +62,11 @@ def kills_of(lines: Iterable[Line], timeline: Path | None = None) -> list[Kill]:
 def recoveries(lines: Sequence[Line], kills: Sequence[Kill], *, by_generation: bool = True) -> list[Sample]:
     """What each kill cost; one after which nothing was applied any more is left out.
 
-    `again_s`, `last_s`: until a surviving rank, and until all of them, have applied a step that was not possible before
-    the kill; `full_s`: until also those that took a dead one's place; `back_s`: until more steps are applied than ever
+    `median_s`, `time_s`: until the median survivor, and until all of them, have applied a step after the break;
+    `full_s`: until also those that took a dead one's place; `back_s`: until more steps are applied than ever
     before. `by_generation` is False where a generation has no number: then the first new step counts.
     """
-    found = []
+    found: list[Sample] = []
     for kill, end in zip(kills, [*(kill.t for kill in kills[1:]), float("inf")], strict=True):
         applied = [line for line in lines if line.event == "applied" and line.t < end]
         before = [line for line in applied if line.t < kill.t or line.generation <= kill.generation]
@@ -82,11 +83,11 @@ def recoveries(lines: Sequence[Line], kills: Sequence[Kill], *, by_generation: b
         times = [first[who].t - kill.t for who in survived]
         sample = {
             "step_s": step_time(before, kill),
-            "again_s": statistics.median(times),
-            "last_s": max(times),
+            "median_s": statistics.median(times),
+            "time_s": max(times),
             "lost_steps": float(reached + 1 - min(first[who].step for who in survived)),
         }
-        sample["beyond_s"] = sample["last_s"] - 2 * sample["step_s"]
+        sample["beyond_s"] = sample["time_s"] - 2 * sample["step_s"]
         back = {line.who: line.t for line in reversed(after) if line.step > reached}
         if survived <= back.keys():
             sample["back_s"] = max(back[who] for who in survived) - kill.t
@@ -103,13 +104,13 @@ def step_time(lines: Iterable[Line], kill: Kill) -> float:
         if line.generation == kill.generation and line.t < kill.t:
             times.setdefault(line.who, []).append(line.t)
     counted = [each[WARM_UP:] for each in times.values()]
-    return statistics.median(b - a for each in counted for a, b in zip(each, each[1:], strict=False))
+    return statistics.median(b - a for each in counted for a, b in pairwise(each))
 
 
 def phases(lines: Sequence[Line], timeline: Path, kills: Sequence[Kill]) -> list[Sample]:
     """Where the time until the last survivor's first step went, for each kill; the phases add up to it."""
     events = list(read(timeline))
-    found = []
+    found: list[Sample] = []
     for kill, end in zip(kills, [*(kill.t for kill in kills[1:]), float("inf")], strict=True):
         within = [event for event in events if kill.t <= event.mono < end]
         old, new = kill.generation, kill.generation + 1
@@ -122,7 +123,7 @@ def phases(lines: Sequence[Line], timeline: Path, kills: Sequence[Kill]) -> list
         marks += [max(again) if again else marks[-1], max(of_new["going on"])]
         for index in range(1, len(marks)):  # what came before it was its turn takes no time of its own
             marks[index] = max(marks[index], marks[index - 1])
-        found.append({name: b - a for name, a, b in zip(PHASES, marks, marks[1:], strict=False)})
+        found.append({name: b - a for name, a, b in zip(PHASES, marks[:-1], marks[1:], strict=True)})
     return found
 
 

@@ -33,7 +33,7 @@ def main() -> None:
         if not was_applied:  # the generation has formed, and the step is done again
             log.write("again", step=job.applied, generation=job.generation)
         optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
+        cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         was_applied = job.step(optimizer)
         if was_applied:
             log.write("applied", step=job.applied, generation=job.generation)

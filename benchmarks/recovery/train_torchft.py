@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from benchmarks.recovery.workload import Log, Samples, Workload, make_model, parser, workload_of
-from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -26,11 +26,11 @@ HOST = "127.0.0.1"
 
 def lighthouse(options: argparse.ArgumentParser) -> None:
     """Decides who is in a quorum; says its port in a file, and stays until it is ended."""
-    from torchft.coordination import LighthouseServer
+    from torchft.coordination import LighthouseServer  # type: ignore[import-not-found]
 
     options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--join-ms", type=int, required=True)
-    options.add_argument("--heartbeat-ms", type=int, required=True)
+    options.add_argument("--join-ms", type=int)
+    options.add_argument("--heartbeat-ms", type=int)
     work = workload_of(options)
     server = LighthouseServer(
         bind=f"{HOST}:0",
@@ -48,17 +48,22 @@ def lighthouse(options: argparse.ArgumentParser) -> None:
 
 def train(options: argparse.ArgumentParser) -> None:
     """One replica group of one rank."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import (  # type: ignore[import-not-found]
+        DistributedDataParallel,
+        Manager,
+        Optimizer,
+        ProcessGroupGloo,
+    )
 
     options.add_argument("--rank", type=int, required=True)
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--lighthouse", required=True)
-    options.add_argument("--timeout-s", type=float, required=True)
+    options.add_argument("--timeout-s", type=float, default=60.0)
     options.add_argument("--kill", type=int, default=-1, help="the step in which this rank kills itself")
     options.add_argument("--mended", action="store_true", help="with a hook that outlives a lost rank")
     work = workload_of(options)
     _meet(work)
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     net = make_model(work)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     timeout = timedelta(seconds=work.timeout_s)
@@ -85,9 +90,8 @@ def train(options: argparse.ArgumentParser) -> None:
         hostname=HOST,
     )
     if work.mended:
-        # Without annotations: torch would compare them, and here they are texts.
-        hook = staticmethod(lambda manager, bucket: _mended_hook(manager, bucket))
-        setattr(DistributedDataParallel, "_comm_hook", hook)
+        _mended_hook.__annotations__.clear()  # torch would compare them, and here they are texts
+        setattr(DistributedDataParallel, "_comm_hook", staticmethod(_mended_hook))
     model = DistributedDataParallel(manager, net, bucket_cap_mb=work.bucket_mb)
     _loop(work, manager, model, Optimizer(manager, optimizer))
     manager.shutdown(wait=False)
@@ -126,7 +130,7 @@ def _loop(work: Workload, manager: Any, model: Any, optimizer: Any) -> None:
         if before == work.kill:
             log.write("killing", step=before, generation=0)
             os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if manager.current_step() > before:
             log.write("applied", step=manager.current_step(), generation=0)

@@ -38,7 +38,7 @@ def train(work: Workload, rank: int, attempt: int) -> None:
         if (applied, rank) == (fails_at, victim):
             log.write("killing", step=applied, generation=attempt)
             os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         applied += 1
         log.write("applied", step=applied, generation=attempt)

@@ -42,7 +42,7 @@ def plain(work: Workload, **options: Any) -> Callable[[], None]:
     def step() -> None:
         x, y = next(batches)
         optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
+        cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step
@@ -60,7 +60,7 @@ def ours(work: Workload) -> Callable[[], None]:
     def step() -> None:
         x, y = next(batches)
         optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
+        cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         if not job.step(optimizer):
             raise RuntimeError("a step was not applied, and nothing was to fail")
 

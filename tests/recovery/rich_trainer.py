@@ -101,7 +101,10 @@ def counting(hook: Any) -> Any:
 
 
 model = job.wrap(net, bucket_cap_mb=0.008, hooks=[fp16_compress_wrapper, counting] if options.hooks else [])
-optimizers = [torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9), torch.optim.AdamW(net[1].parameters(), lr=0.01)]
+optimizers = [
+    torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9),
+    torch.optim.AdamW(net[1].parameters(), lr=0.01),
+]
 scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=3, gamma=0.5)
 scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=options.scaler)
 job.track(scheduler=scheduler, scaler=scaler)

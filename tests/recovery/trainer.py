@@ -31,6 +31,7 @@ parser.add_argument("--checkpoints", type=Path)
 parser.add_argument("--every", type=int, default=3)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--validate", action="store_true")
+parser.add_argument("--device", default="cpu")
 options = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -42,7 +43,7 @@ width = options.width
 net = nn.Sequential(
     nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2),
     nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2),
-)  # fmt: skip
+).to(options.device)  # fmt: skip
 
 checkpointer = eg.Checkpointer(options.checkpoints, agent=False) if options.checkpoints else None
 job = eg.join(checkpointer, every=options.every if checkpointer else None)
@@ -59,6 +60,7 @@ for _ in range(options.epochs):
     pending: list[int] = []
     count = 0
     for x, y, samples in job.batches(loader):
+        x, y = x.to(options.device), y.to(options.device)
         count += 1
         is_last = count == options.accumulate or job.is_last_batch
         with nullcontext() if is_last else model.no_sync():
@@ -77,14 +79,14 @@ for _ in range(options.epochs):
     if options.validate and not job.joining:
         model.eval()
         with torch.no_grad():
-            model(features[:8])
+            model(features[:8].to(options.device))
 
 digest = hashlib.blake2b(digest_size=8)
 for tensor in net.state_dict().values():
-    digest.update(tensor.numpy().tobytes())
+    digest.update(tensor.cpu().numpy().tobytes())
 weights = hashlib.blake2b(digest_size=8)
 for parameter in net.parameters():
-    weights.update(parameter.detach().numpy().tobytes())
+    weights.update(parameter.detach().cpu().numpy().tobytes())
 result = {
     "rank": job.rank, "world_size": job.world_size, "generation": job.generation, "steps": job.applied,
     "weights": weights.hexdigest(), "state": digest.hexdigest(), "losses": losses, "used": used,

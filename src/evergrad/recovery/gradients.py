@@ -290,14 +290,16 @@ class Gradients:
         self.done.clear()
 
     def _scatter(self) -> None:
-        """Put the buckets' content back into the gradients."""
+        """Make the gradients parts of the buckets, as DDP's are.
+
+        Not copies: kernels choose by alignment, so that a norm of the same numbers elsewhere in memory can differ in
+        its last bit, and ranks must not.
+        """
         for part in self._parts:
             for number, piece in zip(part.numbers, self._pieces(part), strict=True):
                 parameter = self.parameters[number]
-                if parameter.grad is not None:
-                    parameter.grad.copy_(piece)
-                elif self._used is None or number in self._used:
-                    parameter.grad = piece.clone()
+                if parameter.grad is not None or self._used is None or number in self._used:
+                    parameter.grad = piece
 
     def _agree(self, group: Group) -> None:
         """Take one rank's layout for all."""
@@ -324,7 +326,7 @@ class Gradients:
         for part in self._parts if self._is_direct else ():
             for number, piece in zip(part.numbers, self._pieces(part), strict=True):
                 if number in others:
-                    self.parameters[number].grad = piece.clone()
+                    self.parameters[number].grad = piece
 
     def _pieces(self, part: Part) -> list[torch.Tensor]:
         return Bucket(0, part.buffer, [self.parameters[number] for number in part.numbers], False).gradients()
