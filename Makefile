@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-slow test-gpu check bench clean
+.PHONY: help install demo test test-slow sweep test-gpu check bench clean
 
 help:  ## what there is to run
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 — \2/p' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: install  ## all tests that a plain machine can run
 
 test-slow: install  ## the long ones: files over 4 GB, more mutations
 	$(PYTEST) -m slow
+
+sweep: install  ## lose every rank at every place of a step: 176 jobs, about five minutes
+	$(BIN)/python tests/recovery/sweep.py | tee benchmarks/results/recovery_sweep.txt
 
 test-gpu: install  ## the ones that need a CUDA device
 	$(PYTEST) -m gpu

@@ -33,6 +33,8 @@ parser.add_argument("--break-after", type=int, help="leave the first epoch after
 parser.add_argument("--checkpoints", type=Path)
 parser.add_argument("--every", type=int)
 parser.add_argument("--fall", type=int, help="the process of this number dies before generation 1 has formed")
+parser.add_argument("--one-optimizer", action="store_true")
+parser.add_argument("--die-once", type=Path, help="rank 1 dies at step 9, unless this file is there, which it makes")
 options = parser.parse_args()
 BATCH, OVERFLOWS = 4, (2, 5)
 
@@ -101,10 +103,14 @@ def counting(hook: Any) -> Any:
 
 
 model = job.wrap(net, bucket_cap_mb=0.008, hooks=[fp16_compress_wrapper, counting] if options.hooks else [])
-optimizers = [
-    torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9),
-    torch.optim.AdamW(net[1].parameters(), lr=0.01),
-]
+optimizers: list[torch.optim.Optimizer]
+if options.one_optimizer:
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)]
+else:
+    optimizers = [
+        torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9),
+        torch.optim.AdamW(net[1].parameters(), lr=0.01),
+    ]
 scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=3, gamma=0.5)
 scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=options.scaler)
 job.track(scheduler=scheduler, scaler=scaler)
@@ -118,6 +124,9 @@ for epoch in range(options.epochs):
     epochs.append(0)
     for x, samples in job.batches(loader):
         step, is_idle = job.applied, job.idle
+        if options.die_once and step == 9 and job.rank == 1 and not options.die_once.exists():
+            options.die_once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         for optimizer in optimizers:
             optimizer.zero_grad()
         hooked.clear()

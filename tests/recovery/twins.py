@@ -1,6 +1,7 @@
 """The same training twice in the same processes: by plain DistributedDataParallel, then by a job; run by `evergrad run`.
 
-python twins.py OUT [--branch] leaves OUT/<uid>.json with what each twin saw: losses, a digest of all it trained.
+python twins.py OUT [--branch] leaves OUT/<uid>.json with what each twin saw: losses, a digest of all it trained. With
+--unsaid there is no plain twin, and the job is not told of the branch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import evergrad as eg
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
 parser.add_argument("--branch", action="store_true", help="a branch that one rank alone uses, now and then")
+parser.add_argument("--unsaid", action="store_true")
 parser.add_argument("--samples", type=int, default=70)
 options = parser.parse_args()
 EPOCHS, BUCKET_MB = 3, 0.01
@@ -114,7 +116,8 @@ def wrapped() -> dict[str, Any]:
     job = eg.join()
     twin = Twin()
     torch.manual_seed(50 + job.rank)
-    model = job.wrap(twin.net, bucket_cap_mb=BUCKET_MB, find_unused_parameters=options.branch)
+    is_said = options.branch and not options.unsaid
+    model = job.wrap(twin.net, bucket_cap_mb=BUCKET_MB, find_unused_parameters=is_said)
     optimizer = optimizer_of(twin.net)
     loader = DataLoader(twin.data, batch_size=5, shuffle=True)
     length = math.ceil(math.ceil(len(twin.data) / job.world_size) / 5)
@@ -129,6 +132,6 @@ def wrapped() -> dict[str, Any]:
 
 
 torch.set_num_threads(1)
-found = {"plain": plain(), "wrapped": wrapped()}
+found = {"plain": {} if options.unsaid else plain(), "wrapped": wrapped()}
 options.out.mkdir(parents=True, exist_ok=True)
 (options.out / f"{os.environ['EVERGRAD_UID']}.json").write_text(json.dumps(found))
