@@ -269,9 +269,12 @@ class Coordinator:
         )
         if isinstance(decision, Stop):
             # Where every rank ended by itself, it is the script that failed.
-            by_itself = dead == set(plan.members) and all(codes[uid] > 0 for uid in dead)
-            message = f"{decision.reason} ({self._deaths(plan, dead) or 'nobody died'}). No restart: {hindrance}. "
-            self._end("failed" if by_itself else "too-few", message + decision.advice)
+            deaths = self._deaths(plan, dead) or "nobody died"
+            if dead == set(plan.members) and all(codes[uid] > 0 for uid in dead):
+                self._end("failed", f"no rank is left ({deaths}): see what they printed. No restart: {hindrance}")
+            else:
+                message = f"{decision.reason} ({deaths}). No restart: {hindrance}. {decision.advice}"
+                self._end("too-few", message)
             return
         if decision.dead or decision.joiners or decision.point > plan.point:
             self._futile = 0

@@ -162,6 +162,10 @@ class Launched(Crew):
         self._adopt(generation + 1)
         return self.plan
 
+    def leave_group(self) -> None:
+        """Let go of the group: this process is about to be another one, of the same number."""
+        self._drop("begins anew")
+
     def close(self) -> None:
         """Leave: the group first, so that nobody waits for this rank."""
         if self._is_closed:
@@ -216,8 +220,8 @@ class Launched(Crew):
             if self._broken is not None:
                 # The thread waits in this connection, for one who will never come. Connecting may be slow where
                 # addresses are looked up: only then is another one made.
-                self.client = StoreClient(client.host, client.port)
                 client.cut()
+                self.client = StoreClient(client.host, client.port)
                 raise GroupBroken(self._broken)
         if not made:
             raise GroupBroken(self._broken or failed[0].splitlines()[0][:160])

@@ -135,4 +135,4 @@ def _show(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    sys.excepthook(type(error), error, trace)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)

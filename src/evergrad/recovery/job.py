@@ -444,7 +444,9 @@ class Job:
         """Be a new process, of the same number, in the present generation."""
         generation = self._crew.plan.generation
         self._tell("begins anew", reason=why, generation=generation)
-        self.close()
+        self._course.leave()
+        assert isinstance(self._crew, Launched)
+        self._crew.leave_group()
         sys.stdout.flush()
         sys.stderr.flush()
         os.environ["EVERGRAD_GENERATION"] = str(generation)

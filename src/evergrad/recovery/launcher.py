@@ -192,6 +192,10 @@ class _Launch:
                 f"generation {fields['generation']} goes on with {counted(len(fields['members']), 'rank')} ({how})"
             )
             self._relay.say(f"{deaths}{joined}: {goes_on}")
+        elif event == "plan" and fields["joiners"]:
+            joined = ", ".join(f"{self._places[uid].label} joins" for uid in fields["joiners"])
+            ranks = counted(len(fields["members"]), "rank")
+            self._relay.say(f"{joined}: generation {fields['generation']} goes on with {ranks}")
         if event == "plan" and not fields["exact"] and not self._inexact:
             ranks = counted(len(fields["members"]), "rank")
             self._inexact = f"generation {fields['generation']} went on with {ranks}, by {self._settings.strategy}"

@@ -17,7 +17,7 @@ __all__ = ["Later", "Saves"]
 
 
 class Later:
-    """Takes the place of an optimizer that is not known yet, and keeps what it will have to load."""
+    """Takes the place of optimizers that are not known yet, and keeps what they will have to load."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -27,8 +27,14 @@ class Later:
         return {}
 
     def load_state_dict(self, state: Any) -> None:
-        """What the optimizer will get."""
+        """What the optimizers will get."""
         self.state = state
+
+    def states(self) -> list[Any]:
+        """The state of each of them."""
+        if self.state is None:
+            return []
+        return [self.state] if "param_groups" in self.state else list(self.state.values())
 
 
 class Saves:
@@ -49,7 +55,7 @@ class Saves:
     ) -> None:
         """Capture everything; it is finished in the background."""
         self._saved = course.step
-        self._checkpointer.save(course.step, self._state(model, list(optimizers), tracked, course))
+        self._checkpointer.save(course.step, self._state(model, _together(optimizers), tracked, course))
 
     def restore(
         self, model: nn.Module | None, optimizers: Sequence[Optimizer], tracked: Mapping[str, Any], course: Course
@@ -58,12 +64,13 @@ class Saves:
 
         None if there is nothing to restore.
         """
-        later = [Later() for _ in range(max(0, 1 - len(optimizers)))]
-        step = self._checkpointer.restore(self._state(model, [*optimizers, *later], tracked, course), resize=_by_rank)
+        later = Later()
+        known: Any = _together(optimizers) if optimizers else later
+        step = self._checkpointer.restore(self._state(model, known, tracked, course), resize=_by_rank)
         if step is None:
             return None
         self._saved = step
-        return step, [one.state for one in later if one.state is not None]
+        return step, later.states()
 
     def restore_own(self, model: nn.Module | None, rank: int) -> int | None:
         """What only one rank had, its generators and buffers, as it was when it last saved; the step, or None."""
@@ -75,16 +82,19 @@ class Saves:
         return self._checkpointer.restore_rank(state, rank, ["rng/**", *buffers])
 
     def _state(
-        self, model: nn.Module | None, optimizers: Sequence[Any], tracked: Mapping[str, Any], course: Course
+        self, model: nn.Module | None, optimizer: Any, tracked: Mapping[str, Any], course: Course
     ) -> dict[str, Any]:
-        state: dict[str, Any] = {"rng": rng_state(), "job": course}
+        state: dict[str, Any] = {"rng": rng_state(), "job": course, "optimizer": optimizer}
         if model is not None:
             state["model"] = model
-        if optimizers:
-            state["optimizer"] = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
         if tracked:
             state["tracked"] = dict(tracked)
         return state
+
+
+def _together(optimizers: Sequence[Optimizer]) -> Any:
+    """One is itself; several are known by their numbers."""
+    return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
 
 
 def _by_rank(path: str, saved: Sequence[Any], rank: int, world_size: int) -> Any:

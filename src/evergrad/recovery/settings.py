@@ -61,9 +61,9 @@ class LaunchSettings:
     out: Path | None = None
     """The folder of the run; None makes one below `runs`."""
     grace_s: float = 10.0
+    """How long processes have to leave when they are asked to."""
     fork: bool = False
     """Whether ranks and spares begin as forks of the launcher, which has imported torch."""
-    """How long processes have to leave when they are asked to."""
 
     def __post_init__(self) -> None:
         _check_script(self.script, self.is_module)

@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 
 __all__ = ["Sockets"]
 
-_one_at_a_time = threading.RLock()
-
 
 class Sockets:
     """TCP connections that were made inside of `with sockets.opening():`, by whatever library."""
@@ -29,13 +27,16 @@ class Sockets:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Note every connection that is there afterwards and was not before."""
-        with _one_at_a_time:
-            before = set(_links().values())
-            try:
-                yield
-            finally:
-                self._note(before)
+        """Note every connection that is there afterwards and was not before.
+
+        Whatever another thread opens meanwhile is taken for the library's too. No lock keeps it from that: what is
+        opened here may wait for as long as it likes.
+        """
+        before = set(_links().values())
+        try:
+            yield
+        finally:
+            self._note(before)
 
     def cut(self) -> None:
         """Shut them all down. From any thread; twice is fine."""
