@@ -37,8 +37,8 @@ test-gpu: install  ## the ones that need a CUDA device
 	$(PYTEST) -m gpu
 
 check: install  ## style, types, and the rules of the house
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 	$(PYTEST) -q -n 2 -m check
 
