@@ -101,7 +101,7 @@ class Race:
         samples += found.samples
         phases += found.phases
         times = ", ".join(
-            f"{seconds(one['last_s'])} ({one['last_s'] / one['step_s']:.1f} steps)" for one in found.samples
+            f"{seconds(one['time_s'])} ({one['time_s'] / one['step_s']:.1f} steps)" for one in found.samples
         )
         say(f"  {name}: {times or 'nothing measured'}")
 
@@ -139,13 +139,13 @@ def as_released(race: Race) -> str:
         )
     except Failed as error:
         return f"survivors do not get over a lost rank (`{error}`); measured with a communication hook that does"
-    times = ", ".join(seconds(sample["last_s"]) for sample in found.samples)
+    times = ", ".join(seconds(sample["time_s"]) for sample in found.samples)
     return f"its own communication hook takes {times or 'for ever'}; the rows are with ours"
 
 
 def phase_rows(samples: Sequence[Sample]) -> Mapping[str, Sequence[Sample]]:
     """A row a phase."""
-    return {phase: [{"takes_s": sample[phase]} for sample in samples] for phase in PHASES}
+    return {phase: [{"time_s": sample[phase]} for sample in samples] for phase in PHASES}
 
 
 def measure(report: Report, given: argparse.Namespace, folder: Path) -> None:
@@ -157,10 +157,10 @@ def measure(report: Report, given: argparse.Namespace, folder: Path) -> None:
     report.add(CASE, race.samples)
     for name, samples in race.phases.items():
         if samples:
-            report.add(f"where it goes, {name.removeprefix('evergrad ')}", phase_rows(samples))
-    told = [
-        f"torchft {version}: {as_released(race)}." if version else "torchft: not installed (--torchft-python PATH)."
-    ]
+            report.add(f"{name.removeprefix('evergrad ')}: its parts", phase_rows(samples))
+    told = ["torchft: not installed (--torchft-python PATH)."]
+    if version:
+        told = [] if given.quick else [f"torchft {version}: {as_released(race)}."]
     blocks, steps = (4, 8) if given.quick else (given.blocks, 20)
     for name in ("rollback",) if given.quick else TWINS:
         place = folder / f"twins-{name.replace(' ', '-')}"
@@ -168,10 +168,10 @@ def measure(report: Report, given: argparse.Namespace, folder: Path) -> None:
         try:
             found = twins(name, size, place, blocks, steps)
         except Failed as error:
-            told.append(f"Nothing fails, {name}: fails: `{error}`.")
+            told.append(f"no failure, {name}: fails: `{error}`.")
             continue
-        report.add(f"nothing fails, {name}", found)
-        say(f"  nothing fails, {name}: " + ", ".join(
+        report.add(f"no failure, {name}", found)
+        say(f"  no failure, {name}: " + ", ".join(
             f"{twin} × {statistics.median(one['paired'] for one in each):.3f}" for twin, each in found.items()
         ))  # fmt: skip
     report.notes += [
@@ -195,15 +195,14 @@ def main() -> None:
     start = perf_counter()
     columns = [
         Column("step_s", "step", seconds),
-        Column("again_s", "again, median survivor", seconds),
-        Column("last_s", "again, last survivor", seconds, spread=True),
-        Column("lost_steps", "steps lost", lambda count: f"{count:.0f}"),
-        Column("back_s", "no work lost", seconds),
-        Column("full_s", "at full strength", seconds),
-        Column("takes_s", "takes", seconds, spread=True),
-        Column("paired", "× DDP, paired", lambda ratio: f"{ratio:.3f}", spread=True),
+        Column("median_s", "median", seconds),
+        Column("time_s", "time", seconds, spread=True),
+        Column("lost_steps", "lost", lambda count: f"{count:.0f}"),
+        Column("back_s", "back", seconds),
+        Column("full_s", "full", seconds),
+        Column("paired", "× DDP", lambda ratio: f"{ratio:.3f}", spread=True),
     ]
-    report = Report("recovery", TITLE, columns, baseline="evergrad rollback", ratio_of="last_s")
+    report = Report("recovery", TITLE, columns, baseline="evergrad rollback", ratio_of="time_s")
     with tempfile.TemporaryDirectory(prefix="evergrad-recovery-") as folder:
         measure(report, given, Path(folder))
     report.print()

@@ -35,11 +35,11 @@ def parser() -> argparse.ArgumentParser:
     """The options of every script; each adds its own."""
     options = argparse.ArgumentParser()
     options.add_argument("out", type=Path, help="the folder for the logs, one a process")
-    options.add_argument("--width", type=int, default=640)
+    options.add_argument("--width", type=int, default=512)
     options.add_argument("--layers", type=int, default=10)
     options.add_argument("--batch", type=int, default=32)
     options.add_argument("--steps", type=int, default=60)
-    options.add_argument("--bucket-mb", type=float, default=4.0)
+    options.add_argument("--bucket-mb", type=float, default=1.25)
     return options
 
 

@@ -32,6 +32,7 @@ parser.add_argument("--unsaid", action="store_true")
 parser.add_argument("--samples", type=int, default=70)
 options = parser.parse_args()
 EPOCHS, BUCKET_MB = 3, 0.01
+KEPT: list[Any] = []
 ACCUMULATE = 1 if options.branch else 2
 
 
@@ -107,7 +108,8 @@ def plain() -> dict[str, Any]:
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         twin.train(model, iter(loader), rank, len(loader), apply)
-    dist.destroy_process_group()
+    # Not destroyed: DDP's destructor joins gloo's threads and holds the GIL, for which they may wait.
+    KEPT.append(model)
     return twin.result()
 
 

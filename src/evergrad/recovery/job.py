@@ -11,6 +11,7 @@ for x, y in job.batches(loader):
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
@@ -475,6 +476,11 @@ class Job:
         """Know the optimizers, and give them what they are owed."""
         if self._optimizers and self._optimizers != optimizers:
             raise UsageError("job.step: other optimizers than before. Give it all of them, each time")
+        if not self._optimizers and (greedy := next((one for one in optimizers if _needs_closure(one)), None)):
+            raise UsageError(
+                f"job.step: {type(greedy).__qualname__} evaluates the model as often as it likes within a step, which "
+                "cannot be taken back when a rank is lost. Use an optimizer that steps without a closure"
+            )
         self._optimizers = optimizers
         owed, self._owed = self._owed, []
         for optimizer, state in zip(optimizers, owed, strict=bool(owed)):
@@ -613,6 +619,11 @@ class _Alone(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """There is nothing to synchronise."""
         return nullcontext()
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

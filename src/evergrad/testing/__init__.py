@@ -9,6 +9,7 @@
 ...         return my_library.load(path)
 """
 
+from evergrad.recovery.failures import Failures
 from evergrad.testing.crashes import (
     FullStorage,
     ReadOnlyStorage,
@@ -22,6 +23,7 @@ from evergrad.testing.shared_tier_contract import SharedTierContract
 from evergrad.testing.tier_contract import TierContract, captured
 
 __all__ = [
+    "Failures",
     "FormatContract",
     "FullStorage",
     "ReadOnlyStorage",

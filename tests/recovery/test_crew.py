@@ -1,0 +1,110 @@
+"""A process among others that do not come, or that come again: nobody waits for ever, and no news is old news."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from evergrad.recovery.crew import Launched, Solo
+from evergrad.recovery.membership import Keys, Plan, Point, Report
+from evergrad.recovery.transport import GroupBroken
+
+SOON_S = 20.0
+"""Far more than is needed; who is not there by then waits for ever."""
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+@pytest.fixture
+def crew(store: TCPStore) -> Iterator[Callable[[int], Launched]]:
+    """Processes of a job of two, by uid."""
+    keys = PrefixStore("evergrad", store)
+    keys.set(Keys.plan(0), Plan(0, (0, 1)).to_json())
+    made: list[Launched] = []
+
+    def make(uid: int) -> Launched:
+        made.append(Launched("127.0.0.1", store.port, uid, tell=lambda *_, **__: None))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class Waiting(threading.Thread):
+    """Asks for the group, and is left behind if nothing comes of it."""
+
+    def __init__(self, crew: Launched) -> None:
+        super().__init__(daemon=True)
+        self.crew, self.said = crew, "nothing"
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.said = f"a group of {self.crew.group().size}"
+        except GroupBroken as error:
+            self.said = f"broken: {error}"
+
+
+def await_rendezvous(store: TCPStore, before: int, waiting: Waiting) -> None:
+    """Until it looks for the others, or has given up."""
+    while waiting.is_alive() and store.num_keys() == before:
+        waiting.join(0.001)
+
+
+def break_generation(store: TCPStore, uid: int) -> None:
+    """As the coordinator does when the other one dies."""
+    keys = PrefixStore("evergrad", store)
+    keys.set(Keys.news(uid, 0), json.dumps({"uid": 1, "reason": "rank 1 ended with SIGKILL"}))
+
+
+def test_two_that_meet_are_a_group(crew: Callable[[int], Launched]) -> None:
+    both = crew(0), crew(1)
+    for one in both:
+        one.begin(0)
+    waiting = [Waiting(one) for one in both]
+    for one in waiting:
+        one.join(SOON_S)
+    assert [one.said for one in waiting] == ["a group of 2"] * 2
+    assert [one.rank for one in both] == [0, 1]
+
+
+def test_a_group_of_one_breaks_never() -> None:
+    solo = Solo()
+    assert (solo.rank, solo.world_size, solo.group().size) == (0, 1, 1)
+    with pytest.raises(AssertionError):
+        solo.next_plan(Report(0, 0, 0, 0, Point.STEP, 0))
+
+
+def test_who_begins_again_does_not_hear_that_it_left(store: TCPStore, crew: Callable[[int], Launched]) -> None:
+    """A relaunch: the same process, a new program, the same generation."""
+    before = crew(0)
+    before.begin(0)
+    before.leave_group()
+    again = crew(0)
+    again.begin(0)
+    number = store.num_keys()
+    waiting = Waiting(again)
+    await_rendezvous(store, number, waiting)
+    break_generation(store, 0)
+    waiting.join(SOON_S)
+    assert waiting.said == "broken: rank 1 ended with SIGKILL"
+
+
+def test_who_waits_for_a_group_hears_that_the_other_one_died(store: TCPStore, crew: Callable[[int], Launched]) -> None:
+    mine = crew(0)
+    mine.begin(0)
+    number = store.num_keys()
+    waiting = Waiting(mine)
+    await_rendezvous(store, number, waiting)
+    break_generation(store, 0)
+    waiting.join(SOON_S)
+    assert waiting.said == "broken: rank 1 ended with SIGKILL"
+    assert mine.client.has(Keys.plan(0)), "and talks to the store as before"
