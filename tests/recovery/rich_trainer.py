@@ -20,6 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import evergrad as eg
+from evergrad.recovery.membership import Keys
+from evergrad.recovery.stores import StoreClient
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
@@ -33,6 +35,7 @@ parser.add_argument("--break-after", type=int, help="leave the first epoch after
 parser.add_argument("--checkpoints", type=Path)
 parser.add_argument("--every", type=int)
 parser.add_argument("--fall", type=int, help="the process of this number dies before generation 1 has formed")
+parser.add_argument("--await-spare", type=int, help="at step 8 everyone waits until the spare of this number waits")
 parser.add_argument("--one-optimizer", action="store_true")
 parser.add_argument("--die-once", type=Path, help="rank 1 dies at step 9, unless this file is there, which it makes")
 options = parser.parse_args()
@@ -124,6 +127,9 @@ for epoch in range(options.epochs):
     epochs.append(0)
     for x, samples in job.batches(loader):
         step, is_idle = job.applied, job.idle
+        if options.await_spare is not None and step == 8:
+            host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
+            StoreClient(host, int(port)).wait(Keys.waiting(options.await_spare))
         if options.die_once and step == 9 and job.rank == 1 and not options.die_once.exists():
             options.die_once.touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evergrad.recovery.crew import Launched, Solo
 from evergrad.recovery.membership import Keys, Plan, Point, Report
+from evergrad.recovery.sockets import Sockets
 from evergrad.recovery.transport import GroupBroken
 
 SOON_S = 20.0
@@ -23,8 +24,16 @@ def store() -> TCPStore:
 
 
 @pytest.fixture
-def crew(store: TCPStore) -> Iterator[Callable[[int], Launched]]:
-    """Processes of a job of two, by uid."""
+def crew(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Launched]]:
+    """Processes of a job of two, by uid. What a process leaves open until it ends is closed here."""
+    opened: list[Sockets] = []
+    make_sockets = Sockets.__init__
+
+    def noted(sockets: Sockets, port: int | None = None) -> None:
+        make_sockets(sockets, port)
+        opened.append(sockets)
+
+    monkeypatch.setattr(Sockets, "__init__", noted)
     keys = PrefixStore("evergrad", store)
     keys.set(Keys.plan(0), Plan(0, (0, 1)).to_json())
     made: list[Launched] = []
@@ -36,6 +45,11 @@ def crew(store: TCPStore) -> Iterator[Callable[[int], Launched]]:
     yield make
     for one in made:
         one.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("evergrad-form"):
+            thread.join(SOON_S)
+    for sockets in opened:
+        sockets.release()
 
 
 class Waiting(threading.Thread):

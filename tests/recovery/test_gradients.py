@@ -1,4 +1,4 @@
-"""Gradients reduced under a DDP that never hears of it: through breaks, repairs, hooks and layouts, without processes."""
+"""Gradients reduced under a DDP that never hears of it: breaks, repairs, hooks and layouts, without processes."""
 
 from __future__ import annotations
 

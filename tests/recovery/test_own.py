@@ -91,7 +91,8 @@ class Loader:
 def buffers(fill: float = 0.0) -> list[torch.Tensor]:
     return [
         torch.full((3, 2), fill), torch.tensor(int(fill)), torch.full((2,), fill, dtype=torch.float64),
-        torch.full((3,), bool(fill)), torch.empty(0), torch.full((4, 3, 2, 2), fill).to(memory_format=torch.channels_last),
+        torch.full((3,), bool(fill)), torch.empty(0),
+        torch.full((4, 3, 2, 2), fill).to(memory_format=torch.channels_last),
     ]  # fmt: skip
 
 
@@ -214,8 +215,9 @@ STATES: list[Any] = [
     {},
     {"a": None, "b": True, "c": 1.5, "d": "text", "e": [1, 2, {"f": (3, 4)}]},
     {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 4)}, "0": torch.arange(3)},
-    {"scalar": torch.tensor(7), "empty": torch.empty(0, 3), "half": torch.randn(3).half(), "bf": torch.ones(5).bfloat16()},
-    {"bool": torch.tensor([True, False]), "complex": torch.randn(2, dtype=torch.complex64), "byte": torch.ones(3).byte()},
+    {"scalar": torch.tensor(7), "empty": torch.empty(0, 3), "half": torch.randn(3).half()},
+    {"bf": torch.ones(5).bfloat16(), "complex": torch.randn(2, dtype=torch.complex64), "byte": torch.ones(3).byte()},
+    {"bool": torch.tensor([True, False])},
     {"turned": torch.randn(3, 4).T, "last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)},
     {"layout": ((1, 2), (0,)), "array": np.arange(5, dtype=np.int64)},
 ]  # fmt: skip

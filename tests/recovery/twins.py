@@ -1,4 +1,4 @@
-"""The same training twice in the same processes: by plain DistributedDataParallel, then by a job; run by `evergrad run`.
+"""The same training twice in the same processes, under `evergrad run`: by plain DistributedDataParallel, then by a job.
 
 python twins.py OUT [--branch] leaves OUT/<uid>.json with what each twin saw: losses, a digest of all it trained. With
 --unsaid there is no plain twin, and the job is not told of the branch.

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.errors import CheckpointError
+from evergrad.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,11 @@ class Agreement:
         from torch import distributed
 
         self._rank, self._world_size, self._pid = ranks.rank, ranks.world_size, os.getpid()
+        if ranks.exchange is not None:
+            raise UsageError(
+                "in a job the ranks may change, so need_checkpoint and should_exit cannot be asked: "
+                "eg.join(checkpointer=ck, every=100) saves by itself"
+            )
         self._broken: str | None = None
         self._group: Any = None
         self._round: tuple[Any, Tensor] | None = None

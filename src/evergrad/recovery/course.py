@@ -75,7 +75,10 @@ class Course:
 
     def share_order(self, group: Group, root: int) -> None:
         """Where each rank may have found another order: take one rank's."""
-        if self._source is None or not self._source.must_share or self._is_shared or group.size == 1:
+        if self._source is None or not self._source.must_share or self._is_shared:
+            return
+        if group.size == 1:
+            self._is_shared = True
             return
         assert self._order is not None
         order, ends = self._order, self._order.ends
@@ -93,6 +96,10 @@ class Course:
         self._order, self._is_shared = Order(indices.numpy(), bounds), True
         self.deal = self.source.deal(self._order, group.size)
         self._look_ahead(keep_rng=True)
+
+    def share_again(self) -> None:
+        """Some ranks may have got the order and others not: what counts is what all get together."""
+        self._is_shared = False
 
     def skip_end(self) -> None:
         """Of an epoch that was saved when no batch of it was left, nothing remains to be done."""
@@ -184,7 +191,7 @@ class Course:
         self.layout = state["layout"]
         self.deal = Epoch.from_state(state["deal"]) if state["deal"] is not None else None
         self._order = Order.from_state(state["order"]) if state["order"] is not None else None
-        self._is_shared = self._order is not None
+        self._is_shared = self._order is not None and self.is_begun
         self._loader_state = state["loader"]
 
     def _look_ahead(self, *, keep_rng: bool, first: int | None = None) -> None:

@@ -128,7 +128,10 @@ class Launched(Crew):
         self._tell = tell
         self._group: Group | None = None
         self._broken: str | None = None
+        self._news: tuple[int, str] = (-1, "")
+        """Which generation has broken, and why, as the watch's thread heard it."""
         self._is_closed = False
+        self._group_of = -1
         self._watch = _Watch(uid, StoreClient(host, port), self._heard)
 
     def begin(self, generation: int) -> None:
@@ -148,6 +151,7 @@ class Launched(Crew):
         """The group of the present generation."""
         self._check()
         if self._group is None:
+            self._group_of = self.plan.generation
             self._group = Alone() if self.world_size == 1 else self._form()
             self._check()  # it may have broken while it was made
         return self._group
@@ -175,8 +179,12 @@ class Launched(Crew):
         self._watch.close(self.client)
 
     def _check(self) -> None:
-        if self._broken is not None:
-            raise GroupBroken(self._broken)
+        if (why := self._why_broken()) is not None:
+            raise GroupBroken(why)
+
+    def _why_broken(self) -> str | None:
+        generation, reason = self._news
+        return self._broken or (reason if generation == self.plan.generation else None)
 
     def _adopt(self, generation: int) -> None:
         plan = Plan.from_json(self.client.get(Keys.plan(generation)))
@@ -185,15 +193,13 @@ class Launched(Crew):
 
     def _heard(self, generation: int, reason: str) -> None:
         """The watch's thread: the generation broke, and this rank may be waiting for someone who will never come."""
-        if generation != self.plan.generation:
-            return
-        self._broken = reason
-        group = self._group
-        if group is not None:
+        self._news = generation, reason or "it broke"
+        group, of = self._group, self._group_of
+        if group is not None and of == generation:
             group.interrupt(reason)
 
     def _drop(self, reason: str) -> None:
-        self._broken = self._broken or reason
+        self._broken = self._why_broken() or reason
         group, self._group = self._group, None
         if group is not None:
             group.interrupt(self._broken)
@@ -217,14 +223,14 @@ class Launched(Crew):
 
         threading.Thread(target=meet, name=f"evergrad-form-{generation}", daemon=True).start()
         while not over.wait(_GLANCE_S):
-            if self._broken is not None:
+            if (why := self._why_broken()) is not None:
                 # The thread waits in this connection, for one who will never come. Connecting may be slow where
                 # addresses are looked up: only then is another one made.
                 client.cut()
                 self.client = StoreClient(client.host, client.port)
-                raise GroupBroken(self._broken)
+                raise GroupBroken(why)
         if not made:
-            raise GroupBroken(self._broken or failed[0].splitlines()[0][:160])
+            raise GroupBroken(self._why_broken() or failed[0].splitlines()[0][:160])
         return made[0]
 
 

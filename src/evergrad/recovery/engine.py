@@ -44,6 +44,8 @@ class Engine:
     """Whether the present generation has formed, with everyone's state in place."""
     members: tuple[int, ...] = ()
     """The uids that the epoch is dealt to, by their rank in the deal."""
+    first: int = 0
+    """The first point of the step under way."""
     missing: set[int] = field(default_factory=set)
     """The ranks of the deal whose gradients of the step under way are not in all of its buckets."""
     passed_in: int = 0
@@ -59,7 +61,9 @@ class Engine:
                 if self.keeps:
                     before = self.crew.plan.members[(group.rank - 1) % group.size]
                     varies = self.own.loader is not None
-                    self._keeping.exchange(group, self.course.point, self.own.take(), before, sizes_vary=varies)
+                    self._keeping.exchange(
+                        group, self.course.point, self.own.take(), before, since=self.first - 1, sizes_vary=varies
+                    )
                 # Whoever is through this knows that everyone has come this far.
                 group.all_reduce(torch.ones(1)).wait()
         self.passed(kind)
@@ -85,6 +89,7 @@ class Engine:
             point=self.course.point,
             kind=kind,
             step=self.course.step,
+            first=self.first if kind is Point.STEP else -1,
             done=in_flight.kept if in_flight is not None else (),
             buckets=in_flight.num_buckets if in_flight is not None else 0,
             reason=why,
@@ -96,6 +101,9 @@ class Engine:
         new = self.crew.next_plan(report)
         self.is_settled = False
         self.must_restore |= new.restart
+        for uid, keeper in new.keepers.items():
+            if keeper == self.crew.uid:  # it is the heir's now, whether or not that one lives to get it
+                self._keeping.hand_on(new.previous[new.takes[uid]], uid)
         verdict = Verdict.RESTART if new.restart else new.verdicts.get(self.crew.uid, Verdict.RETRY)
         self.tell("verdict", generation=new.generation, verdict=str(verdict), rank=self.crew.rank,
                   world_size=new.world_size, todo=len(new.todo))  # fmt: skip
@@ -137,6 +145,12 @@ class Engine:
         """The ranks of the deal whose gradients of this step are still to be had."""
         return [rank for rank in range(len(self.members)) if rank not in self.missing]
 
+    @property
+    def is_repairing(self) -> bool:
+        """Whether the point that comes next is one that others repair: with shares and buffers as they were."""
+        plan = self.crew.plan
+        return Verdict.REPAIR in plan.verdicts.values() and self.course.point <= plan.point
+
     def note_missing(self) -> None:
         """What is reduced again is reduced among those who live."""
         living = self.crew.plan.members
@@ -154,12 +168,10 @@ class Engine:
             self.crew.client.set(Keys.fatal, f"rank {self.crew.plan.rank_of(self.crew.uid)}: {error}")
 
     def _give_kept(self, group: Group, plan: Plan, uid: int, rank: int) -> None:
-        dead = plan.previous[plan.takes[uid]]
-        kept = self._keeping.of(dead, plan.point - 1)
+        kept = self._keeping.of(uid, plan.point - 1)
         group.send(torch.tensor([0 if kept is None else kept.numel()]), rank).wait()
         if kept is not None:
             group.send(kept, rank).wait()
-            self._keeping.hand_on(dead, uid)
 
     def _receive_kept(self, group: Group, plan: Plan) -> torch.Tensor | None:
         keeper = plan.keepers.get(self.crew.uid)

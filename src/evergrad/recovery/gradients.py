@@ -47,6 +47,9 @@ class Surroundings(Protocol):
     def root(self) -> int:
         """The rank whose layout holds then: one that was there from the beginning."""
 
+    def shares_buffers(self) -> bool:
+        """Whether this forward pass is one that every rank makes: in a step, and not in one that others repair."""
+
     def site(self, bucket: int, at: str) -> None:
         """A place where a failure may be scheduled: before, during or after the reduction of a bucket."""
 
@@ -164,6 +167,15 @@ class Gradients:
     def broadcast(self, group: Group, root: int) -> None:
         """Give one rank's parameters and buffers to all, as DDP does when it is made."""
         _broadcast(group, root, [*self.module.module.parameters(), *self.module.module.buffers()])
+
+    def share_buffers(self, group: Group) -> None:
+        """Rank 0's buffers for all; DDP does that in the first pass after an epoch, which need not be everyone's."""
+        if self.module.broadcast_buffers:
+            _broadcast(group, 0, list(self.module.module.buffers()))
+
+    def begin_step(self) -> None:
+        """A step's first pass shares buffers, whatever passes without gradients there were before it."""
+        self.module.require_forward_param_sync = True
 
     def _hook(self, _: object, bucket: Any) -> Future[torch.Tensor]:
         index, buffer = bucket.index(), bucket.buffer()
@@ -344,7 +356,7 @@ class Gradients:
 
     def _share_buffers(self, _: object, buffers: dict[str, torch.Tensor]) -> None:
         """Before a forward pass: rank 0's buffers for all, as DDP does."""
-        if self.failed is not None:
+        if self.failed is not None or not self._job.shares_buffers():
             return
         try:
             _broadcast(self._job.group(), 0, list(buffers.values()))

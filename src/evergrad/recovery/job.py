@@ -92,7 +92,8 @@ class Job:
         """How many batches of the window have been reduced."""
         self._is_doomed = False
         """Whether the step under way has to be done again."""
-        self._has_arrived = self._is_iterating = self._is_save_due = False
+        self._has_arrived = self._is_iterating = self._is_save_due = self._has_yielded = False
+        self._must_follow = False
         self._calls = 0
         self._sources: dict[int, Source] = {}
         self.joining = is_spare or saves is not None
@@ -227,10 +228,15 @@ class Job:
 
     def close(self) -> None:
         """Leave the job. Done at exit by itself; twice is fine."""
+        try:
+            self._let_go_of_loaders()
+        finally:
+            self._crew.close()
+
+    def _let_go_of_loaders(self) -> None:
         self._course.leave()
         for source in self._sources.values():
             source.close()
-        self._crew.close()
 
     @property
     def _waits(self) -> bool:
@@ -269,6 +275,7 @@ class Job:
         if course.is_begun:
             return
         while not course.is_begun:
+            engine.first = course.point
             try:
                 self._settle_in()
                 course.share_order(self._crew.group(), self._root())
@@ -280,12 +287,17 @@ class Job:
             if self._recover(Point.BEGIN, why) is Verdict.PROCEED:
                 engine.passed(Point.BEGIN)
                 course.is_begun = True
+            else:
+                course.share_again()
 
     def _end(self) -> bool:
         """Pass the last point of an epoch: nobody leaves before all have applied its last step. Whether it is over."""
         engine, course = self._engine, self._course
         why: str | None = None
+        engine.first = course.point
         try:
+            if engine.gradients is not None:  # whoever is past this point has them
+                engine.gradients.share_buffers(self._crew.group())
             engine.pass_point(Point.END)
         except GroupBroken as error:
             why = str(error)
@@ -308,6 +320,9 @@ class Job:
             if not course.is_begun:  # everyone has gone back to the beginning of this epoch
                 self._begin(course.source)
             self._save_if_due()
+            self._engine.first = course.point
+            if self._engine.gradients is not None:
+                self._engine.gradients.begin_step()
         if self._replay:
             yielded = self._replay.popleft()
             assert yielded.randomness is not None
@@ -322,6 +337,7 @@ class Job:
             batch = course.fetch(index)
         except StopIteration:
             return None
+        self._has_yielded = True
         yielded = _Yielded(batch, Randomness() if self._crew.survives else None)
         if not self._window and self._snapshot is not None:
             self._snapshot.take(self._tracked)
@@ -330,10 +346,11 @@ class Job:
 
     def _settle_in_or_recover(self) -> None:
         """Before a step: be in a generation that has formed, with batches that are dealt to its ranks."""
-        while not self._engine.is_settled or self._crew.plan.calls:
+        course, engine = self._course, self._engine
+        while not engine.is_settled or (self._crew.plan.calls and course.point > self._crew.plan.point):
             planned = False
             try:
-                if self._crew.plan.calls:
+                if self._crew.plan.calls and course.point > self._crew.plan.point:
                     planned = True
                     raise GroupBroken("spares take the place of lost ranks")
                 self._settle_in()
@@ -341,14 +358,26 @@ class Job:
             except GroupBroken as error:
                 why = str(error)
             self._recover(Point.JOIN, why, planned=planned)
+        self._follow()
 
     def _settle_in(self) -> None:
         engine = self._engine
-        if engine.is_settled:
+        if not engine.is_settled:
+            engine.settle_in(self._state)
+            self._must_follow = True
+            if engine.must_restore:
+                self._restore(in_process=True)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have batches dealt to the ranks that there are now; not yet if others are in the middle of this step."""
+        engine = self._engine
+        if not self._must_follow:
             return
-        engine.settle_in(self._state)
-        if engine.must_restore:
-            self._restore(in_process=True)
+        if engine.is_repairing:
+            engine.note_missing()
+            return
+        self._must_follow = False
         if self._course.follow(self._crew.rank, self._crew.world_size, self._after_loss):
             self._replay.clear()
         engine.members = self._crew.plan.members
@@ -420,7 +449,13 @@ class Job:
         call = self._course.epoch
         found = self._saves.restore(self._model, self._optimizers, self._tracked, self._course)
         self._course.skip_end()
+        if self._crew.plan.restart:  # points only ever go on, whatever was saved
+            self._course.point = self._crew.plan.point
         self._tell("restored", step=found[0] if found else None, in_process=in_process)
+        if found is None and not self._has_yielded:
+            if self._crew.plan.generation and self._engine.gradients is not None:
+                self._engine.gradients.broadcast(self._crew.group(), 0)
+            return
         if in_process and (found is None or self._course.epoch != call):
             self._begin_anew("the newest checkpoint is of another epoch" if found else "there is no checkpoint yet")
         if found is None:
@@ -445,7 +480,7 @@ class Job:
         """Be a new process, of the same number, in the present generation."""
         generation = self._crew.plan.generation
         self._tell("begins anew", reason=why, generation=generation)
-        self._course.leave()
+        self._let_go_of_loaders()
         assert isinstance(self._crew, Launched)
         self._crew.leave_group()
         sys.stdout.flush()
@@ -487,7 +522,8 @@ class Job:
             optimizer.load_state_dict(state)
 
     def _apply(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        factor = self._crew.world_size / self._num_ranks if self._after_loss == "scale_lr" else 1.0
+        # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
+        factor = len(self._engine.contributors()) / self._num_ranks if self._after_loss == "scale_lr" else 1.0
         groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1 else []
         rates = [group["lr"] for group in groups]
         for group in groups:
@@ -516,6 +552,7 @@ class Job:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._replay = deque([*self._window, *self._replay])
+        self._course.point = self._engine.first  # of several points of this step, none counts
         self._end_window()
 
     def _end_window(self) -> None:
@@ -548,6 +585,7 @@ class Job:
                     gradients.reopen(self._crew.plan.todo)
                 case _:
                     self._is_doomed = True
+                    gradients.failed = "this step is done again"  # until then nothing more of it is reduced
         self._reduced = len(self._window)
 
     def _root(self) -> int:
@@ -578,8 +616,8 @@ class _Around:
     def weight(self) -> float:
         job, course = self._job, self._job._course
         among = job._engine.contributors()
-        first, stop = course.index + job._reduced, course.index + len(job._window)
-        key = (first, stop, course.epoch, tuple(among))
+        first, stop = course.index + min(job._reduced, len(job._window) - 1), course.index + len(job._window)
+        key = (first, stop, course.epoch, course.rank, tuple(among))
         if self._weight[0] != key:
             self._weight = key, course.weight(range(first, stop), among)
         return self._weight[1]
@@ -597,6 +635,9 @@ class _Around:
 
     def root(self) -> int:
         return self._job._root()
+
+    def shares_buffers(self) -> bool:
+        return bool(self._job._window) and not self._job._engine.is_repairing
 
     def site(self, bucket: int, at: str) -> None:
         self._job._site(Phase.BACKWARD, bucket, at)

@@ -60,12 +60,19 @@ class Report:
     kind: Point
     step: int
     """Steps that this rank has applied."""
+    first: int = -1
+    """The first point of the step under way, which may have several; -1: this one."""
     done: tuple[int, ...] = ()
     """The buckets that were reduced, of `buckets` in all."""
     buckets: int = 0
     reason: str = ""
     has_state: bool = True
     """Whether it has the job's state: not if it was to get it when the generation broke."""
+
+    @property
+    def begun_at(self) -> int:
+        """The point at which the step under way begins."""
+        return self.point if self.first < 0 else self.first
 
     def to_json(self) -> str:
         """As text for the store."""

@@ -98,13 +98,25 @@ class Own:
 
 
 class Keeping:
-    """What the rank before this one had, at the last two points: at the last one that all have passed, surely."""
+    """What the rank before this one had: at the point before the step under way, which all have passed, and since."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def exchange(self, group: Group, point: int, own: torch.Tensor, before_uid: int, *, sizes_vary: bool) -> None:
-        """Send what this rank has to the next one, and keep what the one before sends. `GroupBroken` if that fails."""
+    def exchange(
+        self,
+        group: Group,
+        point: int,
+        own: torch.Tensor,
+        before_uid: int,
+        *,
+        since: int | None = None,
+        sizes_vary: bool,
+    ) -> None:
+        """Send what this rank has to the next one, and keep what the one before sends. `GroupBroken` if that fails.
+
+        What was kept at points before `since`, the one before this by default, is never asked for again.
+        """
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         size = own.numel()
         if sizes_vary:
@@ -113,7 +125,9 @@ class Keeping:
             group.receive(length, before).wait()
             sent.wait()
             size = int(length)
-        kept = self._kept.pop(point - 2, (0, torch.empty(0)))[1]
+        kept = torch.empty(0)
+        for old in [old for old in self._kept if old < (point - 1 if since is None else since)]:
+            kept = self._kept.pop(old)[1]
         if kept.numel() != size or kept.dtype != torch.uint8:
             kept = torch.empty(size, dtype=torch.uint8)
         sent = group.send(own, after)

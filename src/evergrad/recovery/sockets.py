@@ -19,7 +19,9 @@ __all__ = ["Sockets"]
 class Sockets:
     """TCP connections that were made inside of `with sockets.opening():`, by whatever library."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int | None = None) -> None:
+        """Note those to this port only, if one is given."""
+        self._port = port
         # Copies of our own: a number that the library has closed may be someone else's file by now.
         self._copies: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -56,7 +58,11 @@ class Sockets:
             copy.close()
 
     def _note(self, before: set[str]) -> None:
-        copies = [copy for fd, link in _links().items() if link not in before and (copy := _connection(fd)) is not None]
+        copies = [
+            copy
+            for fd, link in _links().items()
+            if link not in before and (copy := _connection(fd, self._port)) is not None
+        ]
         with self._lock:
             self._copies += copies
             was_cut = self._is_cut
@@ -75,7 +81,7 @@ def _links() -> dict[int, str]:
     return found
 
 
-def _connection(fd: int) -> socket.socket | None:
+def _connection(fd: int, port: int | None) -> socket.socket | None:
     """A copy of a TCP connection; None for a listening socket (which gloo does not survive to lose) and for others."""
     try:
         copy = socket.socket(fileno=os.dup(fd))
@@ -83,8 +89,9 @@ def _connection(fd: int) -> socket.socket | None:
         return None
     try:
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-            copy.getpeername()
-            return copy
+            peer = copy.getpeername()
+            if port is None or peer[1] == port:
+                return copy
     except OSError:
         pass
     copy.close()

@@ -21,7 +21,7 @@ class StoreClient:
 
     def __init__(self, host: str, port: int, *, prefix: str = "evergrad", hosts: bool = False) -> None:
         self.host, self.port = host, port
-        self._sockets = Sockets()
+        self._sockets = Sockets(port)
         with self._sockets.opening():
             tcp = TCPStore(host, port, None, hosts, timedelta(seconds=60), False)
         tcp.set_timeout(_FOREVER)

@@ -77,7 +77,13 @@ def decide(
         verdicts = dict.fromkeys(present, Verdict.RESTART)
     else:
         kind = _kind(able, furthest)
-        verdicts = {uid: _verdict(report, furthest, strategy) for uid, report in present.items()}
+        # A step of several points is done again as a whole, or not at all.
+        first = min((report.begun_at for report in able.values() if report.point == furthest), default=furthest)
+        goes_back = strategy == "rollback" and kind is Point.STEP
+        verdicts = {
+            uid: _verdict(report, first if goes_back else furthest, strategy) for uid, report in present.items()
+        }
+        furthest = first if goes_back else furthest
 
     repairs = Verdict.REPAIR in verdicts.values()
     seats = _seats(plan, present, gone, spares)
@@ -160,8 +166,9 @@ def _may_be_passed(report: Report) -> bool:
 
 def _kind(able: Mapping[int, Report], furthest: int) -> Point:
     kinds = {report.kind for report in able.values() if report.point == furthest}
-    assert len(kinds) <= 1 or kinds == {Point.STEP, Point.JOIN}, f"point {furthest} is of kinds {sorted(kinds)}"
-    return Point.STEP if Point.STEP in kinds else next(iter(kinds), Point.BEGIN)
+    points = kinds - {Point.JOIN}  # who stopped before it has not begun it
+    assert len(points) <= 1, f"point {furthest} is of kinds {sorted(kinds)}"
+    return next(iter(points or kinds), Point.BEGIN)
 
 
 def _verdict(report: Report, furthest: int, strategy: Strategy) -> Verdict:
@@ -180,7 +187,7 @@ def _source(
     members: Sequence[int], verdicts: Mapping[int, Verdict], able: Mapping[int, Report], furthest: int
 ) -> int | None:
     """The first rank that stands where the job goes on; rather one that has not done its backward pass."""
-    ready = [uid for uid in members if uid in able and able[uid].point == furthest]
+    ready = [uid for uid in members if uid in able and able[uid].point >= furthest]
     return min(ready, key=lambda uid: verdicts[uid] is Verdict.REPAIR, default=None)
 
 

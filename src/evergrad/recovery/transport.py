@@ -13,13 +13,18 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from evergrad.errors import RecoveryError
+
 __all__ = ["Alone", "Group", "GroupBroken", "Op", "Ticket"]
 
 Op: TypeAlias = Literal["sum", "max"]
 
 
-class GroupBroken(Exception):
-    """A generation has ended: a rank is gone, or someone said so."""
+class GroupBroken(RecoveryError):
+    """A generation has ended: a rank is gone, or someone said so. The job gets over it; users do not meet it."""
+
+    def __init__(self, message: str | None) -> None:
+        super().__init__(message or "the group is gone")
 
 
 class Ticket:
