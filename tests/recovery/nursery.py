@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -73,7 +74,11 @@ class Nursery:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
 
@@ -100,6 +105,7 @@ def _launch(request: dict[str, Any]) -> int:
     from evergrad.cli import main as evergrad
 
     os.setsid()
+    signal.alarm(int(request["env"].get("EVERGRAD_TEST_LIMIT_S", "90")))  # ends the launcher, and so all its processes
     for fd, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{request['folder']}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -68,8 +68,8 @@ class Case:
             return f"the books do not balance: {books}"
         if self.strategy == "rollback" and any(lost):
             return f"samples were lost: {lost}"
-        if _twice(ran):
-            return f"samples were used twice: {_twice(ran)}"
+        if used_twice(ran):
+            return f"samples were used twice: {used_twice(ran)}"
         if self.strategy == "rollback" and self.spares:
             mine, theirs = ({one["rank"]: one["state"] for one in some.results.values()} for some in (ran, undisturbed))
             if mine != theirs:
@@ -94,7 +94,7 @@ def _saving(folder: Path) -> list[object]:
     return ["--checkpoints", folder / "checkpoints", "--every", _EVERY]
 
 
-def _twice(ran: Ran) -> list[int]:
+def used_twice(ran: Ran) -> list[int]:
     """Samples that survivors used in two steps of the same epoch."""
     ends = [epoch["step"] for epoch in ran.events("epoch")]
     found: list[int] = []

@@ -90,6 +90,9 @@ class Around:
     def root(self) -> int:
         return 0
 
+    def shares_buffers(self) -> bool:
+        return True
+
     def site(self, bucket: int, at: str) -> None:
         self.sites.append((bucket, at))
         if self.raises == (bucket, at):
