@@ -50,7 +50,10 @@ class Case:
     def run(self, nursery: Nursery, folder: Path) -> Ran:
         """Run the job."""
         options = ("-n", RANKS, "--strategy", self.strategy, "--spares", self.spares, "--fail", self.failure)
-        return nursery.run(folder, *options, arguments=_saving(folder) if "checkpoint" in self.site else ())
+        arguments = _saving(folder) if "checkpoint" in self.site else []
+        if self.spares:
+            arguments += ["--await-spare", RANKS]
+        return nursery.run(folder, *options, arguments=arguments)
 
     def wrong(self, ran: Ran, undisturbed: Ran) -> str | None:
         """What is not as promised; None if all is."""

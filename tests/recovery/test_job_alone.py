@@ -392,7 +392,6 @@ def test_a_scaler_that_is_switched_off_does_nothing(job: Job) -> None:
 # What is open.
 
 
-@pytest.mark.xfail(strict=True, reason="an epoch that was saved at its end is skipped with what follows it")
 def test_what_comes_after_the_epoch_that_was_saved_at_its_end_is_not_left_out(
     join: Join, tmp_path: Path, shm: Path
 ) -> None:

@@ -245,9 +245,6 @@ def test_too_few_ranks_and_no_checkpointer_end_the_job_and_say_what_to_do(launch
 # What is open.
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an epoch that begins after a loss is dealt as if there had never been more ranks"
-)
 def test_a_constant_batch_stays_as_large_in_the_epochs_after_the_loss(constant: Ran) -> None:
     assert sizes_of(constant, range(4, 8)) == [12] * 4
 
@@ -295,7 +292,6 @@ def test_a_rank_that_dies_while_the_next_generation_forms_is_survived_too(fallen
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="torch logs the connection that was cut, with a C++ trace")
 def test_nothing_is_said_of_a_connection_that_we_cut_ourselves(fallen: Ran) -> None:
     assert "frame #" not in fallen.stderr
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
+from evergrad.recovery.membership import Keys
+from evergrad.recovery.stores import StoreClient
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
@@ -32,6 +34,7 @@ parser.add_argument("--every", type=int, default=3)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--validate", action="store_true")
 parser.add_argument("--device", default="cpu")
+parser.add_argument("--await-spare", type=int, help="nobody begins before the spare of this number waits")
 options = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -52,6 +55,10 @@ model = job.wrap(net, bucket_cap_mb=options.bucket_mb)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
 job.track(scheduler=scheduler)
+
+if options.await_spare is not None and job.rank >= 0:
+    host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
+    StoreClient(host, int(port)).wait(Keys.waiting(options.await_spare))
 
 losses: dict[int, float] = {}
 used: dict[int, list[int]] = {}

@@ -163,7 +163,7 @@ class Coordinator:
             plan, goes_on = self._plan, self._goes_on()
         rank = plan.rank_of(uid) if plan is not None else None
         if plan is None or rank is None or not goes_on:
-            if code != 0:
+            if code != 0 and self._outcome is None:
                 self._tell("death", uid=uid, rank=rank, code=code, how=_how(code), generation=self.generation)
         elif code == 0:
             self._finish_if_all_have(plan)

@@ -30,7 +30,9 @@ class Course:
     is the first batch of the step that comes next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1, mode: BatchMode = "shrink") -> None:
+        """`num_ranks` are those that the job began with, `mode` what fewer of them mean for a step."""
+        self._num_ranks, self._mode = num_ranks, mode
         self.epoch = self.index = self.step = self.point = self.passes = 0
         self.is_begun = False
         """Whether this epoch's first point has been passed."""
@@ -65,7 +67,7 @@ class Course:
         if self._order is None:
             self._order = source.order(self.epoch, seed)
         if self.deal is None:
-            self.deal = source.deal(self._order, world_size)
+            self._deal_afresh(world_size)
         elif self.deal.units != len(self._order):
             raise StateError(
                 f"epoch {self.epoch}: the loader has {len(self._order)} samples or batches, and {self.deal.units} when "
@@ -94,18 +96,20 @@ class Course:
             group.broadcast(found, root).wait()
             bounds = found.numpy()
         self._order, self._is_shared = Order(indices.numpy(), bounds), True
-        self.deal = self.source.deal(self._order, group.size)
+        self._deal_afresh(group.size)
         self._look_ahead(keep_rng=True)
 
     def share_again(self) -> None:
         """Some ranks may have got the order and others not: what counts is what all get together."""
         self._is_shared = False
 
-    def skip_end(self) -> None:
-        """Of an epoch that was saved when no batch of it was left, nothing remains to be done."""
-        if self.deal is not None and self.index >= self.deal.num_batches:
+    def skip_end(self) -> bool:
+        """Go to the next epoch if no batch of this one is left; whether it is so."""
+        is_over = self.deal is not None and self.index >= self.deal.num_batches
+        if is_over:
             self.point += 1
             self.close()
+        return is_over
 
     def fetch(self, index: int) -> Any:
         """The batch of this rank; `StopIteration` where an opaque loader ends."""
@@ -125,17 +129,16 @@ class Course:
             return 1 / len(among)
         return self.deal.weight(self.rank, indices, among=among)
 
-    def follow(self, rank: int, world_size: int, mode: BatchMode) -> bool:
+    def follow(self, rank: int, world_size: int) -> bool:
         """The ranks are others now, from the next step on; whether that changes this rank's batches."""
         if self.deal is None:
             self.rank = rank
             return False
         if not self.is_begun:  # nothing of it is used: deal it afresh, as if there had never been more ranks
-            assert self._order is not None
-            self.deal = self.source.deal(self._order, world_size)
+            self._deal_afresh(world_size)
         before, self.rank = (self.rank, self.deal.world_size), rank
         if self.is_begun:
-            self.deal.redeal(self.index, world_size, batch=mode)
+            self.deal.redeal(self.index, world_size, batch=self._mode)
         if before == (rank, self.deal.world_size) and self.is_begun:
             return False
         self._look_ahead(keep_rng=True)
@@ -193,6 +196,14 @@ class Course:
         self._order = Order.from_state(state["order"]) if state["order"] is not None else None
         self._is_shared = self._order is not None and self.is_begun
         self._loader_state = state["loader"]
+
+    def _deal_afresh(self, world_size: int) -> None:
+        """Deal a whole epoch, of which nothing has been used yet."""
+        assert self._order is not None
+        keeps_size = self._mode == "constant" and world_size < self._num_ranks
+        self.deal = self.source.deal(self._order, self._num_ranks if keeps_size else world_size)
+        if keeps_size:
+            self.deal.redeal(0, world_size, batch="constant")
 
     def _look_ahead(self, *, keep_rng: bool, first: int | None = None) -> None:
         """Have the loader fetch this rank's batches from one on."""

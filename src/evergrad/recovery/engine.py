@@ -146,6 +146,13 @@ class Engine:
         return [rank for rank in range(len(self.members)) if rank not in self.missing]
 
     @property
+    def root(self) -> int:
+        """A rank that has been there from the beginning."""
+        source = self.crew.plan.source
+        rank = self.crew.plan.rank_of(source) if source is not None else None
+        return 0 if rank is None else rank
+
+    @property
     def is_repairing(self) -> bool:
         """Whether the point that comes next is one that others repair: with shares and buffers as they were."""
         plan = self.crew.plan

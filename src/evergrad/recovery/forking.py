@@ -40,8 +40,9 @@ class Forked:
 
 
 def preload() -> None:
-    """Import what every rank needs; with one thread a process, unless somebody says otherwise."""
+    """Import what every rank needs; with one thread a process and errors only, unless somebody says otherwise."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in _PRELOADED:
         with suppress(ImportError):
             importlib.import_module(name)

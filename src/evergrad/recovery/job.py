@@ -11,13 +11,11 @@ for x, y in job.batches(loader):
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,7 +24,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
-from evergrad.recovery.buckets import Hook, Layout
+from evergrad.recovery.buckets import Hook
+from evergrad.recovery.course import Course
 from evergrad.recovery.crew import Crew, Launched
 from evergrad.recovery.dealing import BatchMode
 from evergrad.recovery.engine import Engine
@@ -34,12 +33,14 @@ from evergrad.recovery.failures import Phase
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.loading import Source
 from evergrad.recovery.membership import Point, Report, Verdict
+from evergrad.recovery.optimizers import Optimizers
 from evergrad.recovery.own import Own, Randomness
 from evergrad.recovery.progress import Progress
 from evergrad.recovery.saving import Saves
 from evergrad.recovery.sites import Sites
-from evergrad.recovery.snapshots import Snapshot, checked_tracked, is_scaler
-from evergrad.recovery.transport import Group, GroupBroken
+from evergrad.recovery.snapshots import Snapshot, checked_tracked
+from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.wrapping import Around, Unwrapped
 
 __all__ = ["Job"]
 
@@ -77,14 +78,12 @@ class Job:
         self._crew, self._strategy, self._after_loss = crew, strategy, after_loss
         self._num_ranks, self._seed = num_ranks, seed
         self._is_spare, self._saves, self._sites, self._tell = is_spare, saves, sites, tell
-        self._engine = Engine(crew, tell, keeps and crew.survives)
-        self._course = self._engine.course
+        self._course = Course(num_ranks, after_loss)
+        self._engine = Engine(crew, tell, keeps and crew.survives, self._course)
         self._progress = Progress()
         self._model: nn.Module | None = None
         self._tracked: dict[str, Any] = {}
-        self._optimizers: tuple[Optimizer, ...] = ()
-        self._owed: list[Any] = []
-        """The states of optimizers that this process has not seen yet."""
+        self._optimizers = Optimizers()
         self._snapshot: Snapshot | None = None
         self._window: list[_Yielded] = []
         self._replay: deque[_Yielded] = deque()
@@ -94,6 +93,8 @@ class Job:
         """Whether the step under way has to be done again."""
         self._has_arrived = self._is_iterating = self._is_save_due = self._has_yielded = False
         self._must_follow = False
+        self._unattended = -1
+        """The epoch that was saved at its end: what the script does after it has yet to be done."""
         self._calls = 0
         self._sources: dict[int, Source] = {}
         self.joining = is_spare or saves is not None
@@ -155,8 +156,8 @@ class Job:
         self._engine.own = Own(buffers)
         self._snapshot = Snapshot(buffers) if self._crew.survives else None
         if self._num_ranks == 1:
-            return _Alone(model)
-        around = _Around(self)
+            return Unwrapped(model)
+        around = Around(self._engine, lambda: (self._reduced, len(self._window)), self._site, self._after_backward)
         gradients = Gradients(
             model,
             around,
@@ -203,7 +204,7 @@ class Job:
                 "job.step: no batch since the last step. It is called once a step, inside of 'for … in "
                 "job.batches(loader)'; give it all optimizers at once"
             )
-        self._meet(optimizers)
+        self._optimizers.meet(optimizers)
         if self._is_doomed:
             self._roll_back()
             return False
@@ -213,7 +214,9 @@ class Job:
                 "not reach all parameters: job.wrap(model, find_unused_parameters=True)"
             ))  # fmt: skip
         self._site(Phase.OPTIMIZER)
-        was_applied = self._apply(optimizers)
+        # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
+        factor = len(self._engine.contributors()) / self._num_ranks if self._after_loss == "scale_lr" else 1.0
+        was_applied = self._optimizers.apply(self._tracked.values(), factor)
         self._course.applied(len(self._window), sorted(self._engine.missing))
         self._end_window()
         self._is_save_due = self._saves is not None and self._saves.is_due(self._course.step)
@@ -249,8 +252,9 @@ class Job:
         course = self._course
         try:
             self._arrive()
-            if call < course.epoch:
-                return  # over before this process came
+            if call < course.epoch:  # over before this process came
+                self.joining &= call != self._unattended
+                return
             while course.epoch < call:  # the loop before was left early, on all ranks
                 course.close()
             self.joining = False
@@ -278,7 +282,7 @@ class Job:
             engine.first = course.point
             try:
                 self._settle_in()
-                course.share_order(self._crew.group(), self._root())
+                course.share_order(self._crew.group(), self._engine.root)
                 engine.pass_point(Point.BEGIN)
                 course.is_begun = True
                 continue
@@ -378,7 +382,7 @@ class Job:
             engine.note_missing()
             return
         self._must_follow = False
-        if self._course.follow(self._crew.rank, self._crew.world_size, self._after_loss):
+        if self._course.follow(self._crew.rank, self._crew.world_size):
             self._replay.clear()
         engine.members = self._crew.plan.members
 
@@ -423,7 +427,7 @@ class Job:
         for name, thing in self._tracked.items():
             if name in state["tracked"]:
                 thing.load_state_dict(state["tracked"][name])
-        self._owed = list(state["optimizers"])
+        self._optimizers.owe(state["optimizers"])
         self._course.load_state_dict(state["course"])
         if kept is not None:
             self._course.set_own_loader(self._engine.own.put(kept))
@@ -438,7 +442,7 @@ class Job:
         return {
             "model": _tensors_of(self._model) if self._model is not None else {},
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
-            "optimizers": [one.state_dict() for one in self._optimizers] or self._owed,
+            "optimizers": self._optimizers.states(),
             "course": self._course.state_dict(),
         }
 
@@ -447,8 +451,9 @@ class Job:
         self._engine.must_restore = False
         assert self._saves is not None, "a restart without a checkpointer is refused when the job begins"
         call = self._course.epoch
-        found = self._saves.restore(self._model, self._optimizers, self._tracked, self._course)
-        self._course.skip_end()
+        found = self._saves.restore(self._model, self._optimizers.known, self._tracked, self._course)
+        if self._course.skip_end():
+            self._unattended = self._course.epoch - 1
         if self._crew.plan.restart:  # points only ever go on, whatever was saved
             self._course.point = self._crew.plan.point
         self._tell("restored", step=found[0] if found else None, in_process=in_process)
@@ -460,7 +465,7 @@ class Job:
             self._begin_anew("the newest checkpoint is of another epoch" if found else "there is no checkpoint yet")
         if found is None:
             return
-        self._owed = found[1]
+        self._optimizers.owe(found[1])
         self._replay.clear()
         if in_process:
             self._course.open(self._course.source, self._seed, self._crew.rank, self._crew.world_size)
@@ -503,45 +508,9 @@ class Job:
             return
         self._site(Phase.CHECKPOINT)
         try:
-            self._saves.save(self._model, self._optimizers, self._tracked, self._course)
+            self._saves.save(self._model, self._optimizers.known, self._tracked, self._course)
         except GroupBroken as error:  # the next point will find the same
             self._tell("not saved", step=self._course.step, reason=str(error))
-
-    def _meet(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Know the optimizers, and give them what they are owed."""
-        if self._optimizers and self._optimizers != optimizers:
-            raise UsageError("job.step: other optimizers than before. Give it all of them, each time")
-        if not self._optimizers and (greedy := next((one for one in optimizers if _needs_closure(one)), None)):
-            raise UsageError(
-                f"job.step: {type(greedy).__qualname__} evaluates the model as often as it likes within a step, which "
-                "cannot be taken back when a rank is lost. Use an optimizer that steps without a closure"
-            )
-        self._optimizers = optimizers
-        owed, self._owed = self._owed, []
-        for optimizer, state in zip(optimizers, owed, strict=bool(owed)):
-            optimizer.load_state_dict(state)
-
-    def _apply(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
-        factor = len(self._engine.contributors()) / self._num_ranks if self._after_loss == "scale_lr" else 1.0
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1 else []
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * factor
-        scaler = next((thing for thing in self._tracked.values() if is_scaler(thing)), None)
-        was_applied = True
-        for optimizer in optimizers:
-            if scaler is None or not scaler.is_enabled():
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                found = scaler._found_inf_per_device(optimizer) if hasattr(scaler, "_found_inf_per_device") else {}
-                was_applied &= not any(bool(value.item()) for value in found.values())
-        if scaler is not None and scaler.is_enabled():
-            scaler.update()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        return was_applied
 
     def _roll_back(self) -> None:
         """Nothing of this step remains; its batches come again."""
@@ -549,7 +518,7 @@ class Job:
         self._snapshot.put_back(self._tracked)
         if self._engine.gradients is not None:
             self._engine.gradients.discard()
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers.known:
             optimizer.zero_grad(set_to_none=True)
         self._replay = deque([*self._window, *self._replay])
         self._course.point = self._engine.first  # of several points of this step, none counts
@@ -588,12 +557,6 @@ class Job:
                     gradients.failed = "this step is done again"  # until then nothing more of it is reduced
         self._reduced = len(self._window)
 
-    def _root(self) -> int:
-        """A rank that has been there from the beginning."""
-        source = self._crew.plan.source
-        rank = self._crew.plan.rank_of(source) if source is not None else None
-        return 0 if rank is None else rank
-
     def _site(self, phase: Phase, bucket: int | None = None, at: Any = None) -> None:
         if self._sites.is_armed(self._course.step):
             self._sites.reach(phase, self._course.step, self._crew, bucket, at)
@@ -601,70 +564,6 @@ class Job:
     def _stop(self, error: UsageError) -> None:
         self._engine.stop(error)
         raise error
-
-
-class _Around:
-    """What the reduction of gradients sees of a job."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._weight: tuple[object, float] = (None, 1.0)
-
-    def group(self) -> Group:
-        return self._job._crew.group()
-
-    def weight(self) -> float:
-        job, course = self._job, self._job._course
-        among = job._engine.contributors()
-        first, stop = course.index + min(job._reduced, len(job._window) - 1), course.index + len(job._window)
-        key = (first, stop, course.epoch, course.rank, tuple(among))
-        if self._weight[0] != key:
-            self._weight = key, course.weight(range(first, stop), among)
-        return self._weight[1]
-
-    def passes(self) -> int:
-        return self._job._course.passes
-
-    @property
-    def layout(self) -> Layout | None:
-        return self._job._course.layout
-
-    @layout.setter
-    def layout(self, layout: Layout | None) -> None:
-        self._job._course.layout = layout
-
-    def root(self) -> int:
-        return self._job._root()
-
-    def shares_buffers(self) -> bool:
-        return bool(self._job._window) and not self._job._engine.is_repairing
-
-    def site(self, bucket: int, at: str) -> None:
-        self._job._site(Phase.BACKWARD, bucket, at)
-
-    def ended(self) -> None:
-        self._job._after_backward()
-
-
-class _Alone(nn.Module):
-    """A wrapped model without other ranks: what scripts expect of DDP, at no cost."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the model gives."""
-        return self.module(*inputs, **named)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """There is nothing to synchronise."""
-        return nullcontext()
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

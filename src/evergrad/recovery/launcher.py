@@ -299,7 +299,9 @@ class _Launch:
             self._forsaken_s = None if living else self._forsaken_s or now
             if self._forsaken_s is not None and now - self._forsaken_s > _DECIDES_WITHIN_S:
                 raise RuntimeError("every process has ended, and the coordinator does not say how the job did")
-        elif self._outcome.kind == "finished":  # spares were told, and leave by themselves
+        elif self._outcome.kind == "finished":  # spares were told, and leave by themselves, but who is not yet there
+            late = {child.uid for child in self._children.living if not self._find(Keys.joined(child.uid))}
+            self._children.send(signal.SIGTERM, late)
             self._due = [(now + grace_s, signal.SIGTERM), (now + 2 * grace_s, signal.SIGKILL)]
         else:
             self._due = [(now, signal.SIGTERM), (now + grace_s, signal.SIGKILL)]

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -128,9 +128,11 @@ class Children:
         with suppress(OSError):  # full: it will return anyway; closed: nobody waits
             self._there.send(b"\0")
 
-    def send(self, number: int) -> None:
-        """Send every living process a signal; SIGKILL also to what it has started in its group."""
-        for child, _ in self._living.values():
+    def send(self, number: int, uids: Collection[int] | None = None) -> None:
+        """Send every living process, or these, a signal; SIGKILL also to what it has started in its group."""
+        for child in self.living:
+            if uids is not None and child.uid not in uids:
+                continue
             with suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
                     os.killpg(child.pid, number)

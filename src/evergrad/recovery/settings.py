@@ -184,7 +184,8 @@ def environment_of(
     if settings.failures:
         told["EVERGRAD_FAILURES"] = settings.schedule.to_json()
     kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
-    return {"OMP_NUM_THREADS": "1"} | kept | told
+    # Torch warns, in dozens of lines, of every connection that we cut ourselves.
+    return {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | kept | told
 
 
 def checked_strategy(name: str) -> Strategy:

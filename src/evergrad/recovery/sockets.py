@@ -57,6 +57,9 @@ class Sockets:
         for copy in copies:
             copy.close()
 
+    def __del__(self) -> None:
+        self.release()
+
     def _note(self, before: set[str]) -> None:
         copies = [
             copy

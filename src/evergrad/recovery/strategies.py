@@ -221,5 +221,5 @@ def _too_few(plan: Plan, left: int, num_spares: int, min_ranks: int) -> Stop:
     return Stop(
         f"too few ranks: {left} of {plan.world_size} left, {num_spares or 'no'} spare{'s' * (num_spares > 1)} waiting, "
         f"{max(min_ranks, 1)} needed",
-        "Run it again from its newest checkpoint, with more spares or a lower minimum.",
+        "Start it again with more spares or a lower --min-ranks; with a checkpointer it goes on where it saved.",
     )
