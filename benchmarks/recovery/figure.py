@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs" / "figures" / "recovery.svg"
 CASE = "a rank is lost"
 LABELS = {
-    "evergrad forward": "forward",
-    "evergrad forward, spare": "forward, spare",
-    "evergrad rollback": "rollback",
-    "evergrad rollback, spare": "rollback, spare",
-    "evergrad restart": "restart in process",
-    "evergrad restart, new processes": "restart, new processes",
+    "forward": "forward",
+    "forward, spare": "forward, spare",
+    "rollback": "rollback",
+    "rollback, spare": "rollback, spare",
+    "restart": "restart in process",
+    "restart, new processes": "restart, new processes",
     "torchft, tuned": "torchft, tuned",
     "torchft": "torchft",
     "torchrun restart": "torchrun restart",
@@ -43,12 +43,12 @@ def draw(results: dict[str, Any], target: Path = TARGET) -> Path:
     figure, axis = plt.subplots(figsize=(8, 1.4 + 0.38 * len(names)), layout="constrained")
     for place, name in enumerate(names):
         _bar(axis, place, name, rows[name])
-    step = rows.get("evergrad rollback", {}).get("step_s", {}).get("median")
+    step = rows.get("rollback", {}).get("step_s", {}).get("median")
     if step is not None:
         axis.axvline(step, color=FLOOR, linestyle=":", linewidth=1.2, label=f"a training step ({seconds(step)})")
         bar = 2 * step + 0.1
         axis.axvline(bar, color=FLOOR, linestyle="--", linewidth=1.2, label=f"two steps + 100 ms ({seconds(bar)})")
-    axis.barh([0], [0], color=FLOOR, alpha=0.3, label="until steps since the checkpoint are done again")
+    axis.barh([0], [0], color=FLOOR, alpha=0.3, label="until nothing is lost")
     axis.set_yticks(range(len(names)), [LABELS[name] for name in names])
     axis.invert_yaxis()
     axis.set(xscale="log", xlabel="from SIGKILL until every survivor has applied a step again")
@@ -67,14 +67,14 @@ def draw(results: dict[str, Any], target: Path = TARGET) -> Path:
 
 def _bar(axis: Axes, place: int, name: str, measures: dict[str, Any]) -> None:
     last = measures["time_s"]
-    colour = OURS if name.startswith("evergrad") else THEIRS
+    colour = OURS if not name.startswith("torch") else THEIRS
     end = last["median"]
     if "back_s" in measures and measures["lost_steps"]["median"] > 0:
         end = max(end, measures["back_s"]["median"])
         axis.barh(place, end, height=0.62, color=colour, alpha=0.3, linewidth=0)
     axis.barh(place, last["median"], height=0.62, color=colour, linewidth=0)
     axis.plot([last["min"], last["max"]], [place, place], color="#1c1e21", linewidth=1)
-    axis.text(max(end, last["max"]) * 1.08, place, seconds(last["median"]), va="center", fontsize=9)
+    axis.text(max(end, last["max"]) * 1.08, place, seconds(last["median"]), va="center", fontsize=9, bbox={"color": "white", "pad": 1})
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from benchmarks.harness import Sample
 from benchmarks.recovery.logs import kills_of, lines_of, phases, recoveries
 
+from evergrad.timeline import read
+
 __all__ = ["RANKS", "Failed", "Found", "Scenario", "Site", "Size", "evergrad", "steady", "torchft", "torchrun"]
 
 HERE = Path(__file__).resolve().parent
@@ -69,6 +71,8 @@ class Found:
     """What one launch has shown."""
 
     samples: list[Sample]
+    unasked: list[str] = field(default_factory=list)
+    """Who died without having been killed by us; the samples are counted all the same."""
     phases: list[Sample] = field(default_factory=list)
 
 
@@ -89,7 +93,13 @@ def evergrad(scenario: Scenario, sites: Sequence[Site], size: Size, folder: Path
     kills = kills_of(lines, timeline)
     if len(kills) != len(sites):
         raise Failed(f"{len(kills)} of {len(sites)} kills took place")
-    return Found(recoveries(lines, kills), phases(lines, timeline, kills))
+    killed = {kill.who for kill in kills}
+    unasked = [
+        f"process {event.fields['uid']} died of {event.fields['how']}, which nobody had asked for"
+        for event in read(timeline)
+        if event.event == "death" and event.fields["uid"] not in killed
+    ]
+    return Found(recoveries(lines, kills), unasked, phases(lines, timeline, kills))
 
 
 def torchrun(victims: Sequence[int], size: Size, folder: Path) -> Found:

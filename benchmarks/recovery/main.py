@@ -36,16 +36,16 @@ PAIRS = (
 )
 """Two kills a run, the second among the ranks that are left."""
 SCENARIOS = {
-    "evergrad rollback": Scenario("rollback"),
-    "evergrad rollback, spare": Scenario("rollback", spares=2),
-    "evergrad forward": Scenario("forward"),
-    "evergrad forward, spare": Scenario("forward", spares=2),
-    "evergrad restart": Scenario("restart", saves=True),
-    "evergrad restart, new processes": Scenario("rollback", saves=True, min_ranks=RANKS),
+    "rollback": Scenario("rollback"),
+    "rollback, spare": Scenario("rollback", spares=2),
+    "forward": Scenario("forward"),
+    "forward, spare": Scenario("forward", spares=2),
+    "restart": Scenario("restart", saves=True),
+    "restart, new processes": Scenario("rollback", saves=True, min_ranks=RANKS),
 }
 TWINS = {
     "rollback": ("rollback", {}),
-    "rollback, EVERGRAD_KEEPS=0": ("rollback", {"EVERGRAD_KEEPS": "0"}),
+    "KEEPS=0": ("rollback", {"EVERGRAD_KEEPS": "0"}),
     "forward": ("forward", {}),
 }
 TUNED = ("--join-ms=100", "--heartbeat-ms=1000")
@@ -75,7 +75,7 @@ class Race:
             found["torchft, tuned"] = partial(start, timeout_s=TUNED_TIMEOUT_S, lighthouse=TUNED)
             found["torchft"] = partial(start, timeout_s=None, lighthouse=())
         if quick:
-            for name in ("evergrad restart, new processes", "evergrad forward, spare", "torchft"):
+            for name in ("restart, new processes", "forward, spare", "torchft"):
                 found.pop(name, None)
         return found
 
@@ -99,6 +99,7 @@ class Race:
             say(f"  {name}: {error}")
             return
         samples += found.samples
+        self.failed.setdefault(name, []).extend(f"round {turn + 1}: {what}" for what in found.unasked)
         phases += found.phases
         times = ", ".join(
             f"{seconds(one['time_s'])} ({one['time_s'] / one['step_s']:.1f} steps)" for one in found.samples
@@ -107,7 +108,7 @@ class Race:
 
 
 def twins(name: str, size: Size, folder: Path, rounds: int, steps: int) -> dict[str, list[Sample]]:
-    """What each twin's blocks took: the median rank of the median step, and its ratio to DDP in the same round."""
+    """What each twin's blocks took: the median rank of the median step, and its ratio to both DDPs of the round."""
     strategy, environment = TWINS[name]
     logs = launches.steady(strategy, size, folder, rounds, steps, environment)
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.glob("*.json"))]
@@ -116,8 +117,9 @@ def twins(name: str, size: Size, folder: Path, rounds: int, steps: int) -> dict[
     found: dict[str, list[Sample]] = {}
     for blocks in zip(*ranks, strict=True):
         medians = {twin: statistics.median(block[twin] for block in blocks) for twin in blocks[0]}
+        plain = (medians["DDP"] + medians["DDP again"]) / 2
         for twin, median in medians.items():
-            found.setdefault(twin, []).append({"step_s": median, "paired": median / medians["DDP"]})
+            found.setdefault(twin, []).append({"step_s": median, "paired": median / plain})
     return found
 
 
@@ -157,7 +159,7 @@ def measure(report: Report, given: argparse.Namespace, folder: Path) -> None:
     report.add(CASE, race.samples)
     for name, samples in race.phases.items():
         if samples:
-            report.add(f"{name.removeprefix('evergrad ')}: its parts", phase_rows(samples))
+            report.add(f"parts: {name}", phase_rows(samples))
     told = ["torchft: not installed (--torchft-python PATH)."]
     if version:
         told = [] if given.quick else [f"torchft {version}: {as_released(race)}."]
@@ -168,10 +170,10 @@ def measure(report: Report, given: argparse.Namespace, folder: Path) -> None:
         try:
             found = twins(name, size, place, blocks, steps)
         except Failed as error:
-            told.append(f"no failure, {name}: fails: `{error}`.")
+            told.append(f"no failure: {name} fails: `{error}`.")
             continue
-        report.add(f"no failure, {name}", found)
-        say(f"  no failure, {name}: " + ", ".join(
+        report.add(f"no failure: {name}", found)
+        say(f"  no failure: {name}: " + ", ".join(
             f"{twin} × {statistics.median(one['paired'] for one in each):.3f}" for twin, each in found.items()
         ))  # fmt: skip
     report.notes += [
@@ -180,7 +182,7 @@ def measure(report: Report, given: argparse.Namespace, folder: Path) -> None:
         *bars(report, race.samples),
         *limits(report),
         *told,
-        *(f"{name} fails: `{error}`." for name, errors in race.failed.items() for error in errors),
+        *(f"{name}, {error}." for name, errors in race.failed.items() for error in errors),
     ]
 
 
@@ -195,14 +197,13 @@ def main() -> None:
     start = perf_counter()
     columns = [
         Column("step_s", "step", seconds),
-        Column("median_s", "median", seconds),
         Column("time_s", "time", seconds, spread=True),
         Column("lost_steps", "lost", lambda count: f"{count:.0f}"),
         Column("back_s", "back", seconds),
         Column("full_s", "full", seconds),
         Column("paired", "× DDP", lambda ratio: f"{ratio:.3f}", spread=True),
     ]
-    report = Report("recovery", TITLE, columns, baseline="evergrad rollback", ratio_of="time_s")
+    report = Report("recovery", TITLE, columns, baseline="rollback", ratio_of="time_s")
     with tempfile.TemporaryDirectory(prefix="evergrad-recovery-") as folder:
         measure(report, given, Path(folder))
     report.print()

@@ -80,7 +80,7 @@ def main() -> None:
     variants = {
         "DDP": plain(work),
         "DDP again": plain(work),
-        "DDP, gradient_as_bucket_view": plain(work, gradient_as_bucket_view=True),
+        "DDP, bucket view": plain(work, gradient_as_bucket_view=True),
         "evergrad": ours(work),
     }
     for step in variants.values():

@@ -239,7 +239,7 @@ def test_too_few_ranks_and_no_checkpointer_end_the_job_and_say_what_to_do(launch
     last = ran.stderr.splitlines()[-1]
     assert "too few ranks: 1 of 2 left, no spare waiting, 2 needed (rank 1 ended with SIGKILL)" in last
     assert "there is no checkpointer to restart from" in last
-    assert "more spares or a lower minimum" in last
+    assert "more spares or a lower --min-ranks" in last
 
 
 # What is open.

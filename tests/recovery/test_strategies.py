@@ -239,7 +239,7 @@ def test_too_few_ranks_stop_the_job_and_say_what_to_do(strategy: Strategy) -> No
     found = _decided(FOUR, all_at(FOUR, (10,), 7, buckets=1), strategy, spares=[20], min_ranks=3)
     assert found == Stop(
         "too few ranks: 1 of 4 left, 1 spare waiting, 3 needed",
-        "Run it again from its newest checkpoint, with more spares or a lower minimum.",
+        "Start it again with more spares or a lower --min-ranks; with a checkpointer it goes on where it saved.",
     )
     assert isinstance(_decided(FOUR, all_at(FOUR, (10,), 7, buckets=1), strategy, spares=[20], min_ranks=2), Plan)
 
