@@ -74,7 +74,8 @@ def _bar(axis: Axes, place: int, name: str, measures: dict[str, Any]) -> None:
         axis.barh(place, end, height=0.62, color=colour, alpha=0.3, linewidth=0)
     axis.barh(place, last["median"], height=0.62, color=colour, linewidth=0)
     axis.plot([last["min"], last["max"]], [place, place], color="#1c1e21", linewidth=1)
-    axis.text(max(end, last["max"]) * 1.08, place, seconds(last["median"]), va="center", fontsize=9, bbox={"color": "white", "pad": 1})
+    place_s, box = max(end, last["max"]) * 1.08, {"color": "white", "pad": 1}
+    axis.text(place_s, place, seconds(last["median"]), va="center", fontsize=9, bbox=box)
 
 
 def main() -> None:
