@@ -392,6 +392,7 @@ class Job:
             return
         if self._is_spare:
             assert isinstance(self._crew, Launched)
+            _warm_up()
             if self._crew.await_call() is None:
                 self._crew.close()
                 sys.exit(0)
@@ -564,6 +565,15 @@ class Job:
     def _stop(self, error: UsageError) -> None:
         self._engine.stop(error)
         raise error
+
+
+def _warm_up() -> None:
+    """What a process's first pass has to start (threads, kernels), before anyone waits for it."""
+    weight = torch.ones(8, 8, requires_grad=True)
+    loss: Any = nn.functional.cross_entropy(
+        nn.functional.linear(torch.ones(4, 8), weight).relu(), torch.zeros(4).long()
+    )
+    loss.backward()
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ from evergrad.state import Skeleton, flatten, unflatten
 
 __all__ = ["pack", "receive_state", "send_state", "unpack"]
 
-_LOAD_BYTES = 64 << 20
+_LARGE_BYTES = 256 << 10
+_LOAD_BYTES = 4 << 20
 
 
 def send_state(group: Group, state: object, to: int) -> int:
@@ -23,7 +24,8 @@ def send_state(group: Group, state: object, to: int) -> int:
     group.send(torch.tensor([head.numel()]), to).wait()
     tickets = [group.send(head, to)]
     for first, stop in _loads(sizes):
-        tickets.append(group.send(torch.cat([_raw(tensor) for tensor in tensors[first:stop]]), to))
+        raw = [_raw(tensor) for tensor in tensors[first:stop]]
+        tickets.append(group.send(raw[0] if len(raw) == 1 else torch.cat(raw), to))
         if len(tickets) > 2:  # a load or two under way are enough to keep the wire busy
             tickets.pop(0).wait()
     for ticket in tickets:
@@ -41,6 +43,9 @@ def receive_state(group: Group, sender: int) -> Any:
     made = list(tensors.values())
     sizes = [tensor.nbytes for tensor in made]
     for first, stop in _loads(sizes):
+        if stop - first == 1:
+            group.receive(made[first].reshape(-1).view(torch.uint8), sender).wait()
+            continue
         load = torch.empty(sum(sizes[first:stop]), dtype=torch.uint8)
         group.receive(load, sender).wait()
         _unload(load, made[first:stop])
@@ -79,13 +84,19 @@ def _empty(head: torch.Tensor) -> tuple[Skeleton, dict[str, torch.Tensor]]:
 
 
 def _loads(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Which tensors go together: one message each costs more than a copy, and too large ones memory."""
+    """Which tensors go together: of small ones a message each costs more than a copy, of large ones less."""
     first = total = 0
-    for stop, size in enumerate(sizes, 1):
+    for number, size in enumerate(sizes):
+        if size >= _LARGE_BYTES or total + size >= _LOAD_BYTES:
+            if total:
+                yield first, number
+            first, total = number, 0
         total += size
-        if total >= _LOAD_BYTES or (stop == len(sizes) and total):
-            yield first, stop
-            first, total = stop, 0
+        if size >= _LARGE_BYTES:
+            yield number, number + 1
+            first, total = number + 1, 0
+    if total:
+        yield first, len(sizes)
 
 
 def _unload(load: torch.Tensor, tensors: list[torch.Tensor]) -> None:
