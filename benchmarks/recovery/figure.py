@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def draw(results: dict[str, Any], target: Path = TARGET) -> Path:
     figure, axis = plt.subplots(figsize=(8, 1.4 + 0.38 * len(names)), layout="constrained")
     for place, name in enumerate(names):
         _bar(axis, place, name, rows[name])
-    step = rows.get("rollback", {}).get("step_s", {}).get("median")
-    if step is not None:
+    steps = [rows[name]["step_s"]["median"] for name in names if not name.startswith("torch")]
+    if steps:
+        step = statistics.median(steps)
         axis.axvline(step, color=FLOOR, linestyle=":", linewidth=1.2, label=f"a training step ({seconds(step)})")
         bar = 2 * step + 0.1
         axis.axvline(bar, color=FLOOR, linestyle="--", linewidth=1.2, label=f"two steps + 100 ms ({seconds(bar)})")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -204,7 +205,12 @@ def main() -> None:
         Column("paired", "× DDP", lambda ratio: f"{ratio:.3f}", spread=True),
     ]
     report = Report("recovery", TITLE, columns, baseline="rollback", ratio_of="time_s")
-    with tempfile.TemporaryDirectory(prefix="evergrad-recovery-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="evergrad-recovery-") as folder,
+        tempfile.TemporaryDirectory(prefix="evergrad-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as arenas,
+    ):
+        # Agents stay as long as they do for users: those of a restart must be there for the processes that come.
+        os.environ["EVERGRAD_SHM"] = arenas
         measure(report, given, Path(folder))
     report.print()
     say(f"{perf_counter() - start:.0f} s")

@@ -65,7 +65,9 @@ def _cost(report: Report) -> list[str]:
         noise = f"the same DDP twice: {_median(control):+.1%}, {min(control):+.1%} to {max(control):+.1%}"
         view = ours / ratios["DDP, bucket view"].median
         if not case.endswith("forward"):
-            met = "met" if ours <= MOST_COST else "not met"
+            # Unjudged is not passed: where two equal ones differ by more, nothing can be told of the difference.
+            is_noisy = abs(_median(control)) > MOST_COST - 1
+            met = "not judged, the noise is larger" if is_noisy else "met" if ours <= MOST_COST else "not met"
             head, tail = f"Bar, {case}: ≤ 3 % over default DDP", f": {met}"
         else:
             head, tail = f"{case}: over default DDP", ""
