@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -233,6 +234,9 @@ class Job:
         """Leave the job. Done at exit by itself; twice is fine."""
         try:
             self._let_go_of_loaders()
+            if not self._waits and self._course.step:
+                with suppress(RuntimeError):  # the store may be gone
+                    self._progress.show(self._course, self._crew, at_once=True)
         finally:
             self._crew.close()
 
@@ -492,7 +496,10 @@ class Job:
         sys.stdout.flush()
         sys.stderr.flush()
         os.environ["EVERGRAD_GENERATION"] = str(generation)
-        os.closerange(3, 1 << 16)
+        # Not closed here: gloo's threads, which end only with this program, would abort it.
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                os.set_inheritable(int(name), int(name) < 3)
         os.execv(sys.executable, sys.orig_argv)
 
     def _save_if_due(self) -> None:
