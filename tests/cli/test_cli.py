@@ -108,6 +108,7 @@ def test_convert_refuses_a_loss_and_dry_run_lists_it(files: Path) -> None:
     assert evergrad("convert", files / "a.pt", files / "a.npz", "--tensors-only").returncode == 0
 
 
+@pytest.mark.slow  # the next one runs all of it too, and looks at what people see
 def test_the_demo_runs_and_says_what_it_saw(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     report = json.loads(evergrad("demo", "--json", "--keep", tmp_path / "empty").stdout)
@@ -129,6 +130,8 @@ def test_the_demo_runs_and_says_what_it_saw(tmp_path: Path) -> None:
     assert report["following_step"] == report["preempted_step"] > report["stale_step"] > 0
     assert float(report["following_loss"]) > 10 > report["clean_loss"]
     assert "model/4.weight: not what was captured" in report["stale_reason"]
+    assert report["spare_exact"] is True
+    assert report["rank_lost_seconds"] > 0
 
 
 def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path) -> None:
@@ -139,7 +142,12 @@ def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path)
     assert "failed: torch-zip, 1 of 24 tensors wrong" in shown
     kept = {path.name for path in (tmp_path / "new" / "kept").iterdir()}
     files = {"model.pt", "flipped.pt", "flipped.pt.faults.jsonl", "model.safetensors", "lineage.svg"}
-    assert kept == files | {"version.faults.jsonl", "run", "first", "second", "third", "bucket"}
+    jobs = {"job", "job-fewer", "job-spare"}
+    assert kept == files | jobs | {"version.faults.jsonl", "run", "first", "second", "third", "bucket"}
+    assert "flipped.pt is model.pt again: yes" in done.stdout
+    assert "command executed: no" in done.stdout
+    assert "rank 1 died (SIGKILL): generation 1 goes on with 2 ranks (rollback)" in done.stdout
+    assert "with the spare the very weights of the undisturbed run: yes" in done.stdout
     assert re.search(r"v\d{10}-01 .* memory, local, persistent ", done.stdout)
     assert "left with exit code 75" in done.stdout
 

@@ -13,7 +13,7 @@ from nursery import Nursery, Ran
 from sweep import Case, cases
 
 ALL = list(cases())
-PART = [ALL[number * 17 % len(ALL)] for number in range(10)]
+PART = [ALL[number * 25 % len(ALL)] for number in range(8)]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> R
 def test_the_part_of_the_sweep_has_something_of_everything() -> None:
     assert {case.rank for case in PART} == {0, 1, 2, 3}
     assert {(case.strategy, case.spares) for case in PART} == {(case.strategy, case.spares) for case in ALL}
-    assert len({case.site for case in PART}) >= 8
+    assert len({case.site for case in PART}) >= 7
 
 
 @pytest.mark.parametrize("case", PART, ids=str)
