@@ -37,30 +37,30 @@ def swept(folder: Path, victim: str, strides: dict[str, int], *, seconds: float 
 
 
 def test_a_trainer_may_be_killed_after_any_storage_call(tmp_path: Path) -> None:
-    found = swept(tmp_path, "trainer", {"memory+local": 3, "local": 7, "memory": 5})
+    found = swept(tmp_path, "trainer", {"memory+local": 3, "local": 13, "memory": 11})
     assert found["memory+local"]["points"] >= 8
     assert {"nothing", "old", "new"} == set(found["memory+local"]["seen"])
 
 
 def test_a_trainer_without_agent_may_be_killed_after_any_storage_call(tmp_path: Path) -> None:
-    found = swept(tmp_path, "thread", {"memory+local": 11, "local": 19, "memory": 13})
+    found = swept(tmp_path, "thread", {"memory+local": 11, "local": 37, "memory": 29})
     assert found["memory+local"]["points"] >= 12
     assert {"nothing", "old", "new"} == set(found["memory+local"]["seen"])
 
 
 def test_training_goes_on_when_the_agent_is_killed_after_any_storage_call(tmp_path: Path) -> None:
-    found = swept(tmp_path, "agent", {"memory+local": 13, "local": 23, "memory": 11})
+    found = swept(tmp_path, "agent", {"memory+local": 13, "local": 43, "memory": 23})
     assert found["memory+local"]["points"] >= 10
 
 
 def test_trainer_and_agent_may_be_killed_together_after_any_storage_call_of_the_agent(tmp_path: Path) -> None:
-    found = swept(tmp_path, "both", {"memory+local": 13, "local": 23, "memory": 11})
+    found = swept(tmp_path, "both", {"memory+local": 13, "local": 43, "memory": 23})
     assert found["memory+local"]["points"] >= 10
     assert {"nothing", "new"} <= set(found["memory+local"]["seen"])
 
 
 def test_trainer_and_agent_may_be_killed_together_after_any_storage_call_of_the_trainer(tmp_path: Path) -> None:
-    found = swept(tmp_path, "couple", {"memory+local": 5, "memory": 7})
+    found = swept(tmp_path, "couple", {"memory+local": 5, "memory": 13})
     assert {"nothing", "old", "new"} == set(found["memory+local"]["seen"])
 
 
