@@ -13,6 +13,7 @@
     │   └── RestoreError      versions exist, and none of them can be restored
     ├── RecoveryError         a job could not go on after a failure
     │   └── RankLost          another rank is gone, and here only a restart helps
+    ├── StudyError            a study could not go on: its workers, its folder or its golden run
     └── FormatError           a file or folder that cannot be served
         ├── FileAccessError   missing, not readable, not writable, disk full
         ├── UnknownFormat     no format recognises the content
@@ -45,6 +46,7 @@ __all__ = [
     "RestoreError",
     "SaveRefused",
     "StateError",
+    "StudyError",
     "TierError",
     "UnknownFormat",
     "UnknownTensor",
@@ -123,6 +125,10 @@ class RecoveryError(EvergradError):
 
 class RankLost(RecoveryError):
     """Another rank is gone, and whoever started this one has to start all of them again."""
+
+
+class StudyError(EvergradError):
+    """A study could not go on; what it has is kept, and the same command goes on from there."""
 
 
 class FormatError(EvergradError):

@@ -18,6 +18,8 @@ from evergrad.checkpoint.board import Board, Pending
 from evergrad.checkpoint.cadence import Cadence
 from evergrad.checkpoint.capture.plan import Plan
 from evergrad.checkpoint.capture.recorder import InFlight, Recorder
+from evergrad.checkpoint.catalogue.journal import Journal
+from evergrad.checkpoint.catalogue.pins import Pins, keep_guarded
 from evergrad.checkpoint.finish.agent import linger_seconds
 from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.finish.completion import Completion
@@ -258,6 +260,31 @@ class Checkpointer:
                     size = store.read_manifest(copy, digests=False).world_size
                     completion.note(copy.version, copy.tier, copy.rank, size)
         return list_versions(self._job.id, self._stores, completion.is_complete, Ranks.now().rank)
+
+    def note_guarded(self, version: Version) -> None:
+        """Note that the state that this version was saved of was sound: a guard has compared all ranks'.
+
+        All ranks may call it; one of them notes it. The version is tagged "guarded", so retention leaves it alone until
+        the next one is; the one before stays, as "guarded-before", since this one may yet fail to be finished. Whether
+        the files of a version are intact is another question: their digests tell.
+        """
+        self._check_usable()
+        if Ranks.now().rank == 0:
+            Journal(self._job.run_dir).note_guarded(version)
+            keep_guarded(Pins(self._job.run_dir), version, [record.version for record in self.versions()])
+
+    def newest_guarded(self) -> Version | None:
+        """The newest version whose state a guard found sound and that every rank could restore now; None if none.
+
+        For `restore(version=…)`. All ranks call it, and get one answer.
+        """
+        self._check_usable()
+        ranks = Ranks.now()
+        noted = ranks.together(lambda: Journal(self._job.run_dir).read().guarded)
+        mine = [record.version.name for record in self.versions() if record.version in noted]
+        common = set.intersection(*(set(names) for names in ranks.gather(mine)))
+        found = [version for name in common if (version := Version.parse(name)) is not None]
+        return max(found, key=Version.age, default=None)
 
     def close(self) -> None:
         """Let go of arenas and agent. What was captured still becomes durable; with `agent=False` this waits for it."""

@@ -1,8 +1,13 @@
-"""Survivors go on: failures as data, membership, strategies, the training loop, the launcher.
+"""Survivors go on: membership, strategies, the training loop, and beside them failures, the guard, the launcher.
 
-    membership ← strategies ← coordinator ← launcher          the launcher's side, outside of the ranks
-    membership ← crew ← engine ← job ← joining                the rank's side
-    transport ← gloo; buckets ← gradients; dealing, books, loading ← course
+    membership ← strategies ← coordinator ← launch/           decides, outside of the ranks
+    membership ← crew ← engine ← arriving ← passage ← job     one rank's way: `eg.join()` makes a job
+    transport ← gloo, nccl · stores, sealing, sockets         how ranks talk, and what they believe
+    pulse ← vigil · departure                                 who lives, who is late, who leaves
+    buckets ← gradients ← overlapping · optimizers, trained   what is computed together
+    dealing, books, loading ← course · window                 which samples, and what became of each
+    own, parcels, snapshots, saving                           what a joiner, a rollback and a restart bring back
+    failures/ · guard/ · launch/                              failures on purpose, silent corruption, `evergrad run`
 
 Names are loaded when they are first used: failures and schedules need no torch.
 """
@@ -11,11 +16,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evergrad.recovery.failures import Failure, Failures
+    from evergrad.recovery.failures.schedule import Failure, Failures
     from evergrad.recovery.job import Job
     from evergrad.recovery.joining import join
 
-_HOMES = {"Failure": "failures", "Failures": "failures", "Job": "job", "join": "joining"}
+_HOMES = {"Failure": "failures.schedule", "Failures": "failures.schedule", "Job": "job", "join": "joining"}
 
 __all__ = ["Failure", "Failures", "Job", "join"]
 

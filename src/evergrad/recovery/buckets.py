@@ -66,6 +66,11 @@ class Part:
         """Completed when the collective is over; the hooks' own work hangs on it."""
         self.outcome: Future[torch.Tensor] | None = None
 
+    @property
+    def is_arrived(self) -> bool:
+        """Whether `collect` has nothing to wait for."""
+        return self.ticket is not None and self.ticket.is_done
+
     def collect(self) -> None:
         """Wait for the reduction and put its result into the buffer; `GroupBroken` if there will be none."""
         assert self.ticket is not None

@@ -12,24 +12,24 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import UsageError
-from evergrad.recovery.membership import Keys, Plan, Report
+from evergrad.recovery.membership import LEFT_TOGETHER, Keys, Plan, Report
+from evergrad.recovery.sealing import Forged, Secret
+from evergrad.recovery.stores import PREFIX, Sealed
 from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact
 
 __all__ = ["Coordinator", "Outcome", "SpawnRequest", "Tell"]
 
 _log = logging.getLogger(__name__)
-_PREFIX = "evergrad"
-"""Of our keys, as in the ranks' `StoreClient`."""
 _LOOK_S = 0.005
 _NEWS_S = 0.1
 """How often to look for what is not urgent: a fatal message, progress."""
@@ -37,8 +37,11 @@ _LATE_S = 10.0
 _PATIENCE_S = 10.0
 _FUTILE = 20
 """So many generations in a row that lose nobody and come to no point are enough."""
+_RETURNS = 5
 _LEAVE = -1
-_EXIT_CODES = {"finished": 0, "failed": 1, "fatal": 2, "too-few": 4}
+_LOST = -9
+"""As a code: it will be killed, or cannot be."""
+_EXIT_CODES = {"finished": 0, "failed": 1, "fatal": 2, "too-few": 4, "left": LEFT_TOGETHER}
 
 
 class Tell(Protocol):
@@ -61,7 +64,7 @@ class SpawnRequest:
 class Outcome:
     """How the job ended."""
 
-    kind: Literal["finished", "failed", "fatal", "too-few"]
+    kind: Literal["finished", "failed", "fatal", "too-few", "left"]
     message: str
     exit_code: int
     """What the launcher exits with."""
@@ -79,7 +82,9 @@ class Coordinator:
         num_ranks: int,
         strategy: Strategy = "rollback",
         min_ranks: int = 1,
+        max_ranks: int | None = None,
         max_restarts: int = 3,
+        secret: Secret | None = None,
         tell: Tell,
         spawn: Callable[[SpawnRequest], int] | None = None,
     ) -> None:
@@ -88,20 +93,29 @@ class Coordinator:
         if not 1 <= min_ranks <= num_ranks:
             raise UsageError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, found {min_ranks}")
         self._num_ranks, self._strategy, self._min_ranks = num_ranks, strategy, min_ranks
+        self._max_ranks = num_ranks if max_ranks is None else max_ranks
         self._max_restarts, self._tell, self._spawn = max_restarts, tell, spawn
         # Not a client that can be cut: it would count connections of ranks, which end in this process, as its own.
-        self._store = PrefixStore(_PREFIX, TCPStore(host, port, None, False, timedelta(seconds=60), False))
+        self._store = Sealed(
+            PrefixStore(PREFIX, TCPStore(host, port, None, False, timedelta(seconds=60), False)), secret
+        )
         self._lock = threading.Lock()
         """Over all that follows up to the outcome."""
         self._plan: Plan | None = None
         self._uids: list[int] = []
         self._codes: dict[int, int] = {}
+        self._hows: dict[int, str] = {}
+        """What became of those who are out, as in "rank 2 …"."""
+        self._left: set[int] = set()
         self._outcome: Outcome | None = None
         self._ended = threading.Event()
         self._stir = threading.Event()
         """Somebody has exited, or the coordinator is to close."""
         self._closing = False
         self._restarts = self._survived = self._step = self._futile = 0
+        self._changing = -1
+        self._returns: Counter[str] = Counter()
+        """The generation that has been asked to let somebody in."""
         self._has_checkpointer = False
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
@@ -114,6 +128,17 @@ class Coordinator:
     def generation(self) -> int:
         """The number of the present generation."""
         return self._plan.generation if self._plan is not None else 0
+
+    @property
+    def membership(self) -> tuple[int, tuple[int, ...]]:
+        """The present generation, and its members."""
+        plan = self._plan
+        return (plan.generation, plan.members) if plan is not None else (0, ())
+
+    def rank_of(self, uid: int) -> int | None:
+        """The rank of a process in the present generation."""
+        plan = self._plan
+        return plan.rank_of(uid) if plan is not None else None
 
     @property
     def alive(self) -> int:
@@ -156,25 +181,59 @@ class Coordinator:
 
     def exited(self, uid: int, code: int) -> None:
         """A process is gone: with 0 it has finished, with anything else it is dead (negative: the signal)."""
+        self._count_out(uid, code, f"ended with {_how(code)}", {"how": _how(code)})
+
+    def lost(self, uid: int, why: str, *, stack: str = "") -> None:
+        """A process lives, maybe, but is not there: it is in no further generation, whatever becomes of it.
+
+        `why` goes on as in "rank 2 …"; `stack` is where its script was when it was last heard of.
+        """
+        self._count_out(uid, _LOST, why, {"how": why, "stack": stack})
+
+    def has_left(self, uid: int) -> bool:
+        """Whether a process has left the job in good order, before its end."""
+        return uid in self._left
+
+    def is_out(self, uid: int) -> bool:
+        """Whether a process has exited, or was lost."""
+        return uid in self._codes
+
+    def interrupt(self, reason: str) -> None:
+        """Let the present generation break: it does not get any further, and nobody is to blame."""
+        plan = self._plan
+        if plan is not None and self._goes_on():
+            self._break(plan, -1, reason)
+            self._stir.set()
+
+    def _count_out(self, uid: int, code: int, how: str, fields: dict[str, str]) -> None:
         with self._lock:
             if uid in self._codes:
                 return
-            self._codes[uid] = code
+            self._codes[uid], self._hows[uid] = code, how
             plan, goes_on = self._plan, self._goes_on()
+        try:
+            self._miss(uid, code, plan, goes_on, fields)
+        except Forged as error:
+            self._end("fatal", str(error))
+        self._stir.set()
+
+    def _miss(self, uid: int, code: int, plan: Plan | None, goes_on: bool, fields: dict[str, str]) -> None:
         rank = plan.rank_of(uid) if plan is not None else None
         if plan is None or rank is None or not goes_on:
             if code != 0 and self._outcome is None:
-                self._tell("death", uid=uid, rank=rank, code=code, how=_how(code), generation=self.generation)
+                self._tell("death", uid=uid, rank=rank, code=code, generation=self.generation, **fields)
         elif code == 0:
             self._finish_if_all_have(plan)
+        elif code == LEFT_TOGETHER:
+            if all(self._codes.get(uid) == code for uid in plan.members):
+                self._end("left", "all ranks were asked to leave, and did so together. Start it again to go on there")
         else:
             can_go_on = plan.generation > 0 or self._has(Keys.joined(uid))
             if can_go_on:
                 self._break(plan, uid)  # before anything slow: survivors wait for it
-            self._tell("death", uid=uid, rank=rank, code=code, how=_how(code), generation=plan.generation)
+            self._tell("death", uid=uid, rank=rank, code=code, generation=plan.generation, **fields)
             if not self._is_fatal() and not can_go_on:
-                self._end("failed", f"rank {rank} ended with {_how(code)} before it joined: see what it printed")
-        self._stir.set()
+                self._end("failed", f"rank {rank} {self._hows[uid]} before it joined: see what it printed")
 
     def wait(self, timeout: float | None = None) -> Outcome | None:
         """The outcome, once there is one; None if that takes longer than this many seconds."""
@@ -194,6 +253,8 @@ class Coordinator:
                 reports = self._gather(plan)
                 if reports is not None:
                     self._go_on(plan, reports)
+        except Forged as error:
+            self._end("fatal", str(error))
         except Exception as error:
             if not self._closing:
                 _log.exception("the coordinator cannot go on")
@@ -249,13 +310,16 @@ class Coordinator:
         finished = {uid for uid in plan.members if codes.get(uid) == 0}
         dead = {uid for uid in plan.members if codes.get(uid, 0) != 0}
         self._step = max([self._step, *(report.step for report in reports.values())])
+        if dead == set(plan.members) and LEFT_TOGETHER in codes.values():
+            died = self._deaths(plan, {uid for uid in dead if codes[uid] != LEFT_TOGETHER})
+            self._end("left", f"all ranks were asked to leave, and one died meanwhile ({died}): its work may be lost")
+            return
         if finished and finished | dead == set(plan.members):
             # Whatever a dead one alone did after the training, such as a last save, may be missing.
             self._finish_if_all_have(plan)
             self._end("failed", f"{self._deaths(plan, dead)}; the others had finished by then")
             return
-        spares = [uid for uid in uids if uid not in plan.members and uid not in codes]
-        spares = [uid for uid in spares if self._has(Keys.waiting(uid))]
+        spares = self._waiting(plan, uids, codes)
         hindrance = self._hindrance(plan)
         decision = decide(
             plan,
@@ -263,6 +327,7 @@ class Coordinator:
             strategy=self._strategy,
             spares=spares,
             min_ranks=self._min_ranks,
+            max_ranks=self._max_ranks,
             can_restart=not hindrance,
             finished=finished,
             dead=dead,
@@ -276,12 +341,14 @@ class Coordinator:
                 message = f"{decision.reason} ({deaths}). No restart: {hindrance}. {decision.advice}"
                 self._end("too-few", message)
             return
-        if decision.dead or decision.joiners or decision.point > plan.point:
+        if decision.dead or decision.left or decision.joiners or decision.point > plan.point:
             self._futile = 0
         elif (futile := self._futile + 1) < _FUTILE:
             self._futile = futile
         else:
             self._end("failed", f"{futile} generations in a row came to no point; the last: {self._reason(plan)}")
+            return
+        if decision.version and not self._may_go_back(decision.version, plan):
             return
         if decision.relaunch:
             self._restarts += 1
@@ -290,6 +357,14 @@ class Coordinator:
         for uid in decision.joiners:
             if uid not in plan.members:
                 self._store.set(Keys.called(uid), str(decision.generation))
+
+    def _may_go_back(self, version: str, plan: Plan) -> bool:
+        """Not for ever to the same version: what comes again is no soft error."""
+        self._returns[version] += 1
+        if self._returns[version] > _RETURNS:
+            times = f"{_RETURNS} times to {version}"
+            self._end("failed", f"the job has gone back {times}, and its ranks differ again: {self._reason(plan)}")
+        return self._outcome is None
 
     def _complete(self, plan: Plan, spares: Sequence[int]) -> Plan:
         """The members of a relaunch: who lives keeps its place, spares and new processes take the others."""
@@ -314,6 +389,7 @@ class Coordinator:
         self._store.set(Keys.plan(plan.generation), plan.to_json())
         with self._lock:
             self._plan = plan
+            self._left |= set(plan.left)
             self._survived += len(plan.dead)
             codes = {uid: self._codes[uid] for uid in plan.members if uid in self._codes}
         self._tell(
@@ -325,6 +401,7 @@ class Coordinator:
             joiners=list(plan.joiners),
             calls=list(plan.calls),
             dead=list(plan.dead),
+            left=list(plan.left),
             point=plan.point,
             kind=str(plan.kind),
             restart=plan.restart,
@@ -356,6 +433,7 @@ class Coordinator:
         if self._is_fatal():
             return
         self._note_progress()
+        self._let_in(plan)
         if plan.generation > 0 or not any(self._codes.get(uid) == 0 for uid in plan.members):
             return
         # Generation 0 needs them all: the others would wait for one that left without joining.
@@ -377,34 +455,49 @@ class Coordinator:
             self._has_checkpointer = joined is not None and bool(json.loads(joined).get("checkpointer"))
         return "" if self._has_checkpointer else "there is no checkpointer to restart from"
 
-    def _break(self, plan: Plan, uid: int) -> None:
-        """This generation is over because a member has exited."""
-        text = json.dumps({"uid": uid, "reason": f"rank {plan.rank_of(uid)} ended with {_how(self._codes[uid])}"})
-        self._store.compare_set(Keys.broken(plan.generation), "", text)
+    def _let_in(self, plan: Plan) -> None:
+        """Where there are too few ranks and somebody waits: let all stop before their next step, to let it in."""
+        if len(plan.members) >= self._max_ranks or plan.calls or self._changing == plan.generation:
+            return
+        with self._lock:
+            codes, uids = dict(self._codes), list(self._uids)
+        waiting = self._waiting(plan, uids, codes)
+        if waiting and not self._has(Keys.broken(plan.generation)):
+            self._changing = plan.generation
+            self._store.set(Keys.change(plan.generation), json.dumps({"uids": waiting}))
+            self._tell("change", generation=plan.generation, waiting=waiting)
+
+    def _waiting(self, plan: Plan, uids: Sequence[int], codes: Mapping[int, int]) -> list[int]:
+        """The spares that can be called, in order."""
+        spares = [uid for uid in uids if uid not in plan.members and uid not in codes]
+        return [uid for uid in spares if self._has(Keys.waiting(uid)) and not self._has(Keys.called(uid))]
+
+    def _break(self, plan: Plan, uid: int, reason: str = "") -> None:
+        """This generation is over because a member is out."""
+        text = json.dumps({"uid": uid, "reason": reason or f"rank {plan.rank_of(uid)} {self._hows[uid]}"})
+        self._store.claim(Keys.broken(plan.generation), text)
         self._spread_news(plan, text)
 
     def _spread_news(self, plan: Plan, text: str) -> None:
         """Wake every member that may be waiting for someone who will never come."""
-        keys = [Keys.news(uid, plan.generation) for uid in plan.members]
-        store: Any = self._store  # torch's annotations do not know of this
-        store.multi_set(keys, [text] * len(keys))
+        self._store.set_all({Keys.news(uid, plan.generation): text for uid in plan.members})
 
     def _reason(self, plan: Plan) -> str:
         return str(json.loads(self._find(Keys.broken(plan.generation)) or "{}").get("reason", ""))
 
     def _has(self, key: str) -> bool:
-        return self._store.check([key])
+        return self._store.has(key)
 
     def _find(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._has(key) else None
+        return self._store.find(key)
 
     def _goes_on(self) -> bool:
         return self._outcome is None and not self._closing
 
     def _deaths(self, plan: Plan, dead: set[int]) -> str:
-        return ", ".join(f"rank {plan.rank_of(uid)} ended with {_how(self._codes[uid])}" for uid in sorted(dead))
+        return ", ".join(f"rank {plan.rank_of(uid)} {self._hows[uid]}" for uid in sorted(dead))
 
-    def _end(self, kind: Literal["finished", "failed", "fatal", "too-few"], message: str) -> None:
+    def _end(self, kind: Literal["finished", "failed", "fatal", "too-few", "left"], message: str) -> None:
         """Settle the outcome, once, and let everyone know who waits for a plan or to be called."""
         with self._lock:
             if self._outcome is not None:
@@ -415,7 +508,7 @@ class Coordinator:
         with suppress(RuntimeError):  # the store may be what failed
             self._note_progress()
             if kind != "finished":
-                self._store.compare_set(Keys.fatal, "", message)
+                self._store.set(Keys.fatal, message)  # whatever is there: it may not be ours
             for uid in waiting:
                 self._store.set(Keys.called(uid), str(_LEAVE))
         self._tell(kind, message=message, generation=self.generation, failures_survived=self._survived, step=self._step)

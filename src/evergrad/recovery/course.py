@@ -73,6 +73,8 @@ class Course:
                 f"epoch {self.epoch}: the loader has {len(self._order)} samples or batches, and {self.deal.units} when "
                 "the epoch began. Go on with the same data"
             )
+        elif self.is_begun:  # it may have been dealt to another number of ranks
+            self.deal.redeal(self.index, world_size, batch=self._mode)
         self._look_ahead(keep_rng=self.is_begun)
 
     def share_order(self, group: Group, root: int) -> None:
@@ -200,7 +202,7 @@ class Course:
     def _deal_afresh(self, world_size: int) -> None:
         """Deal a whole epoch, of which nothing has been used yet."""
         assert self._order is not None
-        keeps_size = self._mode == "constant" and world_size < self._num_ranks
+        keeps_size = self._mode == "constant" and world_size != self._num_ranks
         self.deal = self.source.deal(self._order, self._num_ranks if keeps_size else world_size)
         if keeps_size:
             self.deal.redeal(0, world_size, batch="constant")

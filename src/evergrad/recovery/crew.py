@@ -7,24 +7,26 @@ like, which ends with the first loss for someone else to start again; `Solo`.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore
-
-from evergrad.errors import RankLost
-from evergrad.recovery.gloo import GlooGroup
+from evergrad.errors import RankLost, UsageError
 from evergrad.recovery.membership import Keys, Plan, Report
-from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.nccl import Transport
+from evergrad.recovery.pulse import Page, Pulse
+from evergrad.recovery.sealing import Forged, Secret
+from evergrad.recovery.stores import PREFIX, StoreClient
 from evergrad.recovery.transport import Alone, Group, GroupBroken
 
 __all__ = ["Crew", "Launched", "Solo", "Static"]
 
 _TIMEOUT = timedelta(minutes=30)
 _GLANCE_S = 0.05
+_STUCK = 70
 
 
 class Crew(ABC):
@@ -34,6 +36,15 @@ class Crew(ABC):
     plan: Plan
     survives: bool
     """Whether the job goes on, in this process, when a rank is lost."""
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether everyone is to stop before the next step: somebody waits to join."""
+        return False
+
+    def is_current(self) -> bool:
+        """Whether the generation that this rank is in is the present one: nothing may be written in an old one."""
+        return True
 
     @property
     def rank(self) -> int:
@@ -85,11 +96,22 @@ class Static(Crew):
 
     survives = False
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int, attempt: str, *, hosts: bool) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        attempt: str,
+        *,
+        hosts: bool,
+        transport: Transport = Transport(),  # noqa: B008 (frozen)
+    ) -> None:
         """Meet at a store: someone else's, or where there is none the one that this rank `hosts`."""
         self.uid, self.plan = rank, Plan(0, tuple(range(world_size)))
-        self._client = StoreClient(host, port, prefix=f"evergrad/{attempt}", hosts=hosts)
+        self._client = StoreClient(host, port, secret=None, prefix=f"{PREFIX}/{attempt}", hosts=hosts)
         self._group: Group | None = None
+        self._transport = transport
 
     def group(self) -> Group:
         """All ranks that were started."""
@@ -110,10 +132,8 @@ class Static(Crew):
             self._group.close()
 
     def _form(self) -> Group:
-        host = self._client.host
-        return GlooGroup(
-            PrefixStore("group", self._client.store), self.rank, self.world_size, host=host, timeout=_TIMEOUT
-        )
+        form, host = self._transport.former(), self._client.host
+        return form(self._client.meeting("group"), self.rank, self.world_size, host=host, timeout=_TIMEOUT)
 
 
 class Launched(Crew):
@@ -121,22 +141,51 @@ class Launched(Crew):
 
     survives = True
 
-    def __init__(self, host: str, port: int, uid: int, *, tell: Callable[..., None]) -> None:
-        """Connect. There is no plan before `begin` or `await_call`."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        uid: int,
+        *,
+        secret: Secret | None,
+        tell: Callable[..., None],
+        page: Page | None = None,
+        beat_s: float = 0.25,
+        transport: Transport = Transport(),  # noqa: B008 (frozen)
+    ) -> None:
+        """Connect. Before `begin` or `await_call` this process is in no generation."""
         self.uid = uid
-        self.client = StoreClient(host, port)
-        self._tell = tell
+        self.client = StoreClient(host, port, secret=secret)
+        self._tell, self._transport = tell, transport
         self._group: Group | None = None
         self._broken: str | None = None
-        self._news: tuple[int, str] = (-1, "")
+        self.plan = Plan(-1, ())
+        self._news: tuple[int, str] = (-2, "")
         """Which generation has broken, and why, as the watch's thread heard it."""
         self._is_closed = False
         self._group_of = -1
-        self._watch = _Watch(uid, StoreClient(host, port), self._heard)
+        self._changing = -2
+        self.reported: Callable[[], None] = lambda: None
+        """Called when this rank has told what it saw of a broken generation, before it waits for the next one."""
+        self._watch = _Watch(uid, self.client.again(), self._heard)
+        self._page = page
+        self._pulse = Pulse(page, beat_s, self._ask(self.client.again())) if page is not None else None
+        if self._pulse is not None:
+            self._pulse.start()
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether the launcher wants everyone to stop before the next step."""
+        return self._changing == self.plan.generation
 
     def begin(self, generation: int) -> None:
         """Be a member of this generation from its beginning on."""
         self._adopt(generation)
+
+    def await_spares(self) -> None:
+        """Wait until those spares wait that nobody shall begin without."""
+        for uid in filter(None, os.environ.get("EVERGRAD_AWAITED", "").split(",")):
+            self.client.wait(Keys.waiting(int(uid)))
 
     def await_call(self) -> Plan | None:
         """Wait to be called into a generation; None if the job has ended without a need for this process."""
@@ -163,11 +212,17 @@ class Launched(Crew):
         if not self.client.has(Keys.broken(generation)):
             self.client.set(Keys.broken(generation), json.dumps({"uid": self.uid, "reason": report.reason}))
         self.client.set(Keys.report(generation, self.uid), report.to_json())
+        self.reported()
         self._adopt(generation + 1)
         return self.plan
 
+    def is_current(self) -> bool:
+        """Whether there is no generation after this one yet."""
+        return not self.client.has(Keys.plan(self.plan.generation + 1))
+
     def leave_group(self) -> None:
         """Let go of the group: this process is about to be another one, of the same number."""
+        self._fall_silent()
         self._drop("begins anew")
 
     def close(self) -> None:
@@ -176,7 +231,35 @@ class Launched(Crew):
             return
         self._is_closed = True
         self._drop("closed")
+        self._fall_silent()
         self._watch.close(self.client)
+
+    def _ask(self, client: StoreClient) -> Callable[[], None]:
+        """What the pulse's thread asks of the store, over a connection of its own."""
+
+        def ask() -> None:
+            generation = self.plan.generation
+            try:
+                if client.find(Keys.change(generation)) is not None:
+                    self._changing = generation
+            except Forged as error:
+                client.set(Keys.fatal, str(error))
+
+        return ask
+
+    def _fall_silent(self) -> None:
+        """From now on nothing can be said of this process: who has closed may take its time to end."""
+        if self._pulse is not None and self._page is not None:
+            self._pulse.close()
+            self._page.forget()
+
+    def _give_up(self) -> None:
+        """This process cannot leave its broken generation. It ends, so that nobody waits for it."""
+        self._tell("stuck", generation=self.plan.generation, why="gloo waits for a connection that is gone")
+        os._exit(_STUCK)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._page is None else self._page.waiting()
 
     def _check(self) -> None:
         if (why := self._why_broken()) is not None:
@@ -187,7 +270,17 @@ class Launched(Crew):
         return self._broken or (reason if generation == self.plan.generation else None)
 
     def _adopt(self, generation: int) -> None:
-        plan = Plan.from_json(self.client.get(Keys.plan(generation)))
+        try:
+            with self._waiting():
+                plan = Plan.from_json(self.client.get(Keys.plan(generation)))
+        except Forged as error:
+            self.client.set(Keys.fatal, str(error))
+            raise
+        if plan.rank_of(self.uid) is None and self.uid not in plan.left:
+            raise RankLost(
+                f"process {self.uid} was taken for dead, and generation {generation} goes on without it: it ends here, "
+                "and nothing that it has done since counts"
+            )
         self.plan, self._broken = plan, None
         self._watch.follow(generation)
 
@@ -210,25 +303,34 @@ class Launched(Crew):
         client = self.client
         made: list[Group] = []
         failed: list[str] = []
+        refused: list[UsageError] = []
         over = threading.Event()
         rank, size, generation = self.rank, self.world_size, self.plan.generation
+        form = self._transport.former()
 
         def meet() -> None:
             try:
-                store = PrefixStore(f"group/{generation}", client.store)
-                made.append(GlooGroup(store, rank, size, host=client.host, timeout=_TIMEOUT))
-            except RuntimeError as error:
+                store = client.meeting(f"group/{generation}")
+                host, waiting = client.host, self._waiting
+                made.append(form(store, rank, size, host=host, timeout=_TIMEOUT, waiting=waiting, stuck=self._give_up))
+            except UsageError as error:
+                refused.append(error)
+            except (RuntimeError, Forged, GroupBroken) as error:
                 failed.append(str(error))
             over.set()
 
         threading.Thread(target=meet, name=f"evergrad-form-{generation}", daemon=True).start()
-        while not over.wait(_GLANCE_S):
-            if (why := self._why_broken()) is not None:
-                # The thread waits in this connection, for one who will never come. Connecting may be slow where
-                # addresses are looked up: only then is another one made.
-                client.cut()
-                self.client = StoreClient(client.host, client.port)
-                raise GroupBroken(why)
+        with self._waiting():
+            while not over.wait(_GLANCE_S):
+                if (why := self._why_broken()) is not None:
+                    # The thread waits in this connection, for one who will never come. Connecting may be slow where
+                    # addresses are looked up: only then is another one made.
+                    client.cut()
+                    self.client = client.again()
+                    raise GroupBroken(why)
+        if refused:  # in every generation it would be the same
+            client.set(Keys.fatal, str(refused[0]))
+            raise refused[0]
         if not made:
             raise GroupBroken(self._why_broken() or failed[0].splitlines()[0][:160])
         return made[0]
@@ -275,6 +377,10 @@ class _Watch:
                 seen = self._generation
             try:
                 why = json.loads(self._client.get(Keys.news(self._uid, seen)))
+            except Forged as error:
+                self._client.set(Keys.fatal, str(error))
+                self._heard(seen, str(error))
+                return
             except RuntimeError as error:
                 if not self._is_closed:
                     self._heard(seen, f"the store is gone: {str(error).splitlines()[0][:100]}")

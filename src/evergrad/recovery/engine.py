@@ -18,6 +18,7 @@ import torch
 from evergrad.errors import UsageError
 from evergrad.recovery.course import Course
 from evergrad.recovery.crew import Crew, Launched
+from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
 from evergrad.recovery.own import Keeping, Own
@@ -35,6 +36,14 @@ class Engine:
     tell: Callable[..., None]
     keeps: bool
     """Whether neighbours hold what only one rank has: needed where spares take dead ranks' places exactly."""
+    guards: bool = False
+    """Whether ranks agree, before each step, that nothing is suspicious."""
+    notes: Callable[[int, torch.Tensor], None] | None = None
+    """Told what only this rank has, at points at which that is exchanged."""
+    exchanges_at: Callable[[int], bool] = lambda _: False
+    """Whether it is exchanged at the end of this step, where neighbours do not keep it anyway."""
+    agreed_to_leave: bool = False
+    """Whether this process's wish to leave was among those of the last point."""
     course: Course = field(default_factory=Course)
     own: Own = field(default_factory=Own)
     gradients: Gradients | None = None
@@ -50,24 +59,73 @@ class Engine:
     """The ranks of the deal whose gradients of the step under way are not in all of its buckets."""
     passed_in: int = 0
     """The generation in which the last step's point was passed by all; -1 if some passed it, and then it broke."""
+    leaving: bool = False
+    """Whether this process has been asked to leave."""
+    suspicious: bool = False
+    """Whether this rank finds the gradients of the step under way suspicious."""
+    is_suspected: bool = False
+    """Whether any rank found that, at the last point: then nobody has passed it."""
+    tries: int = 0
+    """How often the step under way was done again for that."""
+    num_leaving: int = 0
+    """How many ranks want to leave, as of the last point."""
+    changes_in: int = -1
+    """The generation in which all have agreed to stop before the next step."""
+    site: Callable[[Phase], None] = lambda _: None
+    stepped_in: int = -1
+    """The generation in which all its members last passed the point of a step: each knows its optimizers since."""
+    first_passes: int = 0
+    """How many passes there had been when the step under way began."""
     broke_at: float | None = None
-    _keeping: Keeping = field(default_factory=Keeping)
+    keeping: Keeping = field(default_factory=Keeping)
+    """What the rank before this one had."""
 
-    def pass_point(self, kind: Point) -> None:
-        """Pass the next point together with all others; `GroupBroken` if that cannot be."""
-        if self.crew.survives:
+    def pass_point(self, kind: Point) -> bool:
+        """Pass the next point together with all others; `GroupBroken` if that cannot be.
+
+        False if any rank finds what was computed suspicious: then nobody passes it.
+        """
+        wishes = torch.tensor([self.leaving or self._lets_in, self.leaving, self.suspicious], dtype=torch.float32)
+        self.agreed_to_leave = self.leaving
+        if (self.crew.survives or self.guards) and self.crew.world_size > 1:
             group = self.crew.group()
-            if group.size > 1:
-                if self.keeps:
-                    before = self.crew.plan.members[(group.rank - 1) % group.size]
-                    varies = self.own.loader is not None
-                    self._keeping.exchange(
-                        group, self.course.point, self.own.take(), before, since=self.first - 1, sizes_vary=varies
-                    )
-                # Whoever is through this knows that everyone has come this far.
-                group.all_reduce(torch.ones(1)).wait()
+            if self.keeps or (kind is Point.STEP and self.exchanges_at(self.course.step + 1)):
+                self.exchange(group)
+            # Whoever is through this knows that everyone has come this far, and what anyone wishes.
+            group.all_reduce(wishes).wait()
+        changes, leaving, suspicious = wishes.tolist()
+        self.num_leaving, self.is_suspected = int(leaving), suspicious > 0
+        if changes:
+            self.changes_in = self.crew.plan.generation
+        if self.is_suspected:
+            return False
         self.passed(kind)
         self.passed_in = self.crew.plan.generation
+        if kind is Point.STEP:
+            self.stepped_in = self.passed_in
+        return True
+
+    def begin_step(self) -> None:
+        """The step that comes next begins at this point."""
+        self.first, self.first_passes = self.course.point, self.course.passes
+
+    def take_back(self) -> None:
+        """Of several points of the step under way none counts."""
+        self.course.point, self.course.passes = self.first, self.first_passes
+        self.missing.clear()
+
+    @property
+    def _lets_in(self) -> bool:
+        """Whether somebody waits who can be given a share: of a loader that only knows its own place there is none."""
+        return self.crew.wants_change and self.own.loader is None
+
+    def exchange(self, group: Group) -> None:
+        """Give the next rank what only this one has, and keep what the one before gives."""
+        before = self.crew.plan.members[(group.rank - 1) % group.size]
+        varies, point, taken = self.own.loader is not None, self.course.point, self.own.take()
+        if self.notes is not None:
+            self.notes(point, taken)
+        self.keeping.exchange(group, point, taken, before, since=self.first - 1, sizes_vary=varies)
 
     def passed(self, kind: Point) -> None:
         """The point is behind this rank."""
@@ -76,8 +134,12 @@ class Engine:
         if kind is Point.STEP:
             self.course.passes += 1
 
-    def recover(self, kind: Point, why: str, *, planned: bool = False) -> Verdict:
-        """Leave the broken generation, tell what was seen of it, and hear what to do."""
+    def recover(self, kind: Point, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
+        """Leave the broken generation, tell what was seen of it, and hear what to do.
+
+        A generation that is left as `planned` was agreed to end, before a step: who wishes to leaves the job with it.
+        `back_to` is the version that all have agreed to go back to, if they have.
+        """
         if not planned and self.broke_at is None:
             self.broke_at = time.monotonic()
         plan, gradients = self.crew.plan, self.gradients
@@ -93,17 +155,24 @@ class Engine:
             done=in_flight.kept if in_flight is not None else (),
             buckets=in_flight.num_buckets if in_flight is not None else 0,
             reason=why,
+            leaves=planned and kind is Point.JOIN and self.agreed_to_leave,
+            planned=planned,
+            tries=self.tries,
+            back_to=back_to,
         )
         self.tell("report", generation=plan.generation, point=report.point, kind=str(kind), step=report.step,
                   done=len(report.done), buckets=report.buckets, reason=why)  # fmt: skip
         if gradients is not None:
             gradients.failed = None
+        self.suspicious = False
         new = self.crew.next_plan(report)
         self.is_settled = False
+        if self.crew.uid in new.left or (self.crew.uid not in new.members and not new.relaunch):
+            return Verdict.LEAVE
         self.must_restore |= new.restart
         for uid, keeper in new.keepers.items():
             if keeper == self.crew.uid:  # it is the heir's now, whether or not that one lives to get it
-                self._keeping.hand_on(new.previous[new.takes[uid]], uid)
+                self.keeping.hand_on(new.previous[new.takes[uid]], uid)
         verdict = Verdict.RESTART if new.restart else new.verdicts.get(self.crew.uid, Verdict.RETRY)
         self.tell("verdict", generation=new.generation, verdict=str(verdict), rank=self.crew.rank,
                   world_size=new.world_size, todo=len(new.todo))  # fmt: skip
@@ -114,6 +183,8 @@ class Engine:
         if self.is_settled:
             return
         group, plan = self.crew.group(), self.crew.plan
+        if plan.generation:
+            self.site(Phase.RECOVERY)
         for uid in plan.joiners:
             if uid == self.crew.uid:
                 continue
@@ -130,6 +201,8 @@ class Engine:
     def arrive(self) -> tuple[Any, torch.Tensor | None]:
         """As a joiner: the job's state from its source, and what only the dead rank had, if someone kept it."""
         group, plan = self.crew.group(), self.crew.plan
+        self.course.step = plan.step
+        self.site(Phase.RECOVERY)
         assert plan.source is not None
         source = plan.rank_of(plan.source)
         assert source is not None
@@ -175,7 +248,7 @@ class Engine:
             self.crew.client.set(Keys.fatal, f"rank {self.crew.plan.rank_of(self.crew.uid)}: {error}")
 
     def _give_kept(self, group: Group, plan: Plan, uid: int, rank: int) -> None:
-        kept = self._keeping.of(uid, plan.point - 1)
+        kept = self.keeping.of(uid, plan.point - 1)
         group.send(torch.tensor([0 if kept is None else kept.numel()]), rank).wait()
         if kept is not None:
             group.send(kept, rank).wait()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -10,12 +14,15 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from evergrad.recovery.launch.hosts import address_towards
 from evergrad.recovery.sockets import Sockets
 from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
 
 __all__ = ["GlooGroup", "solitary"]
 
 _OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_SLICE = timedelta(seconds=0.5)
+_STUCK_S = 5.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -26,11 +33,27 @@ class GlooGroup(Group):
     first, whereupon everything under way fails at once.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, host: str, timeout: timedelta) -> None:
-        """Meet all other ranks at the store, under keys that no other generation uses. Blocks until all are there."""
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        timeout: timedelta,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        stuck: Callable[[], None] | None = None,
+    ) -> None:
+        """Meet all other ranks at the store, under keys that no other generation uses. Blocks until all are there.
+
+        Whenever this rank waits for others, it does so inside of `waiting()`. If it still does long after the group was
+        interrupted, gloo will never let go of it: `stuck` is called, by another thread.
+        """
+        self.rank, self.size, self._waiting, self._stuck = rank, size, waiting, stuck
+        self._since: float | None = None
+        """Since when this rank waits for one other."""
         self._reason: str | None = None
-        self._sockets = Sockets()
+        self._sockets = Sockets(is_local=host in _LOOPBACK)
         with self._sockets.opening():
             self._group: Any = _make(store, rank, size, host, timeout)
 
@@ -48,23 +71,63 @@ class GlooGroup(Group):
 
     def send(self, tensor: torch.Tensor, to: int) -> Ticket:
         """Begin to send a tensor to one rank."""
-        return self._begin(lambda group: group.send([tensor], to, 0))
+        return self._begin(lambda group: group.send([tensor], to, 0), in_slices=False)
 
     def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
         """Begin to receive what one rank sends."""
-        return self._begin(lambda group: group.recv([tensor], sender, 0))
+        return self._begin(lambda group: group.recv([tensor], sender, 0), in_slices=False)
 
     def interrupt(self, reason: str) -> None:
         """Cut every connection: whoever waits, here or at the other end, gets an error."""
-        self._reason = self._reason or reason
+        is_first, self._reason = self._reason is None, self._reason or reason
         self._sockets.cut()
+        if is_first and self._since is not None:
+            self._watch_out()
 
     def close(self) -> None:
         """Let go of the group; whatever is still under way in it fails."""
         self.interrupt("closed")
         self._group = None
 
-    def _begin(self, start: Callable[[Any], Any]) -> Ticket:
+    def _await(self, work: Any, in_slices: bool) -> str | None:
+        """Wait for what is under way; why it failed, if it has."""
+        if not in_slices:
+            self._since = time.monotonic()
+            if self._reason is not None:
+                self._watch_out()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                return str(error)
+            finally:
+                self._since = None
+            return None
+        while True:
+            try:
+                work.wait(_SLICE if self._reason is None else _SLICE / 10)
+            except RuntimeError as error:
+                if work.is_completed():
+                    return str(error)
+                if self._reason is not None:
+                    # Gloo can wait for ever for a connection that is gone. Its destructor would wait for it, too.
+                    for stuck in (work, self._group):
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stuck))
+                    return self._reason
+            else:
+                return None
+
+    def _watch_out(self) -> None:
+        """After an interruption: whoever still waits for one rank in a while does so for ever."""
+        if self._stuck is not None:
+            watchdog = threading.Timer(_STUCK_S, self._look_again, [self._since])
+            watchdog.daemon = True
+            watchdog.start()
+
+    def _look_again(self, since: float | None) -> None:
+        if since is not None and self._since == since and self._stuck is not None:
+            self._stuck()
+
+    def _begin(self, start: Callable[[Any], Any], *, in_slices: bool = True) -> Ticket:
         group, failed = self._group, self._reason
         if failed is not None or group is None:
             raise GroupBroken(failed or "closed")
@@ -82,17 +145,13 @@ class GlooGroup(Group):
 
         def wait() -> None:
             # Nothing may keep the work alive after an error: no frame, no traceback, no closure.
-            work, error_text = held.pop(), None
-            try:
-                work.wait()
-            except RuntimeError as error:
-                error_text = str(error)
-            del work
+            with self._waiting():
+                error_text = self._await(held.pop(), in_slices)
             if error_text is not None:
                 self.interrupt(_short(error_text))
                 raise GroupBroken(self._reason)
 
-        return Ticket(wait)
+        return Ticket(wait, lambda: not held or held[0].is_completed())
 
 
 def solitary() -> dist.ProcessGroup:
@@ -111,9 +170,9 @@ def _make(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> 
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    # On one machine the loopback is enough, and works where the host's own name does not.
-    is_local = host in _LOOPBACK
-    options._devices = [gloo.create_device(hostname="127.0.0.1") if is_local else gloo.create_default_device()]
+    # The interface by which the store is reached: on one machine the loopback, and never a name to be looked up.
+    own = "127.0.0.1" if host in _LOOPBACK else address_towards(host)
+    options._devices = [gloo.create_device(hostname=own) if own else gloo.create_default_device()]
     return gloo(store, rank, size, options)
 
 

@@ -2,7 +2,8 @@
 
 DDP works on a group of one. Its comm hook hands every bucket to us; the reduction runs while backward goes on, and is
 waited for at its end, in the thread that called `backward()`: first ours, then DDP's own end of the pass, then `ended`,
-which may repair gradients before `backward()` returns.
+which may repair gradients before `backward()` returns. With an `Overlap` the optimizer updates a bucket's parameters
+once it is reduced: what has arrived when another bucket is ready, the rest at the end of the pass.
 
 The bucket layout decides the order of summation, and so the last bit. DDP makes its buckets anew after its first pass;
 a joiner's DDP is in its first pass when the others are long past theirs. So there is one *agreed* layout: as long as a
@@ -24,6 +25,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from evergrad.errors import UsageError
 from evergrad.recovery.buckets import Bucket, Hook, Layout, Part, flattened
 from evergrad.recovery.gloo import solitary
+from evergrad.recovery.overlapping import Overlap
 from evergrad.recovery.transport import Group, GroupBroken
 
 __all__ = ["Gradients", "Surroundings"]
@@ -64,6 +66,9 @@ class Gradients:
     reduced again.
     """
 
+    overlap: Overlap | None = None
+    """What updates parameters within the pass."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -93,6 +98,7 @@ class Gradients:
         self._copies: dict[tuple[int, int], torch.Tensor] = {}
         self._is_direct = self._is_gathered = False
         self._raised: BaseException | None = None
+        self._misused: UsageError | None = None
         self._known: dict[bool, Layout] = {}
         self._used: set[int] | None = None
         if find_unused_parameters:
@@ -117,8 +123,15 @@ class Gradients:
         """The layout of the last pass: DDP's own, or the agreed one if that was taken instead."""
         return tuple(part.numbers for part in self._parts)
 
+    @property
+    def reduced(self) -> list[torch.Tensor]:
+        """The buckets' gradients, flat, after `settle`."""
+        return [part.buffer for part in self._parts]
+
     def settle(self) -> None:
-        """Reduce what has not been reduced yet; `GroupBroken` if that cannot be."""
+        """Reduce what has not been reduced yet, and apply what is to be; `GroupBroken` if that cannot be."""
+        if self._misused is not None:
+            raise self._misused
         if self.failed is not None:
             raise GroupBroken(self.failed)
         group = self._job.group()
@@ -135,11 +148,17 @@ class Gradients:
             self._share_use(group)
         if not self._is_direct:
             self._scatter()
+        if self.overlap is not None:
+            for part in self._parts:
+                if part.index not in self.overlap.applied:
+                    self.overlap.apply(part.index, part.numbers)
 
     def reopen(self, buckets: Iterable[int]) -> None:
         """Take back what was reduced in these buckets; `settle` reduces them again from what this rank had."""
         self.failed = None
         again = set(buckets) if self._is_settled() else set(range(len(self._parts)))
+        if self.overlap is not None:
+            self.overlap.undo(again)
         self.done -= again
         for part in self._parts:
             if part.index in again and (self._is_direct or self._is_gathered):
@@ -154,6 +173,9 @@ class Gradients:
         self.failed = None
         self.done.clear()
         self._parts.clear()
+        self._misused = None
+        if self.overlap is not None:
+            self.overlap.undo()
         if self._used is not None:
             self._used.clear()
         for parameter in self.parameters:
@@ -192,6 +214,9 @@ class Gradients:
                 part.local = self._copy(part)
             with suppress(GroupBroken):
                 self._start(part)
+            if self.overlap is not None:
+                with suppress(GroupBroken):
+                    self._apply_arrived(self.overlap)
         return part.promised
 
     def _begin(self) -> None:
@@ -201,6 +226,12 @@ class Gradients:
         known = self._known.get(self.module._has_rebuilt_buckets)
         self._is_direct = self._is_settled() and known is not None and known == self._job.layout
         self._is_gathered = False
+        if self.overlap is not None and self.overlap.applied:
+            self.failed = self.failed or "two passes in a step"
+            self._misused = UsageError(
+                "overlap=True: a second backward, and the first has updated parameters already. Call job.step after "
+                "each; to accumulate gradients, run all but the last under model.no_sync()"
+            )
         torch.autograd.Variable._execution_engine.queue_callback(self._collect)
 
     def _collect(self) -> None:
@@ -209,6 +240,7 @@ class Gradients:
             for part in self._parts:
                 with suppress(GroupBroken):
                     self._complete(part)
+                    self._apply(part)
         for part in self._parts:
             part.give_up()
             part.promised.set_result(part.buffer)
@@ -267,6 +299,26 @@ class Gradients:
             raise
         self.done.add(part.index)
         self._visit(part.index, "after")
+
+    def _apply_arrived(self, overlap: Overlap) -> None:
+        """Update what has been reduced meanwhile, in order, while later buckets are computed or on their way."""
+        for part in self._parts[len(overlap.applied) :]:
+            if self.failed is not None or not part.is_arrived:
+                return
+            self._complete(part)
+            self._apply(part)
+
+    def _apply(self, part: Part) -> None:
+        """Within the pass: update a bucket's parameters, if it is reduced; after an error it waits for `settle`."""
+        overlap = self.overlap
+        if overlap is None or self.failed is not None or part.index not in self.done or part.index in overlap.applied:
+            return
+        try:
+            overlap.apply(part.index, part.numbers)
+        except Exception as error:  # raised out of backward, as at a site
+            self._raised = self._raised or error
+            self.failed = self.failed or str(error)
+            raise GroupBroken(self.failed) from None
 
     def _visit(self, bucket: int, at: str) -> None:
         try:

@@ -6,7 +6,8 @@
 | torchrun, or anything that sets RANK and WORLD_SIZE | all end, and are started again: the restart strategy |
 | `python train.py` | there is nobody to lose: world size 1 |
 
-Argument > environment > default: `after_loss`, EVERGRAD_AFTER_LOSS, "shrink".
+Argument > environment > default: `after_loss`, EVERGRAD_AFTER_LOSS, "shrink". How ranks talk to each other has no
+argument: EVERGRAD_TRANSPORT is "gloo", or "nccl" for gradients on GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +28,15 @@ from evergrad.checkpoint.ranks import Ranks, follow
 from evergrad.errors import UsageError
 from evergrad.recovery.crew import Crew, Launched, Solo, Static
 from evergrad.recovery.dealing import BatchMode
-from evergrad.recovery.failures import Failures
+from evergrad.recovery.failures.schedule import Failures
+from evergrad.recovery.failures.sites import Sites
 from evergrad.recovery.job import Job
 from evergrad.recovery.membership import Keys
+from evergrad.recovery.nccl import Transport
+from evergrad.recovery.pulse import Page
 from evergrad.recovery.saving import Saves
-from evergrad.recovery.sites import Sites
+from evergrad.recovery.sealing import Secret
+from evergrad.recovery.stores import StoreClient
 from evergrad.recovery.transport import Group
 from evergrad.timeline import Recorder
 
@@ -77,6 +83,7 @@ def join(
 def _solo(
     env: Mapping[str, str], checkpointer: Checkpointer | None, saves: Saves | None, mode: BatchMode, seed: int
 ) -> Job:
+    Transport.of(env)  # there is nobody to talk to; but what cannot be had is refused at once
     return _job(Solo(), "rollback", mode, 1, saves, seed)
 
 
@@ -92,7 +99,7 @@ def _static(
     is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     crew = Static(
         env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank, size, env.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        hosts=rank == 0 and not is_agents,
+        hosts=rank == 0 and not is_agents, transport=Transport.of(env),
     )  # fmt: skip
     follow(lambda: _ranks(crew))
     return _job(crew, "restart", mode, size, saves, seed)
@@ -105,8 +112,19 @@ def _launched(
     if strategy not in _STRATEGIES:
         raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(_STRATEGIES)}")
     host, _, port = env["EVERGRAD_STORE"].rpartition(":")
-    recorder = Recorder(os.path.join(env["EVERGRAD_RUN"], "timeline.jsonl"), f"uid {uid}")
-    crew = Launched(host, int(port), uid, tell=recorder.record)
+    timeline = env.get("EVERGRAD_TIMELINE") or os.path.join(env["EVERGRAD_RUN"], "timeline.jsonl")
+    recorder = Recorder(timeline, f"uid {uid}")
+    secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
+    page = Page.inherited(env.get("EVERGRAD_PULSE", ""))
+    beat_s = float(env.get("EVERGRAD_BEAT_S", "0.25"))
+    try:
+        transport = Transport.of(env, confirms=strategy == "forward")
+    except UsageError as refused:
+        StoreClient(host, int(port), secret=secret).set(Keys.fatal, str(refused))
+        raise
+    crew = Launched(
+        host, int(port), uid, secret=secret, tell=recorder.record, page=page, beat_s=beat_s, transport=transport
+    )
     if strategy == "restart" and saves is None:
         error = UsageError(
             "eg.join: strategy 'restart' goes back to the newest checkpoint, and there is no checkpointer: "
@@ -114,6 +132,7 @@ def _launched(
         )
         crew.client.set(Keys.fatal, str(error))
         raise error
+    can_grow = int(env.get("EVERGRAD_MAX_RANKS", "1")) > 1
     about = {"pid": os.getpid(), "checkpointer": saves is not None, "node": env.get("EVERGRAD_NODE", "n0")}
     crew.client.set(Keys.joined(uid), json.dumps(about))
     is_spare = env.get("EVERGRAD_SPARE") == "1" and "EVERGRAD_GENERATION" not in env
@@ -126,7 +145,17 @@ def _launched(
     keeps = strategy != "restart" and env.get("EVERGRAD_KEEPS", "1") != "0"
     sites = Sites(failures, crew, nodes, recorder.record)
     return _job(
-        crew, strategy, mode, ranks, saves, seed, tell=recorder.record, sites=sites, is_spare=is_spare, keeps=keeps
+        crew,
+        strategy,
+        mode,
+        ranks,
+        saves,
+        seed,
+        tell=recorder.record,
+        sites=sites,
+        is_spare=is_spare,
+        keeps=keeps,
+        can_grow=can_grow,
     )
 
 
@@ -142,6 +171,7 @@ def _job(
     sites: Sites | None = None,
     is_spare: bool = False,
     keeps: bool = False,
+    can_grow: bool = False,
 ) -> Job:
     return Job(
         crew,
@@ -154,6 +184,7 @@ def _job(
         sites=sites or Sites(Failures(), crew, (), tell),
         tell=tell,
         seed=seed,
+        can_grow=can_grow,
     )
 
 

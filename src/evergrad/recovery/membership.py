@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["SCHEMA_VERSION", "Keys", "Plan", "Point", "Report", "Verdict"]
+__all__ = ["LEFT_TOGETHER", "SCHEMA_VERSION", "Keys", "Plan", "Point", "Report", "Verdict"]
 
 SCHEMA_VERSION = 1
+LEFT_TOGETHER = 75
+"""What ranks exit with when all of them were asked to leave, as a preempted training does."""
 
 
 class Point(StrEnum):
@@ -30,7 +32,7 @@ class Point(StrEnum):
     STEP = "step"
     END = "end"
     JOIN = "join"
-    """Not a point: everyone stopped before the next step, on purpose, to let called spares in."""
+    """Not a point: everyone stopped before the next step, on purpose, to let others in or go."""
 
 
 class Verdict(StrEnum):
@@ -46,6 +48,8 @@ class Verdict(StrEnum):
     """Keep the gradients that all survivors have reduced, reduce the others among survivors."""
     RESTART = "restart"
     """Back to the newest checkpoint."""
+    LEAVE = "leave"
+    """You are in no further generation, as you wished. Never in a plan: it follows from not being a member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,14 @@ class Report:
     reason: str = ""
     has_state: bool = True
     """Whether it has the job's state: not if it was to get it when the generation broke."""
+    leaves: bool = False
+    """Whether it wants to be in no further generation: all of its work is done up to this point (kind join)."""
+    planned: bool = False
+    """Whether all have agreed to end the generation here (kind join)."""
+    tries: int = 0
+    """How often the step under way has been done again by common consent, because its result was suspicious."""
+    back_to: str = ""
+    """The version that all have agreed to go back to, because what they have cannot be trusted."""
 
     @property
     def begun_at(self) -> int:
@@ -100,6 +112,8 @@ class Plan:
     """The uid that joiners get the job's state from; None if there is none to get: the job begins, or restarts."""
     point: int = 0
     """The point at which the members go on: for survivors that were told to proceed, the one after theirs."""
+    step: int = 0
+    """How many steps were applied, by those who reported."""
     kind: Point = Point.BEGIN
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     """What each survivor does, by uid."""
@@ -111,8 +125,12 @@ class Plan:
     """The buckets that are reduced again (repair)."""
     dead: tuple[int, ...] = ()
     """The uids that are gone since the generation before."""
+    left: tuple[int, ...] = ()
+    """The uids that have left in good order since then."""
     restart: bool = False
     """Everyone goes back to the newest checkpoint."""
+    version: str = ""
+    """Or rather to this one."""
     relaunch: bool = False
     """Every process starts the script anew first."""
     calls: tuple[int, ...] = ()
@@ -139,7 +157,7 @@ class Plan:
     def from_json(cls, text: str | bytes) -> Plan:
         """Back from text."""
         fields = _fields(text)
-        for name in ("members", "previous", "joiners", "todo", "dead", "calls"):
+        for name in ("members", "previous", "joiners", "todo", "dead", "left", "calls"):
             fields[name] = tuple(fields[name])
         fields["vacant"] = tuple((position, uid) for position, uid in fields["vacant"])
         for name in ("takes", "keepers", "held"):
@@ -180,6 +198,11 @@ class Keys:
     def news(uid: int, generation: int) -> str:
         """For one process alone, which waits for it: its generation broke, and why; or itself wants to wait no more."""
         return f"news/{uid}/{generation}"
+
+    @staticmethod
+    def change(generation: int) -> str:
+        """Why all are to stop before their next step, if they are: somebody waits to join this generation."""
+        return f"change/{generation}"
 
     @staticmethod
     def report(generation: int, uid: int) -> str:

@@ -77,7 +77,7 @@ class Own:
     def take(self) -> torch.Tensor:
         """All of it as one tensor of bytes, on the CPU."""
         parts = Randomness().parts()
-        parts += [_bytes(buffer) for buffer in self._buffers]
+        parts += _together([_bytes(buffer) for buffer in self._buffers])
         if self.loader is not None:
             parts.append(pack(self.loader.state_dict()))
         return torch.cat(parts)
@@ -148,5 +148,12 @@ class Keeping:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return (flat if flat.device.type == "cpu" else flat.cpu()).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _together(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On the CPU; from a device in one piece, since every copy waits for it."""
+    devices = {part.device for part in parts}
+    if len(devices) == 1 and devices != {torch.device("cpu")}:
+        return [torch.cat(parts).cpu()]
+    return [part.cpu() for part in parts]

@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.checkpoint import Checkpointer, rng_state
+from evergrad.checkpoint.board import Pending
 from evergrad.errors import UsageError
 from evergrad.recovery.course import Course
 
-__all__ = ["Later", "Saves"]
+__all__ = ["Later", "Saves", "together"]
 
 
 class Later:
@@ -45,28 +46,57 @@ class Saves:
             raise UsageError(f"eg.join(every={every!r}): expected a number of steps, 1 or more")
         self._checkpointer, self._every = checkpointer, every
         self._saved = -1
+        self._pending: Pending | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether the state after so many steps is to be saved."""
         return self._every is not None and step > 0 and step % self._every == 0 and step != self._saved
 
     def save(
-        self, model: nn.Module | None, optimizers: Sequence[Optimizer], tracked: Mapping[str, Any], course: Course
+        self,
+        model: nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        tracked: Mapping[str, Any],
+        course: Course,
+        *,
+        now: bool = False,
     ) -> None:
-        """Capture everything; it is finished in the background."""
-        self._saved = course.step
-        self._checkpointer.save(course.step, self._state(model, _together(optimizers), tracked, course))
+        """Capture everything; it is finished in the background, or with `now` before this returns."""
+        if self._saved != course.step:
+            self._saved = course.step
+            self._pending = self._checkpointer.save(
+                course.step, self._state(model, together(optimizers), tracked, course)
+            )
+        if now and self._pending is not None:
+            self._pending.wait()
+
+    def note_guarded(self) -> None:
+        """What was just saved was found to be alike on all ranks."""
+        if self._pending is not None:
+            self._checkpointer.note_guarded(self._pending.version)
+
+    def newest_guarded(self) -> str:
+        """The newest version of which that was noted, by its name, as all ranks find it; empty if there is none."""
+        version = self._checkpointer.newest_guarded()
+        return "" if version is None else version.name
 
     def restore(
-        self, model: nn.Module | None, optimizers: Sequence[Optimizer], tracked: Mapping[str, Any], course: Course
+        self,
+        model: nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        tracked: Mapping[str, Any],
+        course: Course,
+        *,
+        version: str = "",
     ) -> tuple[int, list[Any]] | None:
         """Bring everything back, on all ranks; the step, and the states of optimizers that are not known yet.
 
-        None if there is nothing to restore.
+        The newest version, or this one. None if there is nothing to restore.
         """
         later = Later()
-        known: Any = _together(optimizers) if optimizers else later
-        step = self._checkpointer.restore(self._state(model, known, tracked, course), resize=_by_rank)
+        known: Any = together(optimizers) if optimizers else later
+        state = self._state(model, known, tracked, course)
+        step = self._checkpointer.restore(state, version=version or None, resize=_by_rank)
         if step is None:
             return None
         self._saved = step
@@ -92,7 +122,7 @@ class Saves:
         return state
 
 
-def _together(optimizers: Sequence[Optimizer]) -> Any:
+def together(optimizers: Sequence[Optimizer]) -> Any:
     """One is itself; several are known by their numbers."""
     return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
 

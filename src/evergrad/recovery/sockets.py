@@ -19,9 +19,9 @@ __all__ = ["Sockets"]
 class Sockets:
     """TCP connections that were made inside of `with sockets.opening():`, by whatever library."""
 
-    def __init__(self, port: int | None = None) -> None:
-        """Note those to this port only, if one is given."""
-        self._port = port
+    def __init__(self, port: int | None = None, *, is_local: bool = False) -> None:
+        """Note those to this port only, if one is given, and with `is_local` only those within this machine."""
+        self._port, self._is_local = port, is_local
         # Copies of our own: a number that the library has closed may be someone else's file by now.
         self._copies: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class Sockets:
         copies = [
             copy
             for fd, link in _links().items()
-            if link not in before and (copy := _connection(fd, self._port)) is not None
+            if link not in before and (copy := _connection(fd, self._port, self._is_local)) is not None
         ]
         with self._lock:
             self._copies += copies
@@ -84,7 +84,7 @@ def _links() -> dict[int, str]:
     return found
 
 
-def _connection(fd: int, port: int | None) -> socket.socket | None:
+def _connection(fd: int, port: int | None, is_local: bool) -> socket.socket | None:
     """A copy of a TCP connection; None for a listening socket (which gloo does not survive to lose) and for others."""
     try:
         copy = socket.socket(fileno=os.dup(fd))
@@ -93,7 +93,8 @@ def _connection(fd: int, port: int | None) -> socket.socket | None:
     try:
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
             peer = copy.getpeername()
-            if port is None or peer[1] == port:
+            is_near = peer[0].removeprefix("::ffff:").startswith("127.") or peer[0] == "::1"
+            if (port is None or peer[1] == port) and (is_near or not is_local):
                 return copy
     except OSError:
         pass

@@ -7,8 +7,9 @@ somebody has passed its point; what the others do depends on the kind of the poi
     begin, end, join    retry      retry     restart
     step                redo       repair    restart
 
-A place that became vacant is taken by a waiting spare at once, or else it is gone; only during a repair nobody comes
-in: spares are called then, and take the vacant places before the next step.
+A place that became vacant is taken by a waiting spare at once, or else it is gone until a spare waits again; only
+during a repair nobody comes in: spares are called then, and take the vacant places before the next step. Whoever leaves
+in good order does so between two steps, with its work done: nothing of it is lost.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def decide(
     strategy: Strategy,
     spares: Sequence[int] = (),
     min_ranks: int = 1,
+    max_ranks: int = 0,
     can_restart: bool = False,
     finished: Set[int] = frozenset(),
     dead: Set[int] = frozenset(),
@@ -50,11 +52,13 @@ def decide(
 
     Every member has reported, has finished (it exited with 0) or is dead; one that died after its report is dead.
     Spares are those that wait, in the order in which they are called. A plan to relaunch has no members yet: they are
-    whoever lives, and new processes up to the number of ranks that the job began with.
+    whoever lives, and new processes up to the number of ranks that the job began with. Below `max_ranks` (0: never)
+    spares get places of their own.
     """
     assert set(plan.members) <= reports.keys() | finished | dead, "somebody may still report"
     present = {uid: reports[uid] for uid in plan.members if uid in reports and uid not in finished and uid not in dead}
     gone = tuple(uid for uid in plan.members if uid not in present and uid not in finished)
+    left = tuple(uid for uid, report in present.items() if report.leaves)
     if finished and present and all(_may_be_passed(report) for report in present.values()):
         return Plan(
             plan.generation + 1,
@@ -70,7 +74,10 @@ def decide(
     able = {uid: report for uid, report in present.items() if report.has_state}
     furthest = max((report.point for report in able.values()), default=plan.point)
     # A restart of which nobody has passed the first point is begun again: some may have restored, and others not.
-    restarts = strategy == "restart" or (plan.restart and furthest <= plan.point)
+    begun_again = plan.restart and furthest <= plan.point
+    back_to = next((report.back_to for report in able.values() if report.back_to), plan.version if begun_again else "")
+    is_planned = not gone and all(report.planned for report in present.values())
+    restarts = (strategy == "restart" and not is_planned) or begun_again or bool(back_to)
     if restarts:
         kind = next((report.kind for report in able.values() if report.point == furthest), plan.kind)
         furthest = max(plan.point, furthest)
@@ -79,47 +86,57 @@ def decide(
         kind = _kind(able, furthest)
         # A step of several points is done again as a whole, or not at all.
         first = min((report.begun_at for report in able.values() if report.point == furthest), default=furthest)
-        goes_back = strategy == "rollback" and kind is Point.STEP
-        verdicts = {
-            uid: _verdict(report, first if goes_back else furthest, strategy) for uid, report in present.items()
-        }
+        tries = {report.tries for report in able.values() if report.point == furthest}
+        # Gradients of different tries are of different numbers: none can be kept.
+        goes_back = kind is Point.STEP and (strategy == "rollback" or len(tries) > 1)
+        redone: Strategy = "rollback" if goes_back else strategy
+        verdicts = {uid: _verdict(report, first if goes_back else furthest, redone) for uid, report in present.items()}
         furthest = first if goes_back else furthest
 
     repairs = Verdict.REPAIR in verdicts.values()
-    seats = _seats(plan, present, gone, spares)
+    staying = {uid: report for uid, report in able.items() if uid not in left}
+    seats = _seats(plan, present.keys() - left, (*gone, *left), spares)
+    if not (repairs or restarts):
+        waiting = [uid for uid in spares if uid not in {seat.uid for seat in seats}]
+        seats += [_Seat(uid, uid, is_new=True) for uid in waiting[: max(0, max_ranks - len(seats))]]
     members = tuple(seat.uid for seat in seats if not (repairs and seat.is_new))
     calls = tuple(seat.uid for seat in seats if repairs and seat.is_new)
-    if not (present if restarts else able) or len(members) + len(calls) < min_ranks:
+    if not (present.keys() - left if restarts else staying) or len(members) + len(calls) < min_ranks:
         if can_restart:
             return Plan(
                 plan.generation + 1,
                 (),
                 previous=plan.members,
                 point=max(plan.point, furthest),
-                verdicts=dict.fromkeys(present, Verdict.RESTART),
+                verdicts=dict.fromkeys(present.keys() - left, Verdict.RESTART),
                 dead=gone,
+                left=left,
                 restart=True,
+                version=back_to,
                 relaunch=True,
             )
-        return _too_few(plan, len(able), len(spares), min_ranks)
+        return _too_few(plan, len(staying), len(spares), min_ranks)
 
     joiners = tuple(uid for uid in members if uid not in able and not (restarts and uid in present))
     after = {seat.uid: seat.after for seat in seats}
-    held = {} if restarts else _held(plan, able, furthest, {uid: after[uid] for uid in members})
+    held = {} if restarts else _held(plan, staying, furthest, {uid: after[uid] for uid in members})
     return Plan(
         plan.generation + 1,
         members,
         previous=plan.members,
         joiners=joiners,
-        source=_source(members, verdicts, able, furthest) if joiners and not restarts else None,
+        source=_source(members, verdicts, staying, furthest) if joiners and not restarts else None,
         point=furthest,
+        step=max((report.step for report in able.values()), default=plan.step),
         kind=kind,
         verdicts=verdicts,
         takes={uid: plan.members.index(after[uid]) for uid in joiners if after[uid] in plan.members},
         keepers={uid: held[uid] for uid in joiners if uid in held},
         todo=_todo(members, verdicts, present) if repairs else (),
         dead=gone,
+        left=left,
         restart=restarts,
+        version=back_to if restarts else "",
         calls=calls,
         vacant=tuple((place, seat.after) for place, seat in enumerate(seats) if repairs and seat.is_new),
         held=held,
@@ -142,7 +159,7 @@ class _Seat:
     is_new: bool = False
 
 
-def _seats(plan: Plan, present: Mapping[int, Report], gone: Sequence[int], spares: Sequence[int]) -> list[_Seat]:
+def _seats(plan: Plan, present: Set[int], gone: Sequence[int], spares: Sequence[int]) -> list[_Seat]:
     """Who sits where, in order. Vacant places are filled from the first on; what no spare is left for vanishes."""
     places = list(plan.members)
     for position, uid in sorted(plan.vacant):

@@ -30,8 +30,14 @@ class GroupBroken(RecoveryError):
 class Ticket:
     """A collective under way. `wait` returns when it is done here, and raises `GroupBroken` if it never will be."""
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
-        self._wait = wait
+    def __init__(self, wait: Callable[[], None] | None = None, is_done: Callable[[], bool] | None = None) -> None:
+        """Without `is_done` nobody knows before they have waited."""
+        self._wait, self._is_done = wait, is_done
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, without waiting; False where that is not known."""
+        return self._wait is None or (self._is_done is not None and self._is_done())
 
     def wait(self) -> None:
         """Wait, once; waiting again for what is over returns at once."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from evergrad.recovery.buckets import Layout
 from evergrad.recovery.engine import Engine
-from evergrad.recovery.failures import Phase
+from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.transport import Group
 
 __all__ = ["Around", "Unwrapped"]

@@ -211,8 +211,15 @@ def _ddp_modules() -> Iterator[Any]:
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     if parallel is not None:
         wrapper = parallel.DistributedDataParallel
-        # By type(): isinstance would ask proxies for their class, and wake them.
-        yield from (thing for thing in gc.get_objects() if issubclass(type(thing), wrapper))
+        # By type(): isinstance would ask proxies for their class, and wake them. And once for each: DDP is an abstract
+        # base class, of which every question takes a microsecond, and there are a million objects.
+        kinds: dict[type, bool] = {}
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if kind not in kinds:
+                kinds[kind] = issubclass(kind, wrapper)
+            if kinds[kind]:
+                yield thing
 
 
 def _objects(state: object, path: str | None) -> Iterator[tuple[str | None, object]]:

@@ -64,6 +64,8 @@ class History:
 
     shards: dict[Version, dict[int, ShardNote]] = field(default_factory=dict)
     verdicts: dict[Version, dict[str, Verdict]] = field(default_factory=dict)
+    guarded: dict[Version, str] = field(default_factory=dict)
+    """When a guard last found that the state that a version was saved of was sound."""
 
 
 class Journal:
@@ -93,6 +95,10 @@ class Journal:
         """Every digest of a version in a tier was checked."""
         self._append(writer, {"verified": version.name, "tier": tier, "time": now(), "ok": ok, "why": why})
 
+    def note_guarded(self, version: Version, *, writer: str = "guard") -> None:
+        """The state that this version was saved of was alike on all ranks. Whether its files are intact is not said."""
+        self._append(writer, {"guarded": version.name, "time": now()})
+
     def read(self) -> History:
         """Everything that was noted, in one pass."""
         history = History()
@@ -103,6 +109,8 @@ class Journal:
                     continue
                 if "verified" in record:
                     _take_verdict(history, record)
+                elif "guarded" in record:
+                    _take_guarded(history, record)
                 else:
                     _take_shard(history, record)
         return history
@@ -176,3 +184,9 @@ def _take_verdict(history: History, record: Mapping[str, Any]) -> None:
     before = known.get(verdict.tier)
     if before is None or before.time <= verdict.time:
         known[verdict.tier] = verdict
+
+
+def _take_guarded(history: History, record: Mapping[str, Any]) -> None:
+    version = Version.parse(record["guarded"])
+    if version is not None:
+        history.guarded[version] = max(str(record["time"]), history.guarded.get(version, ""))

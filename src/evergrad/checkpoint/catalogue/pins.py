@@ -22,13 +22,14 @@ from evergrad.checkpoint.job import now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError, nearest
 
-__all__ = ["SCHEMA_VERSION", "Pins", "resolve"]
+__all__ = ["SCHEMA_VERSION", "Pins", "keep_guarded", "resolve"]
 
 _log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _LATEST = "latest"
 _MAX_TAG_BYTES = 4096
+_GUARDED, _GUARDED_BEFORE = "guarded", "guarded-before"
 
 
 class Pins:
@@ -108,6 +109,20 @@ class Pins:
                 storage.fsync_folder(path.parent)
         except OSError as error:
             raise FileAccessError(path, f"cannot be removed: {(error.strerror or str(error)).lower()}") from error
+
+
+def keep_guarded(pins: Pins, version: Version, whole: Iterable[Version]) -> None:
+    """Let retention spare the newest version that a guard vouches for, and the newest of those that is `whole`.
+
+    A disk that is full costs that, and a warning.
+    """
+    try:
+        before = pins.tags().get(_GUARDED)
+        if before is not None and before != version and before in set(whole):
+            pins.tag(before, _GUARDED_BEFORE)
+        pins.tag(version, _GUARDED)
+    except FileAccessError as error:
+        _log.warning("%s may be retired before the next version that a guard vouches for: %s", version.name, error)
 
 
 def resolve(text: str, known: Iterable[Version], tags: dict[str, Version], usable: Iterable[Version]) -> Version:

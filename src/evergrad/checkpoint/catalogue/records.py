@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,13 @@ class CatalogueEntry:
     tags: tuple[str, ...] = ()
     nodes: Mapping[int, str] = field(default_factory=dict)
     """The node that each rank was on, as far as was noted."""
+    guarded_at: str = ""
+    """When a guard found all ranks' states alike as it was saved; empty if none did. `verified` is about its files."""
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a guard found the state that it was saved of sound."""
+        return bool(self.guarded_at)
 
     @property
     def retired(self) -> bool:
@@ -82,6 +89,8 @@ class CatalogueEntry:
             "meta": dict(self.meta),
             "verified": self.verified,
             "verified_at": self.verified_at,
+            "guarded": self.guarded,
+            "guarded_at": self.guarded_at,
             "pinned": self.pinned,
             "tags": list(self.tags),
         }
@@ -119,6 +128,11 @@ class Catalogue:
         if self.home.run_dir is not None:
             self._journal.note_verified(version, tier, ok=ok, why=why, writer=writer)
 
+    def note_guarded(self, version: Version, *, writer: str = "guard") -> None:
+        """The state that a version was saved of was alike on all ranks. With a URL there is no place to note that."""
+        if self.home.run_dir is not None:
+            self._journal.note_guarded(version, writer=writer)
+
     def look(self) -> Survey:
         """What the tiers hold now."""
         return survey(self.home)
@@ -139,9 +153,10 @@ class Catalogue:
             origin = last.get(version.attempt) or self.origin(version.attempt, notes)
             last[version.attempt] = version.name
             verdicts = tuple(history.verdicts.get(version, {}).values())
-            entries.append(
-                _entry(self.home.job, version, notes, seen, origin, verdicts, version in pinned, tags.get(version, []))
+            entry = _entry(
+                self.home.job, version, notes, seen, origin, verdicts, version in pinned, tags.get(version, [])
             )
+            entries.append(replace(entry, guarded_at=history.guarded.get(version, "")))
         return entries[::-1]
 
     def resolve(self, text: str, entries: Sequence[CatalogueEntry] | None = None) -> CatalogueEntry:

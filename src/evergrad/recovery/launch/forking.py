@@ -15,7 +15,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,8 @@ __all__ = ["Forked", "fork", "preload"]
 
 _PRELOADED = ("torch", "torch._dynamo", "torch.utils.data", "torch.nn.parallel", "evergrad.recovery.joining")
 _PR_SET_PDEATHSIG = 1
+_kept: list[dict[str, Any]] = []
+"""What a script has left: freed with the process, not before, as gloo's threads may wait for the interpreter then."""
 
 
 class Forked:
@@ -48,8 +50,8 @@ def preload() -> None:
             importlib.import_module(name)
 
 
-def fork(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Forked, int, int]:
-    """Run a Python command (`python -u [-m] script arguments`) in a fork; it, and where its output is read."""
+def fork(command: Sequence[str], environment: Mapping[str, str], kept: Collection[int] = ()) -> tuple[Forked, int, int]:
+    """Run a Python command (`python -u [-m] script arguments`) in a fork that keeps these descriptors."""
     assert threading.active_count() == 1, "a fork of a process with threads may wait for a lock for ever"
     launcher = os.getpid()
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
@@ -59,7 +61,7 @@ def fork(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Forked
     if pid == 0:
         code = 70
         try:
-            _detach(launcher, out_end, err_end, environment)
+            _detach(launcher, out_end, err_end, environment, kept)
             code = _run(list(command))
         finally:
             os._exit(code)
@@ -68,7 +70,7 @@ def fork(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Forked
     return Forked(pid), out, err
 
 
-def _detach(launcher: int, out: int, err: int, environment: Mapping[str, str]) -> None:
+def _detach(launcher: int, out: int, err: int, environment: Mapping[str, str], kept: Collection[int]) -> None:
     """Be a process like any other that was started: own group, own output, default signals, own chance."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -81,7 +83,11 @@ def _detach(launcher: int, out: int, err: int, environment: Mapping[str, str]) -
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    os.closerange(3, 1 << 16)
+    first = 3
+    for fd in sorted(kept):
+        os.closerange(first, fd)
+        first = fd + 1
+    os.closerange(first, 1 << 16)
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(0, closefd=False),
         os.fdopen(1, "w", 1, closefd=False, errors="backslashreplace"),
@@ -103,11 +109,11 @@ def _run(command: list[str]) -> int:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             sys.path.insert(0, "")
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            _kept.append(runpy.run_module(arguments[1], run_name="__main__", alter_sys=True))
         else:
             sys.argv = arguments
             sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-            runpy.run_path(arguments[0], run_name="__main__")
+            _kept.append(runpy.run_path(arguments[0], run_name="__main__"))
         code = 0
     except SystemExit as error:
         code = _code_of(error)

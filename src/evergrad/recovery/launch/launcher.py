@@ -3,6 +3,9 @@
 The launcher has no part in training. It decides nothing either: the coordinator does, in this process, from what
 ranks report through the store. What is the launcher's alone is to know at once who died, to start who is missing, and
 to leave nothing behind.
+
+On several machines each has a launcher. All of this is that of the first one, the head; the others do as they are told
+(`outpost`), and `nodes` is what the head sees of them.
 """
 
 from __future__ import annotations
@@ -17,24 +20,33 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.errors import EvergradError, UsageError
-from evergrad.recovery.forking import preload
+from evergrad.recovery.launch.announcing import Announcer
+from evergrad.recovery.launch.crowd import Crowd, Everyone
+from evergrad.recovery.launch.forking import preload
+from evergrad.recovery.launch.hosts import LOOPBACK, Head, listening
+from evergrad.recovery.launch.household import Household
+from evergrad.recovery.launch.lookout import Lookout
+from evergrad.recovery.launch.outpost import attend
+from evergrad.recovery.launch.placing import Places
+from evergrad.recovery.launch.processes import Children, Exit, Happenings
+from evergrad.recovery.launch.settings import LaunchSettings, Place
+from evergrad.recovery.launch.status import Relay, Status, counted
+from evergrad.recovery.launch.summary import Summary, make_folder, merge_timelines, write_record
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.processes import Children, Exit
-from evergrad.recovery.settings import LaunchSettings, Place, environment_of
-from evergrad.recovery.status import Relay, Status, counted
-from evergrad.recovery.summary import Summary, make_folder, write_record
+from evergrad.recovery.sealing import Secret
 from evergrad.timeline import Recorder
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore
-
     from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
+    from evergrad.recovery.launch.nodes import Nodes
+    from evergrad.recovery.launch.reception import Reception
+    from evergrad.recovery.stores import Sealed
 
 __all__ = ["launch"]
 
@@ -46,10 +58,12 @@ _LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
-    """Run a job to its end; only in the main thread, where signals arrive.
+    """Run a job to its end, or one node of it; only in the main thread, where signals arrive.
 
     With `as_json` stdout stays empty, for the summary: what processes print goes to stderr.
     """
+    if settings.node_rank:
+        return attend(settings, as_json=as_json)
     children = Children()
     run = make_folder(settings)
     with Recorder(run / "timeline.jsonl", "launcher") as recorder, closing(_Launch(settings, run, recorder)) as job:
@@ -64,19 +78,26 @@ class _Launch:
 
     _children: Children
     _relay: Relay
+    _household: Household
+    _crowd: Crowd
+    _announcer: Announcer
+    _lookout: Lookout
 
     def __init__(self, settings: LaunchSettings, run: Path, recorder: Recorder) -> None:
         self._settings, self._run, self._recorder = settings, run, recorder
+        self._is_spread = settings.node_rank is not None
         self._begun_s, self._begun_mono = time.time(), time.monotonic()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._listener, self._host = listening(settings.host, settings.names) if self._is_spread else _here_only()
         self._port: int = self._listener.getsockname()[1]
-        self._places: list[Place] = settings.places()
-        self._lock = threading.Lock()
-        """Over the places: uids are given to spares here, and to those that the coordinator asks for in its thread."""
+        self._places = Places(settings.places())
         self._wishes: deque[Callable[[], None]] = deque()
         self._opening = threading.Thread(target=self._open, name="evergrad-store", daemon=True)
-        self._store: PrefixStore | None = None
+        self._store: Sealed | None = None
         """The server, as the coordinator and the ranks see it."""
+        self._secret = Secret.make(run / "secret")
+        self._nodes: Nodes | None = None
+        """The others, if there are any, once they can come."""
+        self._reception: Reception | None = None
         self._coordinator: Coordinator | None = None
         self._gone_early: list[Exit] = []
         self._outcome: Outcome | None = None
@@ -85,14 +106,29 @@ class _Launch:
         self._due: list[tuple[float, int]] = []
         """Signals that are sent to whoever lives then."""
         self._forsaken_s: float | None = None
-        self._inexact = ""
-        self._deaths: dict[int, str] = {}
-        self._died_at: dict[int, tuple[int, int]] = {}
-        """By device: the step at which processes there died, and how often."""
+        self._replaced: set[int] = set()
+        self._died_at: dict[tuple[int, int], tuple[int, int]] = {}
+        """By node and device: the step at which processes there died, and how often."""
 
     def stay(self, children: Children, relay: Relay) -> Summary:
         """Start everyone, and see them off."""
         self._children, self._relay = children, relay
+        settings, recorder = self._settings, self._recorder
+        self._household = Household(
+            settings,
+            children,
+            relay,
+            recorder,
+            run=self._run,
+            host=self._host,
+            port=self._port,
+            begun_mono=self._begun_mono,
+        )
+        self._crowd = Everyone(self._household, lambda: self._nodes, 0) if self._is_spread else self._household
+        self._announcer = Announcer(recorder, relay, self._places.label_of, settings.strategy)
+        self._lookout = Lookout(
+            settings, self._crowd, relay, recorder, label_of=self._places.label_of, forsake=self._respawn_if_wanted
+        )
         command = shlex.join([os.path.basename(sys.executable), *self._settings.command[1:]])
         self._recorder.record("begin", command=command, settings=self._settings.to_json(), pid=os.getpid())
         num_ranks, num_spares = self._settings.num_ranks, self._settings.num_spares
@@ -101,21 +137,32 @@ class _Launch:
         relay.say(f"{who}, logs and timeline in {self._run}{threads}")
         if self._settings.fork:
             preload()
-        for place in list(self._places):
-            self._start(place, forked=self._settings.fork)
+        for place in self._places:
+            if not (self._is_spread and place.node):
+                self._start(place, forked=self._settings.fork)
         relay.begin()  # a thread: no forks any more
         self._opening.start()  # importing torch takes as long as it takes them, so all do it at the same time
-        while not self._is_over():
-            happened = children.wait(self._patience())
-            for number in happened.signals:
-                self._heed(number)
-            for gone in happened.exits:
+        with closing(self._household):
+            while not self._is_over():
+                self._live(self._household.wait(self._patience()))
+            return self._end()
+
+    def _live(self, happened: Happenings) -> None:
+        """See to what has happened."""
+        for number in happened.signals:
+            self._heed(number)
+        for gone in happened.exits:
+            self._miss(gone)
+            self._household.bury(gone)
+        while self._wishes:
+            self._wishes.popleft()()
+        if self._reception is not None:
+            is_open = self._asked is None and self._outcome is None
+            for gone in self._reception.hear(is_open=is_open):
                 self._miss(gone)
-            while self._wishes:
-                self._wishes.popleft()()
-            self._look_for_outcome()
-            self._press()
-        return self._end()
+        self._lookout.look(self._coordinator)
+        self._look_for_outcome()
+        self._press()
 
     def status(self) -> Status:
         """How the job stands; from any thread."""
@@ -137,10 +184,13 @@ class _Launch:
             self._opening.join()
         while self._wishes:  # it may have opened just now
             self._wishes.popleft()()
+        if self._nodes is not None:
+            self._nodes.close()
         if self._coordinator is not None:
             self._coordinator.close()
-        self._coordinator = self._store = None
+        self._coordinator = self._store = self._nodes = self._reception = None
         self._listener.close()
+        (self._run / "secret").unlink(missing_ok=True)
 
     def _open(self) -> None:
         """Host the store and let the coordinator begin; in a thread of its own, while processes start."""
@@ -149,27 +199,61 @@ class _Launch:
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
             from evergrad.recovery.coordinator import Coordinator
+            from evergrad.recovery.stores import PREFIX, Sealed
 
             fd = self._listener.detach()  # clients that have connected meanwhile wait there
-            store = TCPStore("127.0.0.1", self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
+            store = TCPStore(LOOPBACK, self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
             coordinator = Coordinator(
-                "127.0.0.1",
+                LOOPBACK,
                 self._port,
                 num_ranks=self._settings.num_ranks,
                 strategy=self._settings.strategy,
                 min_ranks=self._settings.min_ranks,
+                max_ranks=self._settings.max_ranks,
+                secret=self._secret,
                 max_restarts=self._settings.max_restarts,
                 tell=self._tell,
                 spawn=self._spawn,
             )
             coordinator.begin([place.uid for place in self._settings.places()])
+            sealed = Sealed(PrefixStore(PREFIX, store), self._secret)
+            nodes = self._open_nodes(sealed) if self._is_spread else None
         except BaseException as error:
             self._wish(partial(_raise, error))
         else:
-            self._wish(partial(self._opened, PrefixStore("evergrad", store), coordinator))
+            self._wish(partial(self._opened, sealed, coordinator, nodes))
 
-    def _opened(self, store: PrefixStore, coordinator: Coordinator) -> None:
-        self._store, self._coordinator = store, coordinator
+    def _open_nodes(self, store: Sealed) -> Nodes:
+        """Let the launchers of other nodes come."""
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        from evergrad.recovery.launch.nodes import Nodes
+        from evergrad.recovery.stores import PREFIX, Sealed
+
+        ear = TCPStore(LOOPBACK, self._port, None, False, timedelta(seconds=60), False)
+        nodes = Nodes(self._settings, store, Sealed(PrefixStore(PREFIX, ear), self._secret), self._children.poke)
+        nodes.listen()
+        machine, settings = socket.gethostname(), self._settings.to_json()
+        Head(self._host, self._port, machine, os.getpid(), settings).write(self._run)
+        return nodes
+
+    def _opened(self, store: Sealed, coordinator: Coordinator, nodes: Nodes | None) -> None:
+        self._store, self._coordinator, self._nodes = store, coordinator, nodes
+        if nodes is not None:
+            from evergrad.recovery.launch.reception import Reception
+
+            self._reception = Reception(
+                self._settings,
+                nodes,
+                self._places,
+                store,
+                coordinator,
+                crowd=self._crowd,
+                relay=self._relay,
+                recorder=self._recorder,
+                announcer=self._announcer,
+                begun_mono=self._begun_mono,
+            )
         gone, self._gone_early = self._gone_early, []
         for one in gone:
             self._tell_gone(one)
@@ -180,25 +264,7 @@ class _Launch:
 
     def _tell(self, event: str, /, **fields: Any) -> None:
         """The coordinator's events: to the timeline, and what people should know to them."""
-        self._recorder.record(event, **fields)
-        if event == "death":
-            who = self._places[fields["uid"]].label if fields["rank"] is None else f"rank {fields['rank']}"
-            self._deaths[fields["uid"]] = f"{who} died ({fields['how']})"
-        elif event == "plan" and fields["dead"]:
-            deaths = ", ".join(self._deaths.get(uid, f"process {uid} died") for uid in fields["dead"])
-            joined = "".join(f", {self._places[uid].label} joins" for uid in fields["joiners"])
-            how = "from the newest checkpoint" if fields["restart"] else self._settings.strategy
-            goes_on = (
-                f"generation {fields['generation']} goes on with {counted(len(fields['members']), 'rank')} ({how})"
-            )
-            self._relay.say(f"{deaths}{joined}: {goes_on}")
-        elif event == "plan" and fields["joiners"]:
-            joined = ", ".join(f"{self._places[uid].label} joins" for uid in fields["joiners"])
-            ranks = counted(len(fields["members"]), "rank")
-            self._relay.say(f"{joined}: generation {fields['generation']} goes on with {ranks}")
-        if event == "plan" and not fields["exact"] and not self._inexact:
-            ranks = counted(len(fields["members"]), "rank")
-            self._inexact = f"generation {fields['generation']} went on with {ranks}, by {self._settings.strategy}"
+        self._announcer.tell(event, **fields)
         self._children.poke()
 
     def _spawn(self, request: SpawnRequest) -> int:
@@ -206,26 +272,14 @@ class _Launch:
 
         The kernel ties a process to the thread that started it, and that must be one that stays.
         """
-        with self._lock:
-            before = self._places[request.rank if request.replaces is None else request.replaces]
-            place = Place(len(self._places), before.node, before.device, request.rank)
-            self._places.append(place)
+        before = self._places[request.rank if request.replaces is None else request.replaces]
+        living = [child.uid for child in self._crowd.living]
+        place = self._places.add(*self._places.instead_of(before, self._is_here, living), request.rank)
         self._wish(partial(self._start_late, place, request.generation))
         return place.uid
 
     def _start(self, place: Place, *, forked: bool = False, generation: int | None = None) -> None:
-        nodes = [one.node for one in self._places]
-        environment = environment_of(
-            place, self._settings, nodes=nodes, port=self._port, run=self._run, inherited=os.environ
-        )
-        if generation is not None:
-            environment["EVERGRAD_GENERATION"] = str(generation)
-        try:
-            child = self._children.start(place.uid, place.label, self._settings.command, environment, forked=forked)
-        except OSError as error:
-            raise UsageError(f"{place.label} cannot be started: {error.strerror}") from None
-        self._relay.add(child)
-        self._recorder.record("start", uid=place.uid, label=place.label, pid=child.pid, node=f"n{place.node}")
+        self._crowd.start(place, generation, self._places.nodes, forked=forked)
 
     def _start_late(self, place: Place, generation: int | None = None) -> None:
         if self._asked is not None or self._outcome is not None:
@@ -238,55 +292,72 @@ class _Launch:
                 self._coordinator.exited(place.uid, 1)
 
     def _miss(self, gone: Exit) -> None:
-        """Somebody has left: the coordinator first, everything else can wait."""
+        """Somebody is gone: the coordinator first, everything else can wait."""
         if self._asked is None:
             if self._coordinator is not None:
                 self._tell_gone(gone)
             else:
                 self._gone_early.append(gone)
-        self._recorder.record("exit", uid=gone.child.uid, label=gone.child.label, code=gone.code)
 
     def _tell_gone(self, gone: Exit) -> None:
         assert self._coordinator is not None
-        self._coordinator.exited(gone.child.uid, gone.code)
-        if self._settings.respawn and gone.code != 0 and self._coordinator.outcome is None:
-            self._respawn(self._places[gone.child.uid])
+        uid = gone.child.uid
+        self._coordinator.exited(uid, gone.code)
+        if gone.code != 0 or self._coordinator.has_left(uid):
+            self._respawn_if_wanted(uid)
+
+    def _respawn_if_wanted(self, uid: int) -> None:
+        is_new = uid not in self._replaced  # one that was lost may end later
+        self._replaced.add(uid)
+        if (
+            is_new
+            and self._asked is None
+            and self._settings.respawn
+            and self._coordinator is not None
+            and self._coordinator.outcome is None
+        ):
+            self._respawn(self._places[uid])
 
     def _respawn(self, before: Place) -> None:
-        """A new spare for one that died; not for one that never joined, or for who dies at the same step again."""
+        """A new spare for one that is gone; not for one that never joined, or for who dies at the same step again."""
         assert self._coordinator is not None
         assert self._store is not None
-        if not self._store.check([Keys.joined(before.uid)]):
+        if not self._store.has(Keys.joined(before.uid)):
             self._relay.say(f"{before.label} is not started again: it ended before it joined the job")
             return
         step, times = self._coordinator.step, 1
-        if self._died_at.get(before.device, (-1, 0))[0] == step:
-            times += self._died_at[before.device][1]
-        self._died_at[before.device] = step, times
+        where = before.node, before.device
+        if self._died_at.get(where, (-1, 0))[0] == step:
+            times += self._died_at[where][1]
+        self._died_at[where] = step, times
         if times >= _DEATHS_IN_PLACE:
             self._relay.say(f"{before.label} is not started again: {times} died in its place at step {step}")
             return
-        with self._lock:
-            place = replace(before, uid=len(self._places), rank=None)
-            self._places.append(place)
+        if not self._is_here(before.node):  # it may come back, and bring its own
+            return
+        place = self._places.add(before.node, before.device)
         self._coordinator.started(place.uid)
         self._start_late(place)
+
+    def _is_here(self, node: int) -> bool:
+        """Whether processes can be started on a node."""
+        return not self._is_spread or node == 0 or (self._nodes is not None and self._nodes.is_here(node))
 
     def _heed(self, number: int) -> None:
         """A signal that we were sent is meant for everyone."""
         name, now = signal.Signals(number).name, time.monotonic()
         self._recorder.record("signal", signal=name)
         if number not in _LEAVING:
-            self._children.send(number)
+            self._crowd.send(number)
         elif self._asked is None:
             self._asked = number, now
             self._due = [(now + self._settings.grace_s, signal.SIGKILL)]
-            self._children.send(number)
-            count = counted(len(self._children.living), "process", "processes")
+            self._crowd.send(number)
+            count = counted(len(self._crowd.living), "process", "processes")
             grace = f"{self._settings.grace_s:g} s"
             self._relay.say(f"{name}: passed on to {count}; those that still run in {grace} are killed")
         elif now - self._asked[1] >= _SAME_NOTICE_S:  # not the same notice by another way: somebody insists
-            self._children.send(signal.SIGKILL)
+            self._crowd.send(signal.SIGKILL)
 
     def _look_for_outcome(self) -> None:
         """Once the job has ended, whoever is left shall leave too."""
@@ -295,13 +366,13 @@ class _Launch:
         self._outcome = self._coordinator.outcome
         now, grace_s = time.monotonic(), self._settings.grace_s
         if self._outcome is None:
-            living = bool(self._children.living)
+            living = bool(self._crowd.living)
             self._forsaken_s = None if living else self._forsaken_s or now
             if self._forsaken_s is not None and now - self._forsaken_s > _DECIDES_WITHIN_S:
                 raise RuntimeError("every process has ended, and the coordinator does not say how the job did")
         elif self._outcome.kind == "finished":  # spares were told, and leave by themselves, but who is not yet there
-            late = {child.uid for child in self._children.living if not self._find(Keys.joined(child.uid))}
-            self._children.send(signal.SIGTERM, late)
+            late = {child.uid for child in self._crowd.living if not self._find(Keys.joined(child.uid))}
+            self._crowd.send(signal.SIGTERM, late)
             self._due = [(now + grace_s, signal.SIGTERM), (now + 2 * grace_s, signal.SIGKILL)]
         else:
             self._due = [(now, signal.SIGTERM), (now + grace_s, signal.SIGKILL)]
@@ -309,16 +380,16 @@ class _Launch:
     def _press(self) -> None:
         while self._due and self._due[0][0] <= time.monotonic():
             _, number = self._due.pop(0)
-            for child in self._children.living:
+            for child in self._crowd.living:
                 self._recorder.record("stop", uid=child.uid, label=child.label, signal=signal.Signals(number).name)
-            self._children.send(number)
+            self._crowd.send(number)
 
     def _patience(self) -> float:
-        return min([_LOOK_S, *(at - time.monotonic() for at, _ in self._due)])
+        return min([_LOOK_S, self._settings.patience.beat_s, *(at - time.monotonic() for at, _ in self._due)])
 
     def _find(self, key: str) -> str:
         store = self._store
-        return store.get(key).decode() if store is not None and store.check([key]) else ""
+        return (store.find(key) or "") if store is not None else ""
 
     def _never(self) -> tuple[str, ...]:
         """Failures that were scheduled and of which nobody has claimed the first time."""
@@ -329,7 +400,7 @@ class _Launch:
         )
 
     def _is_over(self) -> bool:
-        return (self._outcome is not None or self._asked is not None) and not self._children.living
+        return (self._outcome is not None or self._asked is not None) and not self._crowd.living
 
     def _end(self) -> Summary:
         status, outcome = self.status(), self._outcome
@@ -348,7 +419,7 @@ class _Launch:
             generations=status.generation + 1,
             seconds=time.monotonic() - self._begun_mono,
             run=self._run,
-            inexact=self._find(Keys.inexact) or self._inexact,
+            inexact=self._find(Keys.inexact) or self._announcer.inexact,
             never=self._never(),
         )
         for text in summary.never if kind == "finished" else ():
@@ -358,8 +429,15 @@ class _Launch:
             write_record(self._run, self._settings, self._begun_s, summary)
         except EvergradError as error:  # the job is over all the same
             self._relay.say(str(error))
+        if self._nodes is not None:
+            self._nodes.end(summary.to_json(), self._settings.grace_s)
+            merge_timelines(self._run)
         self._recorder.record("end", outcome=kind, exit_code=code, message=message, steps=summary.steps)
         return summary
+
+
+def _here_only() -> tuple[socket.socket, str]:
+    return socket.create_server((LOOPBACK, 0), backlog=1024), LOOPBACK
 
 
 def _raise(error: BaseException) -> None:

@@ -3,6 +3,10 @@
 RUN/run.json         what was launched, and how it ended
 RUN/timeline.jsonl   every event, of all processes
 RUN/logs/<uid>.log   what each process printed
+
+On several machines all of them write here. Lines that two machines append to one file of a network file system can
+overwrite each other, so each node but the head has its own, RUN/timeline-<node>.jsonl, until the job ends: then the
+head appends them to the one, and removes them. Where the head died they stay as they are.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ from pathlib import Path
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.records import Json
-from evergrad.recovery.settings import LaunchSettings
-from evergrad.recovery.status import counted
+from evergrad.recovery.launch.settings import LaunchSettings
+from evergrad.recovery.launch.status import counted
 
-__all__ = ["Summary", "make_folder", "write_record"]
+__all__ = ["Summary", "make_folder", "merge_timelines", "write_record"]
 
 _SCHEMA_VERSION = 1
 
@@ -30,7 +34,7 @@ class Summary:
     """How a job ended."""
 
     outcome: str
-    """`finished`, `failed`, `fatal`, `too-few` or `interrupted`."""
+    """`finished`, `failed`, `fatal`, `too-few`, `left`, `interrupted`; of a node that lost the head, `cut-off`."""
     exit_code: int
     """What the launcher ends with."""
     message: str
@@ -84,14 +88,29 @@ def make_folder(settings: LaunchSettings) -> Path:
         if run is not None:
             run.mkdir(parents=True, exist_ok=True)
             if any(run.iterdir()):
-                raise UsageError(f"--out {run}: expected a new or an empty folder, found something in it")
+                raise UsageError(f"--out {run}: expected a new or an empty folder, found {_found_in(run)}")
         else:
             name = f"{Path(settings.script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
             run = _make_new(Path("runs"), name)
-        (run / "logs").mkdir()
+        try:
+            (run / "logs").mkdir()
+        except FileExistsError:  # another launcher was quicker by a moment
+            raise UsageError(f"--out {run}: expected a new or an empty folder, found {_found_in(run)}") from None
     except OSError as error:
         raise FileAccessError(error.filename or str(run), f"no folder for the run: {error.strerror}") from None
     return run.absolute()
+
+
+def merge_timelines(run: Path) -> None:
+    """Append what other nodes have recorded to the one timeline; those that cannot be read stay."""
+    for path in sorted(run.glob("timeline-*.jsonl")):
+        with suppress(OSError):
+            lines = path.read_bytes()
+            whole = lines[: lines.rfind(b"\n") + 1]
+            with open(run / "timeline.jsonl", "ab", buffering=0) as timeline:
+                while whole:
+                    whole = whole[timeline.write(whole) :]
+            path.unlink()
 
 
 def write_record(run: Path, settings: LaunchSettings, started_s: float, summary: Summary | None = None) -> None:
@@ -110,6 +129,18 @@ def write_record(run: Path, settings: LaunchSettings, started_s: float, summary:
         record |= {"ended": time.time(), "summary": summary.to_json()}
     with replacing(run / "run.json") as path:
         path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _found_in(run: Path) -> str:
+    """What is in a folder that should be empty."""
+    from evergrad.recovery.launch.hosts import Head
+
+    head = None
+    with suppress(FileAccessError):
+        head = Head.read(run)
+    if head is None:
+        return "something in it"
+    return f"the head of a job in it: process {head.pid} on {head.machine}. Is there a second node 0?"
 
 
 def _make_new(parent: Path, name: str) -> Path:

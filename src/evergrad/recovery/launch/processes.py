@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from evergrad.errors import UsageError
-from evergrad.recovery.forking import Forked, fork
+from evergrad.recovery.launch.forking import Forked, fork
 
 __all__ = ["PASSED_ON", "Child", "Children", "Exit", "Happenings"]
 
@@ -99,14 +99,24 @@ class Children:
         return [self._living[uid][0] for uid in sorted(self._living)]
 
     def start(
-        self, uid: int, label: str, command: Sequence[str], environment: Mapping[str, str], *, forked: bool = False
+        self,
+        uid: int,
+        label: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        forked: bool = False,
+        inherited: Collection[int] = (),
     ) -> Child:
-        """Start one more process, from nothing or as a fork of this one; its output waits in pipes."""
+        """Start one more process, from nothing or as a fork of this one, with these descriptors of ours.
+
+        Its output waits in pipes.
+        """
         process: subprocess.Popen[bytes] | Forked
         if forked:
-            process, *ends = fork(command, environment)
+            process, *ends = fork(command, environment, inherited)
         else:
-            process, *ends = _open(command, environment)
+            process, *ends = _open(command, environment, inherited)
         child = Child(uid, label, process.pid, *ends)
         self._living[uid] = child, process
         self._groups.add(process.pid)
@@ -197,7 +207,9 @@ class Children:
                 os.waitpid(seen.si_pid, os.WNOHANG)
 
 
-def _open(command: Sequence[str], environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int, int]:
+def _open(
+    command: Sequence[str], environment: Mapping[str, str], inherited: Collection[int]
+) -> tuple[subprocess.Popen[bytes], int, int]:
     guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
     process = subprocess.Popen(
         guarded,
@@ -207,6 +219,7 @@ def _open(command: Sequence[str], environment: Mapping[str, str]) -> tuple[subpr
         stderr=subprocess.PIPE,
         bufsize=0,
         process_group=0,
+        pass_fds=tuple(inherited),
     )
     assert process.stdout is not None
     assert process.stderr is not None

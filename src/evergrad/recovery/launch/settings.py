@@ -4,8 +4,9 @@ A process learns its place from its environment. The names of torchrun (`RANK`, 
 plain `torch.distributed` script run as it is: with `TORCHELASTIC_USE_AGENT_STORE` its `init_process_group` becomes a
 client of the launcher's store. The names of ours are read by `eg.join`.
 
-Nodes are simulated: all processes share this machine and its devices. So `LOCAL_RANK` counts them on the machine, not
-on the node: two ranks must not choose the same GPU because their nodes are called differently.
+Nodes are simulated, unless one launcher runs on each (`node_rank`): all processes share this machine and its devices.
+So `LOCAL_RANK` counts them on the machine, not on the node: two ranks must not choose the same GPU because their nodes
+are called differently.
 """
 
 from __future__ import annotations
@@ -13,18 +14,37 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evergrad.errors import UsageError, nearest
 from evergrad.records import Json
-from evergrad.recovery.failures import Failures
+from evergrad.recovery.failures.schedule import Failures
+from evergrad.recovery.launch.hosts import LOOPBACK, numbered
 from evergrad.recovery.strategies import STRATEGIES, Strategy
+from evergrad.recovery.vigil import Patience
 
-__all__ = ["AFTER_LOSS", "LaunchSettings", "Place", "checked_strategy", "environment_of"]
+__all__ = ["AFTER_LOSS", "OPTION_OF", "LaunchSettings", "Place", "checked_strategy", "environment_of"]
 
 AFTER_LOSS = ("shrink", "constant", "scale_lr")
+OPTION_OF = {
+    "script": "the script",
+    "arguments": "the script's arguments",
+    "is_module": "-m",
+    "num_ranks": "-n",
+    "num_nodes": "--nodes",
+    "is_spread": "--node",
+    "num_spares": "--spares",
+    "silent_s": "--silent",
+    "late_s": "--late",
+    "hung_s": "--hung",
+    "replaces_stragglers": "--replace-stragglers",
+    "failures": "--fail",
+    "grace_s": "--grace",
+}
+"""What a setting is called on the command line; the others by their own name."""
 
 # Set by another launcher around this one, they would mislead.
 _NOT_INHERITED = (
@@ -34,6 +54,8 @@ _NOT_INHERITED = (
     "EVERGRAD_SPARE",
     "EVERGRAD_FAILURES",
     "EVERGRAD_AFTER_LOSS",
+    "EVERGRAD_SPREAD",
+    "EVERGRAD_LAUNCHER",
 )
 
 
@@ -51,6 +73,14 @@ class LaunchSettings:
     strategy: Strategy = "rollback"
     min_ranks: int = 1
     max_restarts: int = 3
+    max_ranks: int | None = None
+    """How many ranks there may be, if spares wait; None: as many as the job begins with."""
+    patience: Patience = field(default_factory=Patience)
+    """When a process that lives is taken for dead."""
+    keep_stopped: bool = False
+    """Whether a process that was taken for dead is left alone, rather than killed: to look at it with a debugger."""
+    transport: str | None = None
+    """How ranks exchange tensors: gloo, or nccl, which is experimental; None leaves it to the environment."""
     respawn: bool = False
     """Whether a new spare is started for each process that died."""
     failures: Failures = field(default_factory=Failures)
@@ -64,6 +94,14 @@ class LaunchSettings:
     """How long processes have to leave when they are asked to."""
     fork: bool = False
     """Whether ranks and spares begin as forks of the launcher, which has imported torch."""
+    node_rank: int | None = None
+    """Which of several nodes this launcher is on; None: there is one launcher, and nodes are simulated."""
+    node_names: tuple[str, ...] = ()
+    """What the nodes are called, if not n0, n1 …"""
+    host: str | None = None
+    """The address by which other nodes reach this one, if it is the head; None: found out."""
+    wait_s: float = 60.0
+    """How long to wait for the head, and the head for the other nodes."""
 
     def __post_init__(self) -> None:
         _check_script(self.script, self.is_module)
@@ -76,14 +114,34 @@ class LaunchSettings:
             raise UsageError(f"--nodes: expected at most as many as ranks ({self.num_ranks}), found {self.num_nodes}")
         if self.min_ranks > self.num_ranks:
             raise UsageError(f"--min-ranks: expected at most all ranks ({self.num_ranks}), found {self.min_ranks}")
+        if self.max_ranks is not None and self.max_ranks < self.num_ranks:
+            raise UsageError(f"--max-ranks: expected at least all ranks ({self.num_ranks}), found {self.max_ranks}")
         checked_strategy(self.strategy)
+        if self.transport is not None:
+            _check_choice("--transport", self.transport, ("gloo", "nccl"))
         if self.after_loss is not None:
             _check_choice("--after-loss", self.after_loss, AFTER_LOSS)
         if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
             raise UsageError(f"--grace: expected a number of seconds, 0 or more, found {self.grace_s!r}")
         if self.seed is not None:
             _check_count("--seed", self.seed, 0, "the seed of random failures")
-        self.failures.check(ranks=self.num_ranks, nodes=[f"n{index}" for index in range(self.num_nodes)])
+        if self.node_rank is not None:
+            self._check_node(self.node_rank)
+        if not self.node_rank:  # what the nodes are called only the head knows, and all have its failures
+            self.failures.check(ranks=self.num_ranks, nodes=self.names)
+
+    def _check_node(self, rank: int) -> None:
+        if not 0 <= rank < self.num_nodes:
+            raise UsageError(f"--node-rank: expected 0 to {self.num_nodes - 1}, the nodes there are, found {rank}")
+        if self.out is None:
+            raise UsageError("--node: expected --out DIR, a folder that all nodes share, found none")
+        if not (math.isfinite(self.wait_s) and self.wait_s > 0):
+            raise UsageError(f"--wait: expected a number of seconds above 0, found {self.wait_s!r}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each node is called."""
+        return self.node_names or numbered(self.num_nodes)
 
     @property
     def command(self) -> list[str]:
@@ -104,12 +162,14 @@ class LaunchSettings:
 
     def places(self) -> list[Place]:
         """Where each process starts, by uid: ranks on nodes in blocks, then spares, one node after the other."""
-        ranks = [Place(uid, uid * self.num_nodes // self.num_ranks, uid, uid) for uid in range(self.num_ranks)]
-        spares = [
-            Place(self.num_ranks + index, index % self.num_nodes, self.num_ranks + index)
-            for index in range(self.num_spares)
-        ]
-        return ranks + spares
+        ranks = [(uid * self.num_nodes // self.num_ranks, uid) for uid in range(self.num_ranks)]
+        spares = [(index % self.num_nodes, None) for index in range(self.num_spares)]
+        places: list[Place] = []
+        on_node: Counter[int] = Counter()
+        for uid, (node, rank) in enumerate([*ranks, *spares]):
+            places.append(Place(uid, node, uid if self.node_rank is None else on_node[node], rank))
+            on_node[node] += 1
+        return places
 
     def to_json(self) -> dict[str, Json]:
         """As `run.json` keeps them."""
@@ -119,10 +179,20 @@ class LaunchSettings:
             "is_module": self.is_module,
             "num_ranks": self.num_ranks,
             "num_nodes": self.num_nodes,
+            "node_names": list(self.names),
+            "is_spread": self.node_rank is not None,
             "num_spares": self.num_spares,
             "strategy": self.strategy,
             "min_ranks": self.min_ranks,
             "max_restarts": self.max_restarts,
+            "max_ranks": self.max_ranks,
+            "silent_s": self.patience.silent_s,
+            "late_s": self.patience.late_s,
+            "hung_s": self.patience.hung_s,
+            "straggler": self.patience.straggler,
+            "replaces_stragglers": self.patience.replaces_stragglers,
+            "keep_stopped": self.keep_stopped,
+            "transport": self.transport,
             "respawn": self.respawn,
             "failures": [*self.schedule.texts],
             "after_loss": self.after_loss,
@@ -150,35 +220,48 @@ class Place:
 
 
 def environment_of(
-    place: Place, settings: LaunchSettings, *, nodes: list[int], port: int, run: Path, inherited: Mapping[str, str]
+    place: Place,
+    settings: LaunchSettings,
+    *,
+    nodes: Sequence[int],
+    host: str = LOOPBACK,
+    port: int,
+    run: Path,
+    inherited: Mapping[str, str],
 ) -> dict[str, str]:
     """The whole environment of one process; `nodes` is the node of every process so far, by uid."""
-    num_ranks = str(settings.num_ranks)
+    num_ranks, is_spread = str(settings.num_ranks), settings.node_rank is not None
+    here = [one for one in settings.places() if one.rank is not None and one.node == place.node]
     told = {
         "WORLD_SIZE": num_ranks,
         "LOCAL_RANK": str(place.device),
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(len(here)) if is_spread else num_ranks,
+        "GROUP_RANK": str(place.node) if is_spread else "0",
+        "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "EVERGRAD_STORE": f"127.0.0.1:{port}",
+        "EVERGRAD_STORE": f"{host}:{port}",
         "EVERGRAD_UID": str(place.uid),
         "EVERGRAD_RANKS": num_ranks,
         "EVERGRAD_STRATEGY": settings.strategy,
         "EVERGRAD_MIN_RANKS": str(settings.min_ranks),
         "EVERGRAD_RUN": str(run),
+        "EVERGRAD_MAX_RANKS": str(settings.max_ranks or settings.num_ranks),
+        "EVERGRAD_SECRET": str(run / "secret"),
+        "EVERGRAD_BEAT_S": str(settings.patience.beat_s),
         # Who has no spares to come need not hold what only its neighbour has.
-        "EVERGRAD_KEEPS": "1" if settings.num_spares or settings.respawn else "0",
-        "EVERGRAD_NODES": json.dumps([f"n{node}" for node in nodes]),
+        "EVERGRAD_KEEPS": "1" if settings.num_spares or settings.respawn or settings.max_ranks else "0",
+        "EVERGRAD_NODES": json.dumps([settings.names[node] for node in nodes]),
     }
     if place.rank is None:
         told["EVERGRAD_SPARE"] = "1"
     else:
         told["RANK"] = str(place.rank)
     if settings.num_nodes > 1:
-        told["EVERGRAD_NODE"] = f"n{place.node}"
+        told["EVERGRAD_NODE"] = settings.names[place.node]
+    if settings.transport is not None:
+        told["EVERGRAD_TRANSPORT"] = settings.transport
     if settings.after_loss is not None:
         told["EVERGRAD_AFTER_LOSS"] = settings.after_loss
     if settings.failures:

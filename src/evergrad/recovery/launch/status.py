@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from evergrad.recovery.processes import Child
+from evergrad.recovery.launch.processes import Child
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -85,7 +85,8 @@ class _Pipe:
 class Relay:
     """Passes on what processes print, from `begin` to `close`."""
 
-    def __init__(self, logs: Path, *, all_to_stderr: bool = False, status: Callable[[], Status]) -> None:
+    def __init__(self, logs: Path, *, all_to_stderr: bool = False, status: Callable[[], object]) -> None:
+        """`status` is shown as text, on a terminal: a `Status`, or whatever says how things stand."""
         self._logs, self._status = logs, status
         self._out = _Stream(sys.stderr if all_to_stderr else sys.stdout)
         self._error = _Stream(sys.stderr)
@@ -258,13 +259,19 @@ class _Stream:
             try:
                 data = data[os.write(self._fd, data) :]
             except BlockingIOError:  # whoever has started us wants it so
-                select.select([], [self._fd], [])
+                _await_writable(self._fd)
             except BrokenPipeError:
                 self._fd = None
             except OSError as error:
                 self._fd = None
                 return f"{self._name} cannot be written any more: {error.strerror}. The logs go on."
         return ""
+
+
+def _await_writable(fd: int) -> None:
+    poll = select.poll()  # not select: that knows no number beyond 1023
+    poll.register(fd, select.POLLOUT)
+    poll.poll()
 
 
 def counted(number: int, one: str, many: str = "") -> str:

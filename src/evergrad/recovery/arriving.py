@@ -1,0 +1,168 @@
+"""How a process comes to have the job's state: from another rank, from a checkpoint, or by beginning anew.
+
+a spare       waits to be called ──▶ gets the state of a rank that goes on, and what only the dead one had
+a rank        the newest checkpoint, if there is a checkpointer; else its script's beginning
+a restart     the newest checkpoint, in process; or as a new program where the script's loop cannot go back to it
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from evergrad.recovery.crew import Launched
+from evergrad.recovery.departure import Departure
+from evergrad.recovery.engine import Engine
+from evergrad.recovery.guard.guarding import Guarding
+from evergrad.recovery.membership import Point, Report
+from evergrad.recovery.saving import Saves
+from evergrad.recovery.trained import Trained
+from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.window import Window
+
+__all__ = ["Arrival"]
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One process's."""
+
+    engine: Engine
+    trained: Trained
+    window: Window
+    saves: Saves | None
+    departure: Departure
+    tell: Callable[..., None]
+    is_spare: bool
+    seed: int
+    let_go: Callable[[], None]
+    """Called before this process becomes another program."""
+    guarding: Guarding | None = None
+    is_over: bool = False
+    """Whether this process has arrived."""
+    has_yielded: bool = False
+    """Whether the script has been given a batch."""
+    unattended: int = -1
+    """The epoch that was saved at its end: what the script does after it has yet to be done."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether this process has no rank yet."""
+        return self.is_spare and not self.is_over
+
+    def arrive(self) -> None:
+        """Once: a spare waits for its call, and whoever begins takes up the newest checkpoint."""
+        if self.is_over:
+            return
+        engine, crew = self.engine, self.engine.crew
+        if self.is_spare:
+            assert isinstance(crew, Launched)
+            _warm_up()
+            if crew.await_call() is None:
+                crew.close()
+                sys.exit(0)
+        while True:
+            plan = crew.plan
+            try:
+                if crew.uid in plan.joiners and plan.source is not None:
+                    self._take_over(*engine.arrive())
+                    break
+                if isinstance(crew, Launched) and plan.generation == 0:
+                    crew.await_spares()
+                crew.group()
+                engine.is_settled = True
+                if plan.restart or (self.saves is not None and plan.generation == 0):
+                    self.restore(in_process=False)
+                break
+            except GroupBroken as error:
+                why = str(error)
+            point = plan.point if plan.joiners else 0
+            report = Report(crew.uid, crew.rank, plan.generation, point, plan.kind, 0, reason=why, has_state=False)
+            with self.departure.suspended():
+                plan = crew.next_plan(report)
+            if plan.relaunch:
+                self.begin_again(why)
+        self.is_over = True
+        if crew.survives:
+            self.departure.watch()
+
+    def restore(self, *, in_process: bool) -> None:
+        """Everyone back to the newest checkpoint, or to the one that the plan names."""
+        engine, course, plan = self.engine, self.engine.course, self.engine.crew.plan
+        engine.must_restore = False
+        assert self.saves is not None, "a restart without a checkpointer is refused when the job begins"
+        call, version = course.epoch, plan.version if plan.restart else ""
+        trained = self.trained
+        found = self.saves.restore(trained.model, trained.optimizers.known, trained.tracked, course, version=version)
+        if self.guarding is not None:
+            self.guarding.forget()
+        if course.skip_end():
+            self.unattended = course.epoch - 1
+        if plan.restart:  # points only ever go on, whatever was saved
+            course.point = plan.point
+        self.tell("restored", step=found[0] if found else None, in_process=in_process)
+        if found is None and not self.has_yielded:
+            if plan.generation and engine.gradients is not None:
+                engine.gradients.broadcast(engine.crew.group(), 0)
+            return
+        if in_process and (found is None or course.epoch != call):
+            why = "the newest checkpoint is of another epoch" if found else "there is no checkpoint yet"
+            engine.recover(Point.JOIN, why, back_to=version)
+            self.begin_again(why)
+        if found is None:
+            return
+        trained.optimizers.owe(found[1])
+        self.window.again.clear()
+        if in_process:
+            course.open(course.source, self.seed, engine.crew.rank, engine.crew.world_size)
+
+    def begin_again(self, why: str) -> NoReturn:
+        """Be a new program, of the same number, in the present generation: the script from its beginning."""
+        crew = self.engine.crew
+        assert isinstance(crew, Launched)
+        generation = crew.plan.generation
+        self.tell("begins anew", reason=why, generation=generation)
+        self.let_go()
+        crew.leave_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.environ["EVERGRAD_GENERATION"] = str(generation)
+        # Not closed here: gloo's threads, which end only with this program, would abort it.
+        kept = {0, 1, 2, int(os.environ.get("EVERGRAD_PULSE", "0"))}
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                os.set_inheritable(int(name), int(name) in kept)
+        os.execv(sys.executable, sys.orig_argv)
+
+    def _take_over(self, state: Any, kept: torch.Tensor | None) -> None:
+        """Become what the dead rank would be now."""
+        engine, plan, uid = self.engine, self.engine.crew.plan, self.engine.crew.uid
+        self.trained.take_over(state)
+        engine.course.load_state_dict(state["course"])
+        if kept is not None:
+            engine.course.set_own_loader(engine.own.put(kept))
+            return
+        engine.course.set_own_loader(None)  # the giver's is not this rank's
+        if uid not in plan.takes:
+            engine.note_inexact(f"from generation {plan.generation} on a rank has part that has its own random numbers")
+            return
+        rank = plan.takes[uid]
+        step = self.saves.restore_own(self.trained.model, rank) if self.saves is not None else None
+        whence = "is lost with it" if step is None else f"comes from its save of step {step}"
+        engine.note_inexact(f"what only rank {rank} had (its random numbers, its buffers) {whence}")
+
+
+def _warm_up() -> None:
+    """What a process's first pass has to start (threads, kernels), before anyone waits for it."""
+    weight = torch.ones(8, 8, requires_grad=True)
+    loss: Any = nn.functional.cross_entropy(
+        nn.functional.linear(torch.ones(4, 8), weight).relu(), torch.zeros(4).long()
+    )
+    loss.backward()

@@ -1,0 +1,47 @@
+"""What a rank's model is in the end, in a few bytes: for tests that compare runs to the last bit.
+
+With EVERGRAD_RECORD_WEIGHTS=1 in its environment, a job that closes records one event on its timeline:
+
+    {"event": "weights", "rank": 1, "uid": 4, "generation": 2, "steps": 24, "weights": "9f3c…", "state": "02ab…"}
+
+Equal digests mean the same names, dtypes, shapes and bytes, in the same order; NaNs of other bits differ, and so do 0.0
+and -0.0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+import xxhash
+from torch import nn
+
+__all__ = ["RECORD_WEIGHTS", "digest", "tell_weights"]
+
+RECORD_WEIGHTS = "EVERGRAD_RECORD_WEIGHTS"
+"""The name in the environment."""
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The digest of named tensors (xxh3, 128 bits), wherever they are.
+
+    >>> digest([("a", torch.ones(2))]) == digest([("a", torch.ones(2).t())])
+    True
+    >>> digest([("a", torch.zeros(1))]) == digest([("a", -torch.zeros(1))])
+    False
+    """
+    found = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        if tensor.numel():
+            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def tell_weights(model: nn.Module | None, tell: Callable[..., None], **about: int) -> None:
+    """Record the digests of parameters (`weights`), and of parameters and buffers (`state`), if that is asked for."""
+    if model is None or os.environ.get(RECORD_WEIGHTS) != "1":
+        return
+    parameters = [*model.named_parameters()]
+    tell("weights", **about, weights=digest(parameters), state=digest([*parameters, *model.named_buffers()]))

@@ -1,0 +1,140 @@
+"""The guard in a job: what is looked at in which step, and what becomes of it.
+
+    end of backward  gradients' norm ──suspicious on any rank──▶ nobody passes the point ──▶ check, do the step again
+    before a step    every so many steps, before every save, and on a suspicion: compare replicas and buffers
+                       ok, degraded (healed)  ──▶ go on; a version that is saved now counts as guarded
+                       failed                 ──▶ all go back to the newest guarded version
+
+Whether a check is due depends on nothing but what all members of a generation share, so that all come to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evergrad.records import Check
+from evergrad.recovery.engine import Engine
+from evergrad.recovery.guard.comparing import Checked, Guard
+from evergrad.recovery.guard.norms import Norms, Reading
+from evergrad.recovery.guard.own_guard import OwnGuard
+from evergrad.recovery.guard.replicas import replica_of
+from evergrad.recovery.guard.settings import GuardSettings
+
+__all__ = ["Guarding"]
+
+_log = logging.getLogger(__name__)
+_SAID = 4
+
+
+@dataclass(slots=True)
+class Guarding:
+    """One rank's guard."""
+
+    settings: GuardSettings
+    engine: Engine
+    model: nn.Module | None
+    tell: Callable[..., None]
+    is_sound: bool = False
+    """Whether the last check found the state, as it is now, alike on all ranks."""
+    _guard: Guard = field(init=False)
+    _own: OwnGuard = field(init=False)
+    _norms: Norms = field(init=False)
+    _reading: Reading | None = field(default=None, init=False)
+    _checked: tuple[int, int] = field(default=(-1, -1), init=False)
+    """The step and the generation of the last check."""
+    _suspected_in: int = field(default=-1, init=False)
+    """The generation in which a step was found suspicious, and its state has yet to be checked."""
+
+    def __post_init__(self) -> None:
+        self._guard = Guard(self.settings, self.tell)
+        buffers = dict(self.model.named_buffers()) if self.model is not None else {}
+        self._own = OwnGuard({f"model/{name}": buffer for name, buffer in buffers.items()}, self.tell)
+        self._norms = Norms(self.settings.norm_factor)
+        self.engine.guards = True
+        self.engine.notes = self._note
+        self.engine.exchanges_at = self._guard.is_due
+        for module in self.model.modules() if self.model is not None else ():
+            if next(module.buffers(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self._runs)
+
+    def read(self, buckets: Iterable[torch.Tensor], scale: float | None) -> None:
+        """The gradients of a step are reduced: tell the engine what this rank thinks of them, before the point."""
+        engine, self._reading = self.engine, self._norms.read(buckets, scale)
+        is_odd = self._reading.is_suspicious
+        engine.suspicious = is_odd and engine.tries == 0
+        if engine.suspicious or (is_odd and engine.crew.rank == 0):
+            again = "" if engine.suspicious else "; it is so the second time too, and goes on"
+            _log.warning("rank %d, step %d: %s%s", engine.crew.rank, engine.course.step, self._reading.why, again)
+            self.tell("suspicious", step=engine.course.step, tries=engine.tries, why=self._reading.why + again)
+
+    @property
+    def must_stop(self) -> str:
+        """Why the job shall not go on with these gradients; empty if it may."""
+        reading = self._reading
+        is_bad = self.settings.stop and reading is not None and reading.is_suspicious and not reading.is_finite
+        return reading.why if is_bad and reading is not None and self.engine.tries else ""
+
+    def suspected(self) -> None:
+        """Some rank was suspicious: the state is checked before the step is done again."""
+        self._suspected_in = self.engine.crew.plan.generation
+        self.engine.tries += 1
+
+    def applied(self) -> None:
+        """The step was applied."""
+        if self._reading is not None:
+            self._norms.applied(self._reading)
+        self._reading, self.is_sound = None, False
+
+    def forget(self) -> None:
+        """The job has gone back, or this process has just got its state."""
+        self._norms.forget()
+        self._own.forget()
+        self.is_sound = self.engine.suspicious = False
+        self.engine.tries = 0
+
+    def is_due(self, *, saves: bool) -> bool:
+        """Whether all ranks are to compare what they have, before the next step."""
+        engine, step = self.engine, self.engine.course.step
+        now = step, engine.crew.plan.generation
+        if self._suspected_in == now[1]:
+            return True
+        if engine.stepped_in != now[1]:
+            return False  # somebody may have joined, and knows its optimizers only when it has stepped once
+        # Where others repair this step they do not come by here.
+        return not engine.is_repairing and now != self._checked and (saves or self._guard.is_due(step))
+
+    def check(self, optimizers: Sequence[Optimizer]) -> Checked:
+        """Compare, and heal; `GroupBroken` if the group breaks."""
+        engine, group = self.engine, self.engine.crew.group()
+        step, members = engine.course.step, engine.crew.plan.members
+        checked = self._guard.check(group, replica_of(self.model, optimizers), step=step)
+        if self._suspected_in != engine.crew.plan.generation and checked.status is not Check.FAILED:
+            own = self._own.check(group, engine.keeping, members[(group.rank - 1) % group.size], step=step)
+            if own.status in (Check.DEGRADED, Check.FAILED):
+                checked = own
+                if group.rank == 0:
+                    self.tell("checked", step=step, status=str(own.status), why=own.why, what="buffers")
+        for each in [each for each in checked.differences if each.rank == group.rank][:_SAID]:
+            done = "healed" if each.healed else "not healed"
+            _log.warning("rank %d, step %d: %s: %s; %s", each.rank, step, each.path, each.what, done)
+        self._suspected_in = -1
+        self._checked = step, engine.crew.plan.generation
+        doubts = torch.tensor([float(not checked.is_verified)])
+        group.all_reduce(doubts, "max").wait()  # what is out of range is known only to who was there before
+        self.is_sound = not doubts.item()
+        return checked
+
+    def _runs(self, module: nn.Module, _: object) -> None:
+        """A forward pass after the point changes buffers by right, and torch does not count all such changes."""
+        if module.training:
+            self._own.forget()
+
+    def _note(self, point: int, taken: torch.Tensor) -> None:
+        """What only this rank has is on its way to the next one."""
+        self._own.note(point, taken)

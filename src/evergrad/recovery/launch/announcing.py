@@ -1,0 +1,68 @@
+"""What the coordinator decides, on the timeline, and for people in a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from evergrad.recovery.launch.status import Relay, counted
+from evergrad.recovery.pulse import innermost
+from evergrad.timeline import Recorder
+
+__all__ = ["Announcer"]
+
+_TOGETHER = "is on node "
+
+
+class Announcer:
+    """Takes the coordinator's events; from any thread."""
+
+    def __init__(self, recorder: Recorder, relay: Relay, label_of: Callable[[int], str], strategy: str) -> None:
+        """`label_of` is what people call a process, by its uid."""
+        self._recorder, self._relay, self._label_of, self._strategy = recorder, relay, label_of, strategy
+        self._deaths: dict[int, tuple[str, str]] = {}
+        self.inexact = ""
+        """Why the job is not what it would have been without failures, as far as its plans tell."""
+
+    def foretell(self, uid: int, rank: int | None, how: str) -> None:
+        """This process is about to be lost: where many are at once, a plan may come before the last of their deaths."""
+        self._deaths[uid] = self._label_of(uid) if rank is None else f"rank {rank}", how
+
+    def tell(self, event: str, /, **fields: Any) -> None:
+        """Something has happened."""
+        self._recorder.record(event, **fields)
+        if event == "death":
+            self._note_death(fields)
+        elif event == "plan":
+            self._announce(fields)
+
+    def _note_death(self, fields: dict[str, Any]) -> None:
+        who = self._label_of(fields["uid"]) if fields["rank"] is None else f"rank {fields['rank']}"
+        how = fields["how"] if "stack" in fields else f"died ({fields['how']})"
+        self._deaths[fields["uid"]] = who, how
+        if fields.get("stack"):
+            self._relay.say(f"{who} {fields['how']}; it was last seen in\n{innermost(fields['stack'])}")
+
+    def _announce(self, fields: dict[str, Any]) -> None:
+        generation, ranks = fields["generation"], counted(len(fields["members"]), "rank")
+        joined = [f"{self._label_of(uid)} joins" for uid in fields["joiners"]]
+        if fields["dead"] or fields["left"]:
+            left = [f"{self._label_of(uid)} has left" for uid in fields["left"]]
+            how = "from the newest checkpoint" if fields["restart"] else self._strategy
+            what = ", ".join(self._deaths_of(fields["dead"]) + left + joined)
+            self._relay.say(f"{what}: generation {generation} goes on with {ranks} ({how})")
+        elif joined:
+            self._relay.say(f"{', '.join(joined)}: generation {generation} goes on with {ranks}")
+        if not fields["exact"] and not self.inexact:
+            self.inexact = f"generation {generation} went on with {ranks}, by {self._strategy}"
+
+    def _deaths_of(self, uids: list[int]) -> list[str]:
+        """One text for each way to be lost: a node that is gone has many ranks."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for uid in uids:
+            who, how = self._deaths.get(uid, (f"process {uid}", "died"))
+            found.setdefault((how, -1 if how.startswith(_TOGETHER) else uid), []).append(who)
+        return [
+            f"{', '.join(whos)} {how if len(whos) == 1 else how.replace('is', 'are', 1)}"
+            for (how, _), whos in found.items()
+        ]

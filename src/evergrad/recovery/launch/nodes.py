@@ -1,0 +1,306 @@
+"""The other nodes of a job, as its head sees them: their launchers come, say what happens, and do as they are told.
+
+A thread looks for what they say, and leaves it for the main thread. Nothing is decided here but one thing: that a
+launcher which has not been heard of for as long as its lease lasts is gone, and with it all that it has started. From
+then on nothing that belongs to this attempt is read any more, so that a machine whose cable is plugged in again cannot
+take part by what it had still to say.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from evergrad.errors import UsageError
+from evergrad.recovery.launch.crowd import Crowd
+from evergrad.recovery.launch.posts import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
+from evergrad.recovery.launch.processes import Child, Exit
+from evergrad.recovery.launch.settings import LaunchSettings, Place
+from evergrad.recovery.membership import Keys
+from evergrad.recovery.pulse import Vital
+from evergrad.recovery.sealing import Forged
+from evergrad.recovery.stores import Sealed
+
+__all__ = ["Arrival", "Departure", "Doom", "Nodes"]
+
+_LOOK_S = 0.01
+_BEGINS_WITHIN_S = 30.0
+"""From its arrival to its first beat a launcher starts its processes, and has longer than its lease for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A launcher has come for a node, and waits to be told what to start: `Nodes.welcome`."""
+
+    node: int
+    attempt: int
+    machine: str
+    is_first: bool
+    """Whether nobody was there for this node before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A node is gone."""
+
+    node: int
+    why: str
+    """As in "rank 2 …"; empty if its launcher has left in good order, after all of its processes."""
+    uids: tuple[int, ...]
+    """What ran there last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doom:
+    """A scheduled failure on more than one machine: these are to be sent a signal."""
+
+    number: int
+    uids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Node:
+    """One of the others, in one attempt; `orders` is None while nobody is there."""
+
+    index: int
+    name: str
+    attempt: int = -1
+    orders: Outbox | None = None
+    words: Inbox | None = None
+    machine: str = ""
+    was_here: bool = False
+    beat: int = -1
+    heard_s: float = 0.0
+    children: dict[int, Child] = field(default_factory=dict)
+    vitals: dict[int, Vital] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+    next_attempt: int = 0
+    pending_since: int | None = None
+    """The last beat of who is here, when another one came for the same node."""
+
+
+class Nodes(Crowd):
+    """What runs on other nodes, from `listen` to `close`."""
+
+    def __init__(self, settings: LaunchSettings, store: Sealed, ear: Sealed, wake: Callable[[], None]) -> None:
+        """Two connections: for the main thread, and for the one that listens. `wake` is called when there is news."""
+        self._settings, self._store, self._ear, self._wake = settings, store, ear, wake
+        self._lease_s = lease_s(settings.patience)
+        self._nodes = {index: _Node(index, name) for index, name in enumerate(settings.names) if index}
+        self._news: deque[Arrival | Departure | Exit | Doom] = deque()
+        self._lock = threading.Lock()
+        """Over the nodes."""
+        self._dooms = 0
+        self._next_beats_s = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="evergrad-nodes", daemon=True)
+
+    def listen(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def take(self) -> list[Arrival | Departure | Exit | Doom]:
+        """What has happened since, in order."""
+        found = []
+        while self._news:
+            found.append(self._news.popleft())
+        return found
+
+    def missing(self) -> list[str]:
+        """The nodes for which nobody has come yet."""
+        with self._lock:
+            return [node.name for node in self._nodes.values() if not node.was_here]
+
+    def is_here(self, index: int) -> bool:
+        """Whether processes can be started there."""
+        with self._lock:
+            return self._nodes[index].orders is not None
+
+    def welcome(self, arrival: Arrival, places: Sequence[Place], nodes: Sequence[int], running_s: float) -> None:
+        """Tell a launcher what to start; `running_s` is how long the job has been running."""
+        starts = [Start(place) for place in places]
+        with self._lock:
+            node = self._nodes[arrival.node]
+            if node.attempt != arrival.attempt or node.orders is None:
+                return
+            node.children |= {place.uid: _child(place) for place in places}
+        self._store.set(
+            NodeKeys.answer(arrival.node, arrival.attempt),
+            json.dumps(
+                {"starts": [one.to_json() for one in starts], "nodes": [*nodes], "running_s": running_s},
+            ),
+        )
+
+    def refuse(self, arrival: Arrival, why: str) -> None:
+        """Send a launcher away."""
+        with self._lock:
+            node = self._nodes[arrival.node]
+            if node.attempt == arrival.attempt:
+                node.orders = node.words = None
+        self._store.set(NodeKeys.answer(arrival.node, arrival.attempt), json.dumps({"refused": why}))
+
+    @property
+    def living(self) -> list[Child]:
+        """Those that were ordered to start, and of whose end nobody has heard."""
+        with self._lock:
+            return [child for node in self._nodes.values() for child in node.children.values()]
+
+    def start(self, place: Place, generation: int | None, nodes: Sequence[int], *, forked: bool = False) -> None:
+        """Order one more."""
+        with self._lock:
+            node = self._nodes[place.node]
+            orders = node.orders
+            if orders is not None:
+                node.children[place.uid] = _child(place)
+        if orders is None:
+            raise UsageError(f"{place.label} cannot be started: node {node.name} is not there")
+        orders.send(do="start", start=Start(place, generation).to_json(), nodes=[*nodes])
+
+    def send(self, number: int, uids: Collection[int] | None = None) -> None:
+        """Order a signal."""
+        for node in self._present():
+            meant = [uid for uid in node.children if uids is None or uid in uids]
+            if meant and node.orders is not None:
+                node.orders.send(do="signal", number=number, uids=meant, for_all=uids is None)
+
+    def vitals(self) -> dict[int, Vital]:
+        """As their launchers saw them last; they come a beat late, and so does what is found in them."""
+        return {uid: vital for node in self._present() for uid, vital in node.vitals.items()}
+
+    def stack(self, uid: int) -> str:
+        """As its launcher saw it, not long ago."""
+        with self._lock:
+            return next((node.stacks[uid] for node in self._nodes.values() if uid in node.stacks), "")
+
+    def end(self, summary: dict[str, Any], timeout_s: float) -> None:
+        """The job is over: let all launchers leave, and wait until they have."""
+        for node in self._present():
+            if node.orders is not None:
+                node.orders.send(do="end", summary=summary)
+        end_s = time.monotonic() + timeout_s
+        while self._present() and time.monotonic() < end_s and self._thread.is_alive():
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Listen no more. Twice is fine."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _present(self) -> list[_Node]:
+        with self._lock:
+            return [node for node in self._nodes.values() if node.orders is not None]
+
+    def _listen(self) -> None:
+        last_s = time.monotonic()
+        try:
+            while not self._over.wait(_LOOK_S):
+                now = time.monotonic()
+                if now - last_s > self._lease_s / 2:  # who was away cannot say that others were silent
+                    for node in self._nodes.values():
+                        node.heard_s = now
+                last_s = now
+                if is_time := now >= self._next_beats_s:
+                    self._next_beats_s = now + self._settings.patience.beat_s / 2
+                for node in self._nodes.values():
+                    self._look(node, now, is_time)
+                self._look_for_doom()
+        except Forged as error:
+            with suppress(RuntimeError):
+                self._ear.set(Keys.fatal, str(error))
+        except RuntimeError:
+            if not self._over.is_set():
+                raise
+
+    def _look(self, node: _Node, now: float, is_time: bool) -> None:
+        if node.words is not None:
+            for word in node.words.take():
+                self._hear(node, word)
+        if node.orders is not None and is_time:
+            self._feel(node, now)
+        if is_time:
+            self._look_for_hello(node, now)
+
+    def _hear(self, node: _Node, word: dict[str, Any]) -> None:
+        """What a launcher says, in order."""
+        kind = word["what"]
+        if kind == "started":
+            with self._lock:
+                child = node.children.get(word["uid"])
+                if child is not None:
+                    node.children[child.uid] = Child(child.uid, child.label, word["pid"], -1, -1)
+        elif kind == "exit":
+            with self._lock:
+                child = node.children.pop(word["uid"], None)
+                node.vitals = {uid: vital for uid, vital in node.vitals.items() if uid != word["uid"]}
+            if child is not None:
+                self._report(Exit(child, word["code"]))
+        else:
+            assert kind == "leaves", kind
+            self._depart(node, "")
+
+    def _feel(self, node: _Node, now: float) -> None:
+        text = self._ear.find(NodeKeys.beat(node.index, node.attempt))
+        beat = Beat.from_json(text) if text is not None else None
+        if beat is not None and beat.number > node.beat:  # an older one, brought back by somebody, is none
+            node.beat, node.heard_s = beat.number, now
+            with self._lock:
+                here = [vital for vital in beat.vitals if vital.uid in node.children]
+                node.vitals = {vital.uid: vital for vital in here}
+                node.stacks |= {vital.uid: vital.stack for vital in here if vital.stack}
+        elif now - node.heard_s >= (self._lease_s if node.beat >= 0 else _BEGINS_WITHIN_S):
+            why = f"is on node {node.name} ({node.machine}), which cannot be heard for {now - node.heard_s:.1f} s"
+            self._depart(node, why)
+
+    def _depart(self, node: _Node, why: str) -> None:
+        with self._lock:
+            uids, orders = tuple(node.children), node.orders
+            node.orders = node.words = None
+            node.children, node.vitals = {}, {}
+        if why and orders is not None:  # should it hear anything at all, it hears this
+            orders.send(do="leave", why=why)
+        self._report(Departure(node.index, why, uids))
+
+    def _look_for_hello(self, node: _Node, now: float) -> None:
+        """Whether another launcher has come; it waits while one is here that may live."""
+        text = self._ear.find(NodeKeys.hello(node.index, node.next_attempt))
+        if text is None:
+            return
+        about = json.loads(text)
+        if node.orders is not None:
+            if node.pending_since is None:
+                node.pending_since = node.beat
+            elif node.beat > node.pending_since:
+                why = f"node {node.name} has a launcher already, on {node.machine}: each needs a --node-rank of its own"
+                self._ear.set(NodeKeys.answer(node.index, node.next_attempt), json.dumps({"refused": why}))
+                node.next_attempt, node.pending_since = node.next_attempt + 1, None
+            return
+        with self._lock:
+            node.attempt, node.next_attempt, node.pending_since = node.next_attempt, node.next_attempt + 1, None
+            node.machine, node.beat, node.heard_s = about["machine"], -1, now
+            node.orders = Outbox(self._store, NodeKeys.orders(node.index, node.attempt))
+            node.words = Inbox(self._ear, NodeKeys.words(node.index, node.attempt))
+            is_first, node.was_here = not node.was_here, True
+        self._report(Arrival(node.index, node.attempt, node.machine, is_first))
+
+    def _look_for_doom(self) -> None:
+        while (text := self._ear.find(NodeKeys.doom(self._dooms))) is not None:
+            self._dooms += 1
+            asked = json.loads(text)
+            self._report(Doom(signal.Signals(asked["number"]), tuple(asked["uids"])))
+
+    def _report(self, news: Arrival | Departure | Exit | Doom) -> None:
+        self._news.append(news)
+        self._wake()
+
+
+def _child(place: Place) -> Child:
+    """A process elsewhere: nobody here reads its output."""
+    return Child(place.uid, place.label, 0, -1, -1)

@@ -1,0 +1,348 @@
+"""One rank's way through its epochs: from point to point, over whatever breaks between them.
+
+begin ──▶ ( settle in ──▶ check ──▶ save ──▶ batch … backward ──▶ all gradients, or a decision ) … ──▶ end
+               ▲                                    │
+               └── recover: the next generation ◀───┘ the generation broke, or somebody joins or leaves
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from evergrad.errors import UsageError
+from evergrad.records import Check
+from evergrad.recovery.arriving import Arrival
+from evergrad.recovery.engine import Engine
+from evergrad.recovery.failures.schedule import Phase
+from evergrad.recovery.guard.guarding import Guarding
+from evergrad.recovery.loading import Source
+from evergrad.recovery.membership import LEFT_TOGETHER, Point, Verdict
+from evergrad.recovery.progress import Progress
+from evergrad.recovery.saving import Saves
+from evergrad.recovery.trained import Trained
+from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.window import Given, Window
+
+__all__ = ["Passage"]
+
+_ASKED = 128 + signal.SIGTERM
+
+
+@dataclass(slots=True)
+class Passage:
+    """One rank's; what the script sees of it is `Job`."""
+
+    engine: Engine
+    arrival: Arrival
+    trained: Trained
+    window: Window
+    saves: Saves | None
+    progress: Progress
+    site: Callable[..., None]
+    tell: Callable[..., None]
+    joining: bool
+    guarding: Guarding | None = None
+    is_iterating: bool = False
+    is_save_due: bool = False
+    _must_follow: bool = False
+
+    def epoch(self, source: Source, call: int) -> Iterator[Any]:
+        """The batches of one epoch, which is the script's `call`-th."""
+        if self.is_iterating:
+            raise UsageError("job.batches: an epoch is under way. One at a time: finish it, or break out of it, first")
+        self.is_iterating = True
+        course = self.engine.course
+        try:
+            self.arrival.arrive()
+            if call < course.epoch:  # over before this process came
+                self.joining &= call != self.arrival.unattended
+                return
+            while course.epoch < call:  # the loop before was left early, on all ranks
+                course.close()
+            self.joining = False
+            self._begin(source)
+            is_over = False
+            while not is_over:
+                while (given := self._next()) is not None:
+                    yield given.batch
+                self.end_step()
+                is_over = self._end()
+        finally:
+            self.is_iterating = False
+            self.window.again.clear()
+            self.end_step()
+
+    def ended_backward(self) -> None:
+        """At the end of a backward pass, before it returns: all gradients on all ranks, or a decision."""
+        engine, gradients, window = self.engine, self.engine.gradients, self.window
+        assert gradients is not None
+        while not window.is_doomed:
+            try:
+                gradients.settle()
+                if not self._pass_step():
+                    window.is_doomed = True
+                    gradients.failed = "this step is done again"
+                break
+            except GroupBroken as error:
+                why = str(error)
+            except UsageError as error:
+                engine.stop(error)
+                raise
+            match self._recover(Point.STEP, why):
+                case Verdict.PROCEED:
+                    engine.passed(Point.STEP)
+                    break
+                case Verdict.REPAIR:
+                    if engine.crew.plan.todo or not gradients.num_buckets:
+                        engine.note_missing()
+                    gradients.reopen(engine.crew.plan.todo)
+                    self.site(Phase.RECOVERY)
+                case _:
+                    window.is_doomed = True
+                    gradients.failed = "this step is done again"  # until then nothing more of it is reduced
+        window.reduced = len(window)
+
+    def roll_back(self) -> None:
+        """Nothing of this step remains; its batches come again."""
+        self.trained.put_back()
+        if self.engine.gradients is not None:
+            self.engine.gradients.discard()
+        self._undo_overlap()
+        self.window.redo()
+        self.engine.take_back()
+
+    def end_step(self) -> None:
+        """The step under way is over, applied or not."""
+        self._undo_overlap()
+        self.window.clear()
+        self.engine.missing.clear()
+
+    def _undo_overlap(self) -> None:
+        if self.trained.optimizers.overlap is not None:
+            self.trained.optimizers.overlap.undo()  # what no step has ended
+
+    def _pass_step(self) -> bool:
+        """Pass the point of a backward pass; False if its gradients are suspicious, and it is done again."""
+        guarding = self.guarding
+        if guarding is not None:
+            assert self.engine.gradients is not None
+            guarding.read(self.engine.gradients.reduced, self.trained.scale)
+            if guarding.must_stop:
+                raise UsageError(f"job.guard: {guarding.must_stop}, twice: the job stops, as it was told to")
+        is_passed = self.engine.pass_point(Point.STEP)
+        if not is_passed:
+            assert guarding is not None, "nobody else is suspicious"
+            guarding.suspected()
+        return is_passed
+
+    def _begin(self, source: Source) -> None:
+        """Pass the first point of an epoch, unless the job is past it."""
+        engine, course, crew = self.engine, self.engine.course, self.engine.crew
+        course.open(source, self.arrival.seed, crew.rank, crew.world_size)
+        engine.own.loader = course.own_loader
+        engine.members = crew.plan.members
+        while not course.is_begun:
+            engine.begin_step()
+            try:
+                self._settle_in()
+                course.share_order(crew.group(), engine.root)
+                engine.pass_point(Point.BEGIN)
+                course.is_begun = True
+                continue
+            except GroupBroken as error:
+                why = str(error)
+            if self._recover(Point.BEGIN, why) is Verdict.PROCEED:
+                engine.passed(Point.BEGIN)
+                course.is_begun = True
+            else:
+                course.share_again()
+
+    def _end(self) -> bool:
+        """Pass the last point of an epoch: nobody leaves before all have applied its last step. Whether it is over."""
+        engine, course = self.engine, self.engine.course
+        why: str | None = None
+        engine.begin_step()
+        try:
+            if engine.gradients is not None:  # whoever is past this point has them
+                engine.gradients.share_buffers(engine.crew.group())
+            engine.pass_point(Point.END)
+        except GroupBroken as error:
+            why = str(error)
+        if why is not None:
+            if self._recover(Point.END, why) is not Verdict.PROCEED:
+                return False
+            engine.passed(Point.END)
+        self.progress.show(course, engine.crew, at_once=True)
+        books = course.close()
+        if engine.crew.survives and engine.crew.rank == 0 and books is not None:
+            row = {name: value for name, value in books.to_json().items() if name != "schema_version"}
+            self.tell("epoch", epoch=course.epoch - 1, step=course.step, **row)
+        return True
+
+    def _next(self) -> Given | None:
+        """The next batch for the script; None at the end of the epoch."""
+        course, window, trained = self.engine.course, self.window, self.trained
+        if not window:
+            self._prepare_step()
+        if (again := window.give_again()) is not None:
+            return again
+        index = course.index + len(window)
+        if course.deal is not None and index >= course.deal.num_batches:
+            return None
+        self.site(Phase.DATA)
+        try:
+            batch = course.fetch(index)
+        except StopIteration:
+            return None
+        self.arrival.has_yielded = True
+        is_first = not window
+        given = window.give(batch, redoable=trained.snapshot is not None)
+        if is_first and trained.snapshot is not None:
+            trained.snapshot.take(trained.tracked)
+        return given
+
+    def _prepare_step(self) -> None:
+        """Be where a step can begin: in a generation that has formed, checked and saved as far as that is due."""
+        engine, course = self.engine, self.engine.course
+        self._settle_in_or_recover()
+        self._check_if_due()
+        if not course.is_begun:  # everyone has gone back to the beginning of this epoch
+            self._begin(course.source)
+        self._save_if_due()
+        engine.begin_step()
+        if engine.gradients is not None:
+            engine.gradients.begin_step()
+
+    @property
+    def _is_called_off(self) -> bool:
+        """Whether all stop before the next step, to let others in or go."""
+        engine, plan = self.engine, self.engine.crew.plan
+        return engine.changes_in == plan.generation or bool(plan.calls and engine.course.point > plan.point)
+
+    def _settle_in_or_recover(self) -> None:
+        """Before a step: be in a generation that has formed, with batches that are dealt to its ranks."""
+        engine = self.engine
+        while not engine.is_settled or self._is_called_off:
+            planned = self._is_called_off
+            if planned:
+                why = "others join or leave"
+                self._check_if_due()
+                if not self._is_called_off:
+                    continue
+                self._save_if_due()
+                if engine.num_leaving == engine.crew.world_size:
+                    self._leave_together()
+            else:
+                try:
+                    self._settle_in()
+                    continue
+                except GroupBroken as error:
+                    why = str(error)
+            if self._recover(Point.JOIN, why, planned=planned) is Verdict.LEAVE:
+                self._leave("the others go on without it")
+        self._follow()
+
+    def _settle_in(self) -> None:
+        engine = self.engine
+        if not engine.is_settled:
+            engine.settle_in(lambda: {**self.trained.state(), "course": engine.course.state_dict()})
+            self._must_follow = True
+            if engine.must_restore:
+                self.arrival.restore(in_process=True)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have batches dealt to the ranks that there are now; not yet if others are in the middle of this step."""
+        engine = self.engine
+        if not self._must_follow:
+            return
+        if engine.is_repairing:
+            engine.note_missing()
+            return
+        self._must_follow = False
+        if engine.course.follow(engine.crew.rank, engine.crew.world_size):
+            self.window.again.clear()
+        engine.members = engine.crew.plan.members
+
+    def _check_if_due(self) -> None:
+        """Before a step: compare what all ranks have, as often as the guard wants it."""
+        engine, guarding = self.engine, self.guarding
+        while guarding is not None and guarding.is_due(saves=self._will_save):
+            back_to = ""
+            try:
+                checked = guarding.check(self.trained.optimizers.known)
+                why = checked.why
+                if checked.status is not Check.FAILED:
+                    return
+                if self.saves is not None and engine.crew.survives:
+                    back_to = self.saves.newest_guarded()
+                if not back_to:
+                    self.stop(UsageError(
+                        f"the guard found ranks that differ ({why}), and there is no version to go back to that it has "
+                        "found sound: give eg.join a checkpointer, or start again from a version that is right"
+                    ))  # fmt: skip
+                self.tell("goes back", version=back_to, why=why)
+            except GroupBroken as error:
+                why = str(error)
+            self._recover(Point.JOIN, why, back_to=back_to)
+            self._settle_in_or_recover()
+
+    @property
+    def _will_save(self) -> bool:
+        return self.is_save_due and self.engine.passed_in == self.engine.crew.plan.generation
+
+    def _save_if_due(self) -> None:
+        """Before the next step, so that what the script did after the last one is saved with it.
+
+        In the generation in which that step was passed, or not at all: ranks of the next one may have saved already,
+        or have joined since, and a save begins together.
+        """
+        is_due, self.is_save_due = self.is_save_due, False
+        if not is_due or self.saves is None:
+            return
+        engine, trained = self.engine, self.trained
+        self.site(Phase.CHECKPOINT)
+        if engine.passed_in != engine.crew.plan.generation or not engine.crew.is_current():
+            self.tell("not saved", step=engine.course.step, reason="a rank was lost meanwhile")
+            return
+        try:
+            self.saves.save(trained.model, trained.optimizers.known, trained.tracked, engine.course)
+            if self.guarding is not None and self.guarding.is_sound:
+                self.saves.note_guarded()
+        except GroupBroken as error:  # the next point will find the same
+            self.tell("not saved", step=engine.course.step, reason=str(error))
+
+    def _recover(self, kind: Point, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
+        # What is agreed comes soon. For anything else this process may wait in vain, and must be able to end.
+        with nullcontext() if planned else self.arrival.departure.suspended():
+            if self.engine.leaving and not planned:
+                self._leave("it was asked to, and its generation has broken", code=_ASKED)
+            verdict = self.engine.recover(kind, why, planned=planned, back_to=back_to)
+        if self.engine.crew.plan.relaunch and verdict is not Verdict.LEAVE:
+            self.arrival.begin_again("too few ranks were left")
+        return verdict
+
+    def _leave_together(self) -> NoReturn:
+        """All ranks were asked to leave: with what they have done, where there is a checkpointer."""
+        trained, course = self.trained, self.engine.course
+        try:
+            if self.saves is not None:
+                self.saves.save(trained.model, trained.optimizers.known, trained.tracked, course, now=True)
+        except GroupBroken as error:
+            self.tell("not saved", step=course.step, reason=str(error))
+        self._leave("all ranks were asked to", code=LEFT_TOGETHER)
+
+    def _leave(self, why: str, code: int = 0) -> NoReturn:
+        crew = self.engine.crew
+        self.tell("leaves", rank=crew.plan.rank_of(crew.uid), step=self.engine.course.step, reason=why)
+        sys.exit(code)
+
+    def stop(self, error: UsageError) -> NoReturn:
+        """A mistake that nobody can survive."""
+        self.engine.stop(error)
+        raise error

@@ -1,0 +1,224 @@
+"""How a process shows that it lives: a page of memory that it shares with whoever watches it, and a thread that beats.
+
+The page says when the process last beat, what its main thread was doing then, since when it waits for other ranks, and
+since when it waits for an answer of the store. Who watches reads it without asking, so that a process that is stopped,
+cut off or stuck can be told from one that is busy:
+
+    stopped        no beat, and the kernel says so
+    cut off        waits for an answer of the store
+    stuck or busy  no beat, and runs: some call holds the interpreter
+    late           beats, but others wait for it
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from evergrad.errors import RecoveryError
+
+__all__ = ["Page", "Pulse", "Vital", "innermost", "is_stopped"]
+
+_BYTES = 8192
+_BEATS, _BEAT_AT, _STEADY_SINCE, _WAITS_SINCE, _WAITED, _WAITS, _ASKS_SINCE, _TURN, _LENGTH = range(9)
+_STACK = 128
+_FRAMES = 24
+_NAME = "evergrad-pulse"
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_NOT_THEIRS = (_HERE, _PYTHON, "/site-packages/", '"<frozen')
+
+
+@dataclass(frozen=True, slots=True)
+class Vital:
+    """What is known of a process, in durations: so that it can be told to another machine."""
+
+    uid: int
+    beats: int
+    """How often it has beat; 0: it has not begun to, and nothing can be said of it."""
+    silent_s: float
+    steady_s: float
+    """How long it has beaten without a pause: its interpreter has been free for so long."""
+    is_stopped: bool
+    asks_s: float
+    """How long it has been waiting for an answer of the store; 0: it is not."""
+    waits_s: float
+    """How long its main thread has been waiting for other ranks; 0: it is not."""
+    waited_s: float
+    """How long it has done so in all."""
+    waits: int
+    """How often."""
+    stack: str = ""
+
+
+class Page:
+    """Memory of a process and of whoever watches it; one writes, the other reads."""
+
+    def __init__(self, fd: int) -> None:
+        """Share what is behind this descriptor, which is closed with the page."""
+        self.fd = fd
+        self._memory = mmap.mmap(fd, _BYTES)
+        self._numbers = memoryview(self._memory)[:_STACK].cast("d")
+
+    @classmethod
+    def make(cls) -> Page:
+        """A new one; its descriptor is for the process that is to be started."""
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(fd, _BYTES)
+        return cls(fd)
+
+    @classmethod
+    def inherited(cls, number: str) -> Page | None:
+        """What whoever started this process has left for it; None if that is not here, or is something else."""
+        try:
+            is_ours = os.readlink(f"/proc/self/fd/{int(number)}").startswith(f"/memfd:{_NAME}")
+        except (OSError, ValueError):
+            return None
+        return cls(int(number)) if is_ours else None
+
+    def close(self) -> None:
+        """Let go of the memory and its descriptor. Twice is fine."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._numbers.release()
+            self._memory.close()
+            os.close(fd)
+
+    def beat(self, stack: str, pause_s: float = 1.0) -> None:
+        """This process lives, and is there; if the last beat was longer ago than this, it was not in between."""
+        text = stack.encode()[: _BYTES - _STACK]
+        numbers = self._numbers
+        numbers[_TURN] += 1  # odd: being written
+        self._memory[_STACK : _STACK + len(text)] = text
+        numbers[_LENGTH] = len(text)
+        numbers[_TURN] += 1
+        now = time.monotonic()
+        if not numbers[_BEATS] or now - numbers[_BEAT_AT] > pause_s:
+            numbers[_STEADY_SINCE] = now
+        numbers[_BEAT_AT] = now
+        numbers[_BEATS] += 1
+
+    def forget(self) -> None:
+        """Nothing can be said of this process from now on: it becomes another program."""
+        for number in (_ASKS_SINCE, _WAITS_SINCE, _BEATS):
+            self._numbers[number] = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside of this the main thread waits for other ranks."""
+        numbers = self._numbers
+        since = numbers[_WAITS_SINCE] = time.monotonic()
+        try:
+            yield
+        finally:
+            numbers[_WAITED] += time.monotonic() - since
+            numbers[_WAITS] += 1
+            numbers[_WAITS_SINCE] = 0.0
+
+    def asks(self, begins: bool) -> None:
+        """The store was asked something; or has answered."""
+        self._numbers[_ASKS_SINCE] = time.monotonic() if begins else 0.0
+
+    def read(self, uid: int, pid: int) -> Vital:
+        """What can be seen of the process, now."""
+        now, numbers = time.monotonic(), self._numbers
+        waits, asks = numbers[_WAITS_SINCE], numbers[_ASKS_SINCE]
+        return Vital(
+            uid=uid,
+            beats=int(numbers[_BEATS]),
+            silent_s=now - numbers[_BEAT_AT],
+            steady_s=now - numbers[_STEADY_SINCE],
+            is_stopped=is_stopped(pid),
+            asks_s=now - asks if asks else 0.0,
+            waits_s=now - waits if waits else 0.0,
+            waited_s=numbers[_WAITED] + (now - waits if waits else 0.0),
+            waits=int(numbers[_WAITS]),
+        )
+
+    def stack(self) -> str:
+        """What the main thread was doing at the last beat; the innermost call last."""
+        for _ in range(100):
+            turn, length = self._numbers[_TURN], int(self._numbers[_LENGTH])
+            text = bytes(self._memory[_STACK : _STACK + length])
+            if turn % 2 == 0 and self._numbers[_TURN] == turn:
+                return text.decode(errors="replace")
+            time.sleep(0.001)
+        return ""
+
+
+class Pulse:
+    """Two threads: one beats, the other asks the store whether anything is wanted of this process.
+
+    So that a store that does not answer can be told from an interpreter that is not free: then nobody beats either.
+    """
+
+    def __init__(self, page: Page, every_s: float, ask: Callable[[], None]) -> None:
+        """`ask` waits for the store's answer; a RuntimeError of it ends the asking: the store is gone."""
+        self._page, self._every_s, self._ask = page, every_s, ask
+        self._over = threading.Event()
+        self._main = threading.main_thread().ident
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._beat, "evergrad-pulse"), (self._ask_on, "evergrad-asks"))
+        ]
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._page.beat(self._look())
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Beat no more; the threads are gone before the interpreter is. Twice is fine."""
+        self._over.set()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(2)
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._page.beat(self._look(), 4 * self._every_s)
+
+    def _ask_on(self) -> None:
+        with suppress(RuntimeError, RecoveryError):
+            while not self._over.wait(self._every_s):
+                self._page.asks(True)
+                self._ask()
+                self._page.asks(False)
+
+    def _look(self) -> str:
+        frame = sys._current_frames().get(self._main) if self._main is not None else None
+        return _stack_of(frame)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel says that this process is stopped, or held by a debugger; one that has ended is not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+def innermost(stack: str) -> str:
+    """What of a stack people want to see first: the last calls of their own code, and the very last one."""
+    lines = stack.splitlines()
+    own = [line for line in lines if not any(place in line for place in _NOT_THEIRS)]
+    return "\n".join([*own[-3:], *(lines[-1:] if lines[-1:] != own[-1:] else [])])
+
+
+def _stack_of(frame: FrameType | None) -> str:
+    """As a traceback has it, but without source lines: reading files is too slow for every beat."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < _FRAMES:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}')
+        frame = frame.f_back
+    return "\n".join(reversed(lines))
