@@ -7,9 +7,14 @@
 ...         return folder / "a.mine", TENSORS
 ...     def load(self, path):
 ...         return my_library.load(path)
+
+Your own training script under failures: `run_job` and `sweep`; as fixtures in `evergrad.testing.plugin`.
+
+>>> run = run_job("train.py", ranks=4, failures=Failures().kill(rank=1, step=3))    # doctest: +SKIP
+>>> run.assert_survived(1)                                                          # doctest: +SKIP
 """
 
-from evergrad.recovery.failures import Failures
+from evergrad.recovery.failures.schedule import Failures
 from evergrad.testing.crashes import (
     FullStorage,
     ReadOnlyStorage,
@@ -18,21 +23,38 @@ from evergrad.testing.crashes import (
     StorageCalls,
     kill_after,
 )
+from evergrad.testing.executors import ExecutorContract
 from evergrad.testing.format_contract import FormatContract, raw_bytes
+from evergrad.testing.job_run import JobRun, Weights
+from evergrad.testing.jobs import RunJob, close_nursery, run_job
 from evergrad.testing.shared_tier_contract import SharedTierContract
+from evergrad.testing.sweeps import PHASES, Case, Script, Sweep, sweep
 from evergrad.testing.tier_contract import TierContract, captured
+from evergrad.testing.watching import Stuck
 
 __all__ = [
+    "PHASES",
+    "Case",
+    "ExecutorContract",
     "Failures",
     "FormatContract",
     "FullStorage",
+    "JobRun",
     "ReadOnlyStorage",
+    "RunJob",
+    "Script",
     "SharedTierContract",
     "SlowStorage",
     "StorageCall",
     "StorageCalls",
+    "Stuck",
+    "Sweep",
     "TierContract",
+    "Weights",
     "captured",
+    "close_nursery",
     "kill_after",
     "raw_bytes",
+    "run_job",
+    "sweep",
 ]
