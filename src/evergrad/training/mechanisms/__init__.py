@@ -1,0 +1,28 @@
+"""How a training is spread over processes: contract.py first, then a file a mechanism."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evergrad.wording import checked_choice
+
+if TYPE_CHECKING:
+    from evergrad.training.mechanisms.contract import Session
+    from evergrad.training.settings import Training
+    from evergrad.training.workloads.contract import Workload
+
+__all__ = ["MECHANISMS", "make_session"]
+
+MECHANISMS = ("single", "ddp")
+
+
+def make_session(training: Training, workload: Workload) -> Session:
+    """This rank's part of a training, freshly initialised."""
+    checked_choice("mechanism", training.mechanism, MECHANISMS)
+    if training.mechanism == "ddp":
+        from evergrad.training.mechanisms.ddp import Ddp
+
+        return Ddp(training, workload)
+    from evergrad.training.mechanisms.single import Single
+
+    return Single(training, workload)
