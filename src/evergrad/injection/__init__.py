@@ -1,4 +1,4 @@
-"""Soft errors in checkpoints: what happens to bits, where, how often; logged, repeatable, undoable.
+"""Soft errors in checkpoints and running trainings: what happens to bits, where, how often; logged, repeatable.
 
 faults.py      what happens to bits: flips, masks, stuck bits, scaling, values; the contract for your own
 fields.py      bits by number and by field
@@ -12,12 +12,23 @@ patches.py     the blocks of a file that change; rewriting.py files that have to
 workplace.py   in place, or in a copy
 published.py   the settings of the published injector, by their names
 injector.py · undo.py · replay.py    what people call; order.py which logs follow which
+live.py        the same in tensors in memory · spelling.py faults as words
+
+In a running training:
+live_injection.py   what people call, and what it refuses
+live_scheduling.py  when: steps counted, hooks that come off · live_ranks.py on which ranks
+live_targets.py     what: weights, buffers, optimizer state, gradients
+live_passing.py     activations · live_buckets.py what ranks send each other
+live_order.py       what is to happen to them: drawn from a seed, or a log again
 """
 
 from evergrad.injection.columns import Column, Hit
 from evergrad.injection.draws import Draws
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale, SetValue, StuckAt
 from evergrad.injection.injector import inject
+from evergrad.injection.live_buckets import comm_faults
+from evergrad.injection.live_injection import inject_live
+from evergrad.injection.live_scheduling import LiveInjection
 from evergrad.injection.log import InjectionLog
 from evergrad.injection.published import PublishedSettings
 from evergrad.injection.replay import replay
@@ -31,13 +42,16 @@ __all__ = [
     "Fault",
     "Hit",
     "InjectionLog",
+    "LiveInjection",
     "PublishedSettings",
     "Scale",
     "SetValue",
     "StuckAt",
     "Undone",
     "Was",
+    "comm_faults",
     "inject",
+    "inject_live",
     "replay",
     "undo",
 ]

@@ -23,9 +23,9 @@ from evergrad.injection.workplace import Progress, Workplace, exclusive
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 
-__all__ = ["inject"]
+__all__ = ["MAX_SEED", "dtypes_of", "inject", "items_of", "selection_told"]
 
-_MAX_SEED = 1 << 128
+MAX_SEED = 1 << 128
 _FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 
@@ -69,11 +69,11 @@ def inject(
     """
     if not isinstance(fault, Fault):
         raise UsageError(f"fault {fault!r:.80}: expected a fault such as BitFlip(bits='exponent')")
-    if type(seed) is not int or not 0 <= seed < _MAX_SEED:
+    if type(seed) is not int or not 0 <= seed < MAX_SEED:
         raise UsageError(f"seed {seed!r}: expected a whole number from 0 to 2**128 − 1")
     amount = Amount(count, fraction, rate, hours, probability)
-    types = None if dtypes is None else _dtypes(dtypes)
-    where = _items(where)
+    types = None if dtypes is None else dtypes_of(dtypes)
+    where = items_of(where)
     given = Path(path)
     outcome = Outcome(
         out=None if out is None else Path(out),
@@ -94,7 +94,7 @@ def inject(
             planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)
             settings: dict[str, Json] = {
                 "amount": amount.to_json(),
-                "where": _told(where),
+                "where": selection_told(where),
                 **({"dtypes": [str(kind) for kind in types]} if types is not None else {}),
                 "sampling": sampling,
                 "allow_nonfinite": allow_nonfinite,
@@ -116,14 +116,15 @@ def inject(
         return job.carry_out(progress)
 
 
-def _dtypes(names: Iterable[str]) -> list[DType]:
+def dtypes_of(names: Iterable[str]) -> list[DType]:
+    """Element types by their names; `UsageError` for one that is none."""
     found = [DType.named(name) for name in ([names] if isinstance(names, str) else names)]
     if not found or None in found:
         raise UsageError(f"dtypes {names!r:.100}: expected one or more of {', '.join(DType)}")
     return [kind for kind in found if kind is not None]
 
 
-def _items(where: Where) -> list[str | re.Pattern[str] | Role] | None:
+def items_of(where: Where) -> list[str | re.Pattern[str] | Role] | None:
     """The selection as a list, which can be read twice."""
     if where is None:
         return None
@@ -134,7 +135,7 @@ def _items(where: Where) -> list[str | re.Pattern[str] | Role] | None:
     return list(where)
 
 
-def _told(where: list[str | re.Pattern[str] | Role] | None) -> Json:
+def selection_told(where: list[str | re.Pattern[str] | Role] | None) -> Json:
     """The selection as text that selects the same again."""
     if where is None:
         return None

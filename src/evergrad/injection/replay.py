@@ -24,7 +24,7 @@ from evergrad.injection.plan import Plan, levels, present
 from evergrad.injection.workplace import Progress, Workplace, exclusive
 from evergrad.records import TensorInfo
 
-__all__ = ["Rename", "replay"]
+__all__ = ["Rename", "aimed_at", "each_byte_once", "repeated", "replay"]
 
 Rename: TypeAlias = "Mapping[str, str | Match] | Literal['auto'] | None"
 
@@ -68,8 +68,8 @@ def replay(
             if in_place:
                 locks.enter_context(exclusive(Workplace.of(ck, given).locked))
             names = _names(log, ck, rename, source)
-            aimed = [_aimed(ck, column, names.get(column.tensor)) for column in log.columns]
-            columns = [_repeat(ck, column, fault) for column in _each_byte_once(ck, aimed)]
+            aimed = [aimed_at(ck, column, names.get(column.tensor)) for column in log.columns]
+            columns = [repeated(ck, column, fault) for column in each_byte_once(ck, aimed)]
             elements: object = fault.elements if fault is not None else log.fault.get("elements", 1)
             if type(elements) is not int or elements < 1 or any(len(column) % elements for column in columns):
                 raise UsageError(f"{log.path}: its faults are not runs of {elements!r:.60} elements, as it says")
@@ -117,7 +117,7 @@ def _names(
     return {a: b if isinstance(b, Match) else Match(a, b) for a, b in rename.items()}
 
 
-def _aimed(ck: Checkpoint, column: Column, pair: Match | None) -> Column:
+def aimed_at(ck: Checkpoint, column: Column, pair: Match | None) -> Column:
     """The column with the name and the numbers that it has here."""
     name = pair.b if pair is not None else column.tensor
     info = ck.tensors.get(name)
@@ -132,7 +132,7 @@ def _aimed(ck: Checkpoint, column: Column, pair: Match | None) -> Column:
     return Column(info.name, info.dtype, info.shape, numbers, column.aim, column.old, column.new)
 
 
-def _each_byte_once(ck: Checkpoint, columns: list[Column]) -> list[Column]:
+def each_byte_once(ck: Checkpoint, columns: list[Column]) -> list[Column]:
     """One column a tensor, also where two names are one here; what else lies in the same bytes is refused."""
     found: dict[str, list[Column]] = {}
     for column in columns:
@@ -181,7 +181,7 @@ def _joined(name: str, parts: list[Column]) -> Column:
     return Column(name, first.dtype, first.shape, *(np.concatenate(pieces) for pieces in rows))
 
 
-def _repeat(ck: Checkpoint, column: Column, fault: Fault | None) -> Column:
+def repeated(ck: Checkpoint, column: Column, fault: Fault | None) -> Column:
     """What the numbers hold here, and what becomes of that."""
     cells, rows = np.unique(column.numbers, return_inverse=True)
     now = present(ck, ck.tensors[column.tensor], cells)

@@ -97,6 +97,8 @@ def _changed(column: Column) -> int:
 def _target(log: InjectionLog, file: str | PathLike[str] | None) -> Path:
     if file is not None:
         return Path(file)
+    if log.format == "live state":
+        raise UsageError("the faults of this log happened in a running training, and in no file: restore a checkpoint")
     if not log.out or "\0" in log.out:
         raise UsageError("a dry run changed nothing: there is nothing to undo")
     out = Path(log.out)

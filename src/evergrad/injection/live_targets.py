@@ -1,0 +1,212 @@
+"""What live faults hit: the contract, and the targets that lie in memory between two passes.
+
+Paths are those that a file of `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}` has; of a wrapped
+model, those of the model inside. Gradients have paths of their own: `gradients/<parameter>`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from evergrad.errors import UsageError
+from evergrad.injection.live import LiveState
+from evergrad.injection.live_order import Happened, Order
+from evergrad.records import Role, TensorInfo
+from evergrad.state import escape, flatten
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["GradientTarget", "StateTarget", "Target", "inside", "is_wrapped"]
+
+_ROLES = {"weights": Role.MODEL, "buffers": Role.BUFFER, "optimizer": Role.OPTIMIZER}
+
+
+class Target(ABC):
+    """What is hit in a step, and at which moment of it.
+
+    `watch` comes before the passes of the step before, if the target wants that, `strike` before those of the step
+    itself; both may come several times. When all has happened it calls `over`, which calls `close`.
+    """
+
+    watches = False
+    """Whether it has to see the pass before the step."""
+    over: Callable[[], None]
+    """Given by who schedules: everything has happened."""
+    failed: Callable[[], None]
+    """The same after an error: nothing more will."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.happened: Happened | None = None
+        self.handles: list[Any] = []
+
+    @abstractmethod
+    def check(self, *, now: bool) -> list[TensorInfo]:
+        """What may be hit, as far as it is known; `UsageError` if that is nothing. `now`: the step has come."""
+
+    def watch(self) -> None:  # noqa: B027 – most have nothing to see
+        """The step before has come."""
+
+    @abstractmethod
+    def strike(self) -> None:
+        """The step has come: hit, or hook what is to come in it."""
+
+    @abstractmethod
+    def missed(self, step: int) -> UsageError:
+        """What to say when the step has gone by, and not everything has happened."""
+
+    def close(self) -> None:
+        """Take off every hook; twice is fine."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """An error is the end of it."""
+        try:
+            yield
+        except BaseException:
+            self.failed()
+            raise
+
+
+class StateTarget(Target):
+    """Weights, buffers, optimizer state, or all of them: hit right before a forward pass."""
+
+    def __init__(self, order: Order, target: str, model: nn.Module, optimizer: Optimizer | None) -> None:
+        super().__init__(order)
+        self._target, self._model, self._optimizer = target, model, optimizer
+
+    def check(self, *, now: bool) -> list[TensorInfo]:
+        """An optimizer makes its state in its first step: until then, what is not there yet may come."""
+        state, roles = self._tensors()
+        is_empty = self._target in ("optimizer", "state") and Role.OPTIMIZER not in roles.values()
+        if is_empty and now and self._target == "optimizer":
+            raise UsageError("optimizer: it has no state yet, which its first step makes. Choose a later step.")
+        try:
+            return self.order.chosen(LiveState(state, roles))
+        except UsageError:
+            if is_empty and not now:
+                return []
+            raise
+
+    def strike(self) -> None:
+        """All of it, now."""
+        with self.ending():
+            self.happened = self.order.happen(LiveState(*self._tensors()))
+        self.over()
+
+    def missed(self, step: int) -> UsageError:
+        """Nobody called the model."""
+        return UsageError(
+            f"step {step} has gone by without a forward pass in training mode through the model that was given: "
+            "nothing was hit. Give inject_live the module that the loop calls."
+        )
+
+    def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Role]]:
+        found = dict(_model_state(inside(self._model)))
+        if self._optimizer is not None and self._target in ("optimizer", "state"):
+            found.update((path, (tensor, Role.OPTIMIZER)) for path, tensor in _optimizer_state(self._optimizer).items())
+        wanted = _ROLES.get(self._target)
+        found = {path: one for path, one in found.items() if wanted is None or one[1] is wanted}
+        return {path: one[0] for path, one in found.items()}, {path: one[1] for path, one in found.items()}
+
+
+class GradientTarget(Target):
+    """The gradients of parameters: hit right before the optimizer's step."""
+
+    def __init__(self, order: Order, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(order)
+        self._model, self._optimizer = model, optimizer
+        self._is_acting = False
+
+    def check(self, *, now: bool) -> list[TensorInfo]:
+        """Gradients will be as their parameters are."""
+        return self.order.chosen(_live(self._model, lambda parameter: parameter))
+
+    def strike(self) -> None:
+        """Wait for the optimizer."""
+        if not self.handles:
+            self.handles.append(self._optimizer.register_step_pre_hook(self._act))
+
+    def missed(self, step: int) -> UsageError:
+        """Another optimizer has made the step."""
+        return UsageError(f"step {step} has gone by without optimizer.step(): no gradient was hit. Give its optimizer.")
+
+    def close(self) -> None:
+        """Torch goes through an optimizer's hooks while they run: there it must wait for the next pass."""
+        if self._is_acting:
+            self.handles.append(self._model.register_forward_pre_hook(lambda *_: self.close()))
+        else:
+            super().close()
+
+    def _act(self, *_: object) -> None:
+        if self.happened is not None:
+            return
+        with self.ending():
+            live = _live(self._model, lambda parameter: parameter.grad)
+            if not live.tensors:
+                raise UsageError("gradients: no parameter has one at optimizer.step(). Call backward() before it.")
+            self.happened = self.order.happen(live)
+        self._is_acting = True
+        try:
+            self.over()
+        finally:
+            self._is_acting = False
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model itself, without what synchronises its gradients."""
+    while is_wrapped(model):
+        found: Any = model.module
+        model = found
+    return model
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether this is DDP, or what a job of one rank has instead."""
+    from torch import nn
+
+    return isinstance(getattr(model, "module", None), nn.Module) and callable(getattr(model, "no_sync", None))
+
+
+def _model_state(model: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, Role]]]:
+    """What its state dict holds of the model itself: copies that somebody puts there are not in use."""
+    weights, buffers = {id(one) for one in model.parameters()}, {id(one) for one in model.buffers()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in weights or id(tensor) in buffers:
+            yield f"model/{escape(name)}", (tensor, Role.MODEL if id(tensor) in weights else Role.BUFFER)
+
+
+def _optimizer_state(optimizer: Optimizer) -> Mapping[str, torch.Tensor]:
+    """What its state dict holds of what it uses itself, and no copies."""
+    used = {one.untyped_storage().data_ptr() for one in _within((optimizer.state, optimizer.param_groups))}
+    found = flatten({"optimizer": optimizer.state_dict()}).tensors
+    return {path: tensor for path, tensor in found.items() if tensor.untyped_storage().data_ptr() in used}
+
+
+def _within(value: object) -> Iterator[torch.Tensor]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _within(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _within(one)
+
+
+def _live(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -> LiveState:
+    named = inside(model).named_parameters()
+    found = {f"gradients/{escape(name)}": of(one) for name, one in named if one.requires_grad}
+    state = {path: one for path, one in found.items() if one is not None}
+    return LiveState(state, dict.fromkeys(state, Role.MODEL))
