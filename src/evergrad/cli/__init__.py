@@ -19,13 +19,13 @@ import typer
 from typer.core import TyperGroup
 
 from evergrad import __version__
-from evergrad.cli import agent, checkpoints, convert, demo, diff, inject, inspect, replay, run, undo, verify
+from evergrad.cli import agent, checkpoints, convert, demo, diff, inject, inspect, replay, run, study, undo, verify
 from evergrad.cli.output import printable, safe_streams
 from evergrad.errors import EvergradError
 
 __all__ = ["app", "main"]
 
-_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, run, agent)
+_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, run, study, agent)
 
 
 class _Workflow(TyperGroup):
@@ -52,8 +52,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _verb in _VERBS:
-    if _verb is checkpoints:
-        app.add_typer(checkpoints.app)
+    if _verb in (checkpoints, study):
+        app.add_typer(_verb.app)
     else:
         _settings = getattr(_verb, "CONTEXT", None)
         app.command(_name_of(_verb), epilog=_verb.EPILOG, context_settings=_settings)(getattr(_verb, _name_of(_verb)))

@@ -1,6 +1,6 @@
 """The job that the demo takes a rank from: `evergrad run -n 3 --spares 1 … demo_job.py`.
 
-A training loop as anyone would write it, and the five lines that let it go on: join, wrap, track, batches, step.
+A training loop as anyone would write it, and the six lines that let it go on: join, wrap, track, guard, batches, step.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> None:
     optimizer: Any = torch.optim.Adam(net.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     job.track(scheduler=scheduler)
+    job.guard(every=5)
     torch.manual_seed(job.rank)  # every rank drops other neurons
     for _ in range(_EPOCHS):
         for x, y in job.batches(loader):

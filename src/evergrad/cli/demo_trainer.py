@@ -1,8 +1,4 @@
-"""The trainers that the demo kills and preempts, and what they train.
-
-`python -m evergrad.cli.demo_trainer RUN_DIR STEPS KILL_AT` is killed by itself right after a save;
-`python -m evergrad.cli.demo_trainer RUN_DIR URL` trains until a signal asks it to leave.
-"""
+"""The trainers that the demo kills and preempts, and what they train."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["Spirals", "main", "train", "train_until_asked"]
+__all__ = ["Spirals", "train", "train_until_asked"]
 
 _EVERY = 10
 _PACE_S = 0.02  # a step of a model worth the name takes longer: the demo's would outrun every signal
@@ -86,8 +82,8 @@ def train(run_dir: Path | None, steps: int, kill_at: int | None = None) -> tuple
     return begin, losses
 
 
-def train_until_asked(run_dir: Path, url: str) -> int:
-    """Train until a signal comes, every second save also to the URL; the exit code."""
+def train_until_asked(run_dir: Path, url: str) -> NoReturn:
+    """Train until a signal comes, every second save also to the URL; ends the process with the code for that."""
     import evergrad as eg
 
     task = Spirals()
@@ -100,16 +96,4 @@ def train_until_asked(run_dir: Path, url: str) -> int:
                 ck.save(step, task.state, meta={"loss": loss})
             if ck.should_exit():
                 break
-        return ck.exit_code
-
-
-def main() -> None:
-    """Train until killed, or until asked to leave."""
-    run_dir, *rest = sys.argv[1:]
-    if len(rest) == 1:
-        sys.exit(train_until_asked(Path(run_dir), rest[0]))
-    train(Path(run_dir), int(rest[0]), int(rest[1]))
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(ck.exit_code)

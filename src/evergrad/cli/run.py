@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +19,13 @@ EPILOG = (
     "Examples:\n\n  evergrad run -n 4 train.py --lr 0.1\n\n"
     "  evergrad run -n 4 --spares 1 --fail 'kill rank=1 step=10 bucket=2' train.py\n\n"
     "  evergrad run -n 2 -m package.train\n\n"
+    "  srun -N4 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 evergrad run --node -n 8 --out DIR train.py\n\n"
+    "  evergrad run --node --nodes 4 --node-rank 2 -n 8 --out DIR train.py\n\n"
     "A script that calls eg.join() survives failures; any other one runs as under torchrun, until one rank fails. "
     "Ctrl-C and SIGTERM are passed on to every process.\n\n"
     "Exit codes: 0 finished, also after losses · 1 the script failed · 2 usage · 4 too few ranks left and nothing to "
-    "restart from · 130, 143 interrupted by SIGINT, SIGTERM."
+    "restart from · 5 this node has lost the head · 75 all ranks were asked to leave · "
+    "130, 143 interrupted by SIGINT, SIGTERM."
 )
 
 
@@ -29,18 +33,57 @@ def run(
     script: Annotated[str, typer.Argument(help="A Python script; with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Everything after it is passed on to it.")] = None,
     num_ranks: Annotated[int, typer.Option("-n", "--ranks", help="How many ranks.")] = 1,
-    nodes: Annotated[int, typer.Option(help="Simulate this many nodes: ranks in blocks, named n0, n1 …")] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Simulate this many nodes (1): ranks in blocks, named n0, n1 … With --node, how many."),
+    ] = None,
+    node: Annotated[
+        bool, typer.Option("--node", help="This is one of several machines, each with a launcher; --out is shared.")
+    ] = False,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which of them; 0 is the head. Else EVERGRAD_NODE_RANK, or srun says it.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="The head's address for the other nodes, if it is not found.")
+    ] = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the head, and for the other nodes.")] = 60.0,
     spares: Annotated[int, typer.Option(help="Processes that wait to take a dead rank's place.")] = 0,
     strategy: Annotated[
         str, typer.Option(help="What survivors do: rollback (the mini-batch again), forward or restart.")
     ] = "rollback",
     min_ranks: Annotated[int, typer.Option(help="With fewer the job goes back to its newest checkpoint, or ends.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="How often it may go back so.")] = 3,
-    respawn: Annotated[bool, typer.Option("--respawn", help="Start a new spare for each process that died.")] = False,
+    max_ranks: Annotated[
+        int | None, typer.Option(help="Grow to this many ranks where spares wait; as many as it began with by default.")
+    ] = None,
+    silent: Annotated[
+        float, typer.Option(help="Seconds after which a stopped or cut off process is taken for dead.")
+    ] = 1.0,
+    late: Annotated[
+        float, typer.Option(help="Seconds after which a rank that others wait for is reported, with its stack.")
+    ] = 30.0,
+    hung: Annotated[float, typer.Option(help="Seconds after which it is taken for dead; 0: never.")] = 600.0,
+    straggler: Annotated[
+        float, typer.Option(help="Report a rank that takes so many times as long as the others; 0: none.")
+    ] = 3.0,
+    replace_stragglers: Annotated[
+        bool, typer.Option("--replace-stragglers", help="Take a straggler for dead, rather than only report it.")
+    ] = False,
+    keep_stopped: Annotated[
+        bool, typer.Option("--keep-stopped", help="Do not kill a process that was taken for dead.")
+    ] = False,
+    respawn: Annotated[
+        bool, typer.Option("--respawn", help="Start a new spare for each process that died or left.")
+    ] = False,
+    transport: Annotated[
+        str | None, typer.Option(help="How ranks exchange tensors: gloo, or nccl (experimental).")
+    ] = None,
     fail: Annotated[
         list[str] | None, typer.Option(help="A failure to inject: 'kill rank=1 step=10 bucket=2'. Repeatable.")
     ] = None,
-    failures: Annotated[Path | None, typer.Option(help="A TOML file of failures to inject.")] = None,
+    failures: Annotated[
+        Path | None, typer.Option(help="A file of failures to inject: TOML, or a trace as CSV (time, node, kind).")
+    ] = None,
     after_loss: Annotated[
         str | None, typer.Option(help="Batch and learning rate with fewer ranks: shrink, constant or scale_lr.")
     ] = None,
@@ -55,29 +98,43 @@ def run(
     is_module: Annotated[bool, typer.Option("-m", "--module", help="The script is the name of a module.")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Run a training script on several ranks of this machine; who survives a failure goes on."""
-    from evergrad.recovery.failures import Failures
-    from evergrad.recovery.launcher import launch
-    from evergrad.recovery.settings import LaunchSettings, checked_strategy
+    """Run a training script on several ranks, of this machine or of several; who survives a failure goes on."""
+    from evergrad.errors import UsageError
+    from evergrad.recovery.failures.schedule import Failures
+    from evergrad.recovery.launch.hosts import stand
+    from evergrad.recovery.launch.launcher import launch
+    from evergrad.recovery.launch.settings import LaunchSettings, checked_strategy
+    from evergrad.recovery.vigil import Patience
 
+    if not node and (node_rank is not None or host is not None):
+        raise UsageError(f"{'--node-rank' if node_rank is not None else '--host'}: expected --node with it, found none")
+    here = stand(nodes, node_rank, os.environ) if node else None
     schedule = [*(Failures.load(failures) if failures is not None else ()), *Failures.parse(fail or ())]
     settings = LaunchSettings(
         script=script,
         arguments=tuple(arguments or ()),
         is_module=is_module,
         num_ranks=num_ranks,
-        num_nodes=nodes,
+        num_nodes=(1 if nodes is None else nodes) if here is None else len(here.names),
         num_spares=spares,
         strategy=checked_strategy(strategy),
         min_ranks=min_ranks,
         max_restarts=max_restarts,
+        max_ranks=max_ranks,
+        patience=Patience(silent, late, hung, straggler, replace_stragglers),
+        keep_stopped=keep_stopped,
         respawn=respawn,
+        transport=transport,
         failures=Failures(schedule),
         after_loss=after_loss,
         seed=seed,
         out=out,
         grace_s=grace,
         fork=fork,
+        node_rank=None if here is None else here.rank,
+        node_names=() if here is None else here.names,
+        host=host,
+        wait_s=wait,
     )
     summary = launch(settings, as_json=as_json)
     if as_json:

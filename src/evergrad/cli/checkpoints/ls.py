@@ -49,14 +49,15 @@ def _print(entries: list[CatalogueEntry]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("version", "step", "attempt", "age", "ranks", "size", "tiers", "verified", "kept", "parent"):
+    for name in ("version", "step", "attempt", "age", "ranks", "size", "tiers", "verified", "guard", "kept", "parent"):
         right = name in ("step", "attempt", "age", "ranks", "size")
         table.add_column(name, overflow="fold", justify="right" if right else "left")
     for entry in entries:
         version = entry.version
         cells = (
             version.name, version.step, version.attempt, age(entry.time), entry.world_size or "?",
-            size(entry.size_bytes), where_it_is(entry), entry.verified, kept(entry), entry.parent or "",
+            size(entry.size_bytes), where_it_is(entry), entry.verified, "ok" if entry.guarded else "", kept(entry),
+            entry.parent or "",
         )  # fmt: skip
         table.add_row(*(Text(printable(cell)) for cell in cells), style="dim" if entry.retired else None)
     console().print(table)

@@ -80,6 +80,7 @@ def _print(entry: CatalogueEntry, shards: list[dict[str, Json]]) -> None:
         ("parent", entry.parent or "none"),
         ("digest", entry.digest or "not noted"),
         ("verified", f"{entry.verified} ({entry.verified_at})" if entry.verified_at else "never"),
+        ("guarded", entry.guarded_at or "no"),
         ("meta", json.dumps(dict(entry.meta), ensure_ascii=False) if entry.meta else "none"),
     ]
     for name, fact in facts:

@@ -1,11 +1,10 @@
-"""The demo's last part: a preempted job, its versions on shared storage, and soft errors in one of them."""
+"""The demo's chapter of checkpoints: a killed trainer, a preempted job, and soft errors in a version."""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,13 @@ from evergrad.errors import EvergradError
 if TYPE_CHECKING:
     from evergrad.records import Json
 
-__all__ = ["preempt_and_move", "rot_and_restore"]
+__all__ = ["PROCESSES", "tell"]
+
+PROCESSES = 2
+"""The trainer that is killed, and the one that is preempted."""
 
 _LIMIT_S = 60.0
+_STEPS, _KILL_AT = 60, 40
 _MORE_STEPS = 20
 _FLIP = ("--bits", "exponent-msb", "--count", "1", "--where", "model/4.weight", "--seed", "1", "--in-place")
 
@@ -26,7 +29,43 @@ Say = Callable[[str], None]
 Run = Callable[..., None]
 
 
-def preempt_and_move(folder: Path, say: Say, run: Run) -> dict[str, Json]:
+def tell(folder: Path, say: Say, run: Run) -> dict[str, Json]:
+    """Parts 9 to 11."""
+    facts: dict[str, Json] = {}
+    say(f"[bold]9. Kill a trainer right after its save of step {_KILL_AT}, and go on in another process[/bold]")
+    facts.update(_survive(folder / "run", say))
+
+    say("\n[bold]10. Preempt a job that also flushes to shared storage, and go on elsewhere[/bold]")
+    facts.update(_preempt_and_move(folder, say, run))
+
+    say("\n[bold]11. Soft errors in a version, and what a restore makes of them[/bold]")
+    facts.update(_rot_and_restore(folder, say, run))
+    return facts
+
+
+def _survive(run_dir: Path, say: Say) -> dict[str, Json]:
+    """A trainer is killed as soon as `save` has returned; what it saved is there, and training goes on the same."""
+    import evergrad as eg
+    from evergrad.cli.demo_forks import start
+    from evergrad.cli.demo_trainer import train
+
+    trainer = start(train, run_dir, _STEPS, _KILL_AT).process
+    golden = train(None, _STEPS)[1]
+    trainer.join()
+    killed = trainer.exitcode == -signal.SIGKILL
+    say(f"trainer killed by SIGKILL: {_yes(killed)}; only the agent was left, and it finished the save")
+    begin, losses = train(run_dir, _STEPS)
+    same = losses == golden[begin:]
+    say(f"restored step {begin}, every digest verified, and trained on to step {_STEPS}")
+    say(f"its {len(losses)} losses are those of a run that was never killed, to the last bit: {_yes(same)}")
+    with eg.Checkpointer(run_dir, agent=False) as ck:
+        for record in ck.versions():
+            say(f"  {record.version.name}  loss {record.meta['loss']:.4f}  in {' and '.join(record.tiers)}")
+        versions: list[Json] = [record.version.name for record in ck.versions()]
+    return {"killed": killed, "restored_step": begin, "losses_identical": same, "versions": versions}
+
+
+def _preempt_and_move(folder: Path, say: Say, run: Run) -> dict[str, Json]:
     """A job is asked to leave, saves and leaves; another one, with a run folder of its own, goes on from the URL."""
     bucket = folder / "bucket"
     url = f"file://{bucket}"
@@ -47,7 +86,7 @@ def preempt_and_move(folder: Path, say: Say, run: Run) -> dict[str, Json]:
     }
 
 
-def rot_and_restore(folder: Path, say: Say, run: Run) -> dict[str, Json]:
+def _rot_and_restore(folder: Path, say: Say, run: Run) -> dict[str, Json]:
     """A flipped bit in the newest version: with its digests following, and without."""
     from rich.markup import escape
 
@@ -77,18 +116,24 @@ def rot_and_restore(folder: Path, say: Say, run: Run) -> dict[str, Json]:
 
 def _preempt(run_dir: Path, bucket: Path, url: str) -> int:
     """Have a trainer run until two versions are committed, ask it to leave, and see with which code it does."""
-    command = [sys.executable, "-m", "evergrad.cli.demo_trainer", str(run_dir), url]
-    with subprocess.Popen(command) as trainer:
-        try:
-            end = time.monotonic() + _LIMIT_S
-            while len(list(bucket.glob("v*/COMMIT.json"))) < 2:
-                if trainer.poll() is not None or time.monotonic() > end:
-                    raise EvergradError(f"{run_dir}: the demo's trainer did not get to its second version")
-                time.sleep(0.05)
-            trainer.send_signal(signal.SIGTERM)
-            return trainer.wait(_LIMIT_S)
-        finally:
-            trainer.kill()
+    from evergrad.cli.demo_forks import start
+    from evergrad.cli.demo_trainer import train_until_asked
+
+    trainer = start(train_until_asked, run_dir, url).process
+    try:
+        end = time.monotonic() + _LIMIT_S
+        while len(list(bucket.glob("v*/COMMIT.json"))) < 2:
+            if not trainer.is_alive() or time.monotonic() > end:
+                raise EvergradError(f"{run_dir}: the demo's trainer did not get to its second version")
+            time.sleep(0.05)
+        assert trainer.pid is not None
+        os.kill(trainer.pid, signal.SIGTERM)
+        trainer.join(_LIMIT_S)
+        if trainer.exitcode is None:
+            raise EvergradError(f"{run_dir}: the demo's trainer was asked to leave, and did not")
+        return trainer.exitcode
+    finally:
+        trainer.kill()
 
 
 def _go_on(run_dir: Path, url: str) -> tuple[int, bool]:

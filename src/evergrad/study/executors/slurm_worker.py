@@ -1,0 +1,135 @@
+"""A Slurm job that is a worker: it reports to its runner, does one task after the other, and ends with it.
+
+It finds where to report, and the secret that proves both to each other, in the order: a JSON file in a folder that
+nobody else may read. Messages go over a `wire`; after the nonces:
+
+    ←  {"job": number, "node": name}                      once
+    →  {"welcome": true}                                  once
+    →  {"id": …, "work": {…}, "limit_s": …}
+    ←  {"id": …, "fate": …, "result": …, "reason": …}
+    ←  {"leaving": true}                                  its time is nearly over: it finishes what it is at
+    →  {"end": true}
+
+The work is done by a child, the same process as on a single machine, which ends with the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evergrad.errors import EvergradError
+from evergrad.study.executors.contract import Ended, Task
+from evergrad.study.executors.local import LocalProcesses
+from evergrad.study.executors.process import Garbled
+from evergrad.study.executors.wire import SILENCE_S, Wire
+
+__all__ = ["LEAVE_SIGNAL", "Order", "serve"]
+
+LEAVE_SIGNAL = signal.SIGUSR2
+"""Slurm sends it some time before a job's limit."""
+
+_CONNECT_S = 5.0
+_ANSWER_S = 5 * SILENCE_S
+_BUSY_S = 0.2
+_IDLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a job is told."""
+
+    addresses: tuple[str, ...]
+    port: int
+    secret: str
+    folder: str
+    perform: str
+    path: tuple[str, ...]
+    environment: dict[str, str]
+
+    def write(self, path: Path) -> None:
+        """Readable for nobody else from its first byte on."""
+        told = {name: getattr(self, name) for name in self.__slots__}
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(told, file)
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """One that is gone: so is its runner."""
+        try:
+            told: dict[str, Any] = json.loads(path.read_text())
+        except OSError as error:
+            raise EvergradError(f"{path}: no order to read ({error.strerror}): the runner is gone") from error
+        return cls(**{**told, "addresses": tuple(told["addresses"]), "path": tuple(told["path"])})
+
+
+def serve(order: str, number: int) -> None:
+    """The job; returns when the runner ends it, or is gone."""
+    leaving: list[int] = []
+    # Over submitit's own handlers, which stay at work through SIGTERM until Slurm kills.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(LEAVE_SIGNAL, lambda number, _: leaving.append(number))
+    told = Order.read(Path(order))
+    sys.path[:] = told.path
+    with ExitStack() as stack:
+        wire = _connected(told)
+        stack.callback(wire.close)
+        child = stack.enter_context(
+            LocalProcesses(
+                Path(told.folder), told.perform, workers=1, environment=told.environment, name=f"slurm-{number}"
+            )
+        )
+        wire.send({"job": number, "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname()})
+        _work(wire, child, leaving)
+
+
+def _work(wire: Wire, child: LocalProcesses, leaving: list[int]) -> None:
+    is_busy = has_said = False
+    until = time.monotonic() + _ANSWER_S
+    while wire.is_proven or time.monotonic() < until:
+        wire.wait(0.0 if is_busy else _IDLE_S)
+        try:
+            messages = wire.receive()
+        except Garbled as error:
+            raise EvergradError(f"the runner {error}: somebody else is there now") from error
+        if messages is None:
+            return
+        for told in messages:
+            if "end" in told:
+                return
+            if "id" in told:
+                child.submit(Task(told["id"], told["work"], told["limit_s"]))
+                is_busy = True
+        if is_busy:
+            for ended in child.collect(_BUSY_S):
+                wire.send(_told(ended))
+                is_busy = False
+        if leaving and wire.is_proven and not has_said:  # not before it was heard of
+            wire.send({"leaving": True})
+            has_said = True
+    raise EvergradError(f"the runner has said nothing for {_ANSWER_S:g} s")
+
+
+def _connected(told: Order) -> Wire:
+    """At the first address where somebody answers."""
+    found = []
+    for address in told.addresses:
+        try:
+            link = socket.create_connection((address, told.port), _CONNECT_S)
+        except OSError as error:
+            found.append(f"{address}:{told.port} ({error})")
+        else:
+            return Wire(link, bytes.fromhex(told.secret), is_runner=False)
+    raise EvergradError(f"the runner cannot be reached from {socket.gethostname()}: {', '.join(found)}")
+
+
+def _told(ended: Ended) -> dict[str, Any]:
+    return {"id": ended.id, "fate": ended.fate, "result": ended.result, "reason": ended.reason}

@@ -1,0 +1,252 @@
+"""From a plan's text to its cells: every table and key checked, and the line of a wrong one named."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from evergrad.errors import UsageError
+from evergrad.records import Json
+from evergrad.study.outcomes import Thresholds
+from evergrad.study.plan import MOST_TRIALS, CellPlan, Plan, Sampling
+from evergrad.study.plan_files import PlanText
+from evergrad.study.plan_settings import command_of, training_of
+from evergrad.study.plan_trials import TRIAL_KEYS, check_aim, check_moment, corrupt_of, saving_of, where_of
+from evergrad.study.trials import WATCHES, Axes, Command, Rules
+from evergrad.training.settings import Training
+from evergrad.wording import meant, shown
+
+__all__ = ["PlanReader"]
+
+_TOP = ("study", "title", "question", "source", "differs", "seed", "rows", "columns")
+_TABLES = ("axes", "training", "command", "trial", "rules", "thresholds", "sampling", "when", "scale")
+_TRAINING = [one.name for one in fields(Training) if one.name != "base"]
+_COMMAND = [one.name for one in fields(Command) if one.name != "base"]
+
+
+class PlanReader:
+    """One plan being checked, at one scale."""
+
+    def __init__(
+        self, source: PlanText, scale: str | None, overrides: Mapping[str, Json], check_files: bool = True
+    ) -> None:
+        self.source, self.overrides, self.check_files = source, overrides, check_files
+        scales = [str(name) for name in source.table("scale")]
+        source.only((), [*_TOP, *_TABLES])
+        for name in scales:
+            source.only(
+                ("scale", name), ["axes", "training", "command", "trial", "rules", "thresholds", "sampling", "when"]
+            )
+        if scale is None:
+            scale = "" if not scales else "tiny" if "tiny" in scales else scales[0]
+        elif scale not in scales:
+            raise UsageError(f"{source.name}: scale: expected {' or '.join(scales) or 'none'}, found {shown(scale)}")
+        self.scale = scale
+
+    def plan(self) -> Plan:
+        """The whole of it."""
+        axes = self._axes()
+        sampling: Sampling = self._settings("sampling", Sampling)
+        rules = self._rules()
+        cells = tuple(self._cells(axes, sampling, rules))
+        thresholds: Thresholds = self._settings("thresholds", Thresholds)
+        silent = any(isinstance(cell.training, Command) and "{output}" not in cell.training.command for cell in cells)
+        if thresholds.result == "weights" and silent:
+            self.source.fail(("thresholds", "result"), "result: weights can be compared if the command has {output}")
+        self._check_distinct(cells)
+        keys = list(axes)
+        varying = [name for name, values in axes.items() if len(values) > 1] or keys
+        total = sum(cell.trainings for cell in cells)
+        if total > MOST_TRIALS:
+            self.source.fail(("axes",), f"the grid has {total:,} trials: expected at most {MOST_TRIALS:,}")
+        return Plan(
+            study=self._text("study", required=True),
+            title=self._text("title") or self._text("study"),
+            question=" ".join(self._text("question").split()),
+            source=self._text("source"),
+            differs=" ".join(self._text("differs").split()),
+            scale=self.scale,
+            seed=self._seed(),
+            rows=(rows := self._axis("rows", keys, "flips" if "flips" in varying else varying[0] if varying else "")),
+            columns=self._axis("columns", keys, _across([name for name in varying if name != rows])),
+            axes=axes,
+            sampling=sampling,
+            thresholds=thresholds,
+            rules=rules,
+            cells=cells,
+            text=self.source.text,
+            base=self.source.base,
+        )
+
+    def _check_distinct(self, cells: Sequence[CellPlan]) -> None:
+        """No two cells are the same trials under two names."""
+        seen: dict[str, CellPlan] = {}
+        for cell in cells:
+            other = seen.setdefault(cell.trial(0).id, cell)
+            if other is not cell:
+                self.source.fail(("axes",), f"the cells {dict(other.axes)} and {dict(cell.axes)} are the same trials")
+
+    def _text(self, key: str, *, required: bool = False) -> str:
+        value = self.source.values.get(key, "")
+        if not isinstance(value, str) or (required and not value):
+            self.source.fail((key,), f"{key}: expected a text, found {shown(value) if value else 'none'}")
+        return str(value)
+
+    def _seed(self) -> int:
+        value: Any = self.overrides.get("seed", self.source.values.get("seed", 0))
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            self.source.fail(("seed",), f"seed: expected a whole number, 0 or more, found {shown(value)}")
+        return value
+
+    def _axis(self, key: str, known: list[str], default: str) -> str:
+        value = self._text(key) or default
+        if value and known and value not in known:
+            self.source.fail((key,), f"{key}: expected an axis ({', '.join(known)}), found {shown(value)}")
+        return value
+
+    def _merged(self, table: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
+        """Each key of a table, and of the scale's: its value, and where it is written."""
+        found: dict[str, tuple[Any, tuple[str, ...]]] = {
+            key: (value, (table, key)) for key, value in self.source.table(table).items()
+        }
+        if self.scale:
+            for key, value in self.source.table("scale", self.scale, table).items():
+                found[key] = (value, ("scale", self.scale, table, key))
+        return found
+
+    def _only(self, table: str, known: list[str]) -> None:
+        self.source.only((table,), known)
+        for scale in self.source.table("scale"):
+            self.source.only(("scale", scale, table), known)
+
+    def _settings(self, table: str, kind: type[Any]) -> Any:
+        """A settings object out of a table; its own complaint gets the line of the key that it begins with."""
+        self._only(table, [one.name for one in fields(kind)])
+        found = self._merged(table)
+        if table == "sampling" and "trainings" in self.overrides:
+            found["trainings"] = (self.overrides["trainings"], (table, "trainings"))
+        values = {key: float(value) if _is_real(value, key) else value for key, (value, _) in found.items()}
+        return self._made(lambda: kind(**values), found, (table,))
+
+    def _made(self, make: Any, found: Mapping[str, tuple[Any, tuple[str, ...]]], table: tuple[str, ...]) -> Any:
+        try:
+            return make()
+        except UsageError as error:
+            key = str(error).partition(":")[0].split("=")[0].split()[0]
+            self.source.fail(found[key][1] if key in found else table, str(error))
+
+    def _rules(self) -> Rules:
+        self._only("rules", ["extreme", "abandon", "watch"])
+        found = self._merged("rules")
+        extreme, at = found.get("extreme", (1e10, ("rules",)))
+        if type(extreme) not in (int, float) or not 0 < extreme < math.inf:
+            self.source.fail(at, f"extreme: expected a number above 0, found {shown(extreme)}")
+        abandon, at = found.get("abandon", (["non-finite"], ("rules",)))
+        if not isinstance(abandon, list) or not set(map(str, abandon)) <= {"non-finite", "extreme"}:
+            self.source.fail(at, f"abandon: expected a list of 'non-finite' and 'extreme', found {shown(abandon)}")
+        watch, at = found.get("watch", ([], ("rules",)))
+        if not isinstance(watch, list) or not set(map(str, watch)) <= set(WATCHES):
+            expected = " and ".join(repr(one) for one in WATCHES)
+            self.source.fail(at, f"watch: expected a list of {expected}, found {shown(watch)}")
+        return Rules(extreme=float(extreme), abandon=tuple(abandon), watch=tuple(watch))
+
+    def _axes(self) -> dict[str, tuple[str | int | float, ...]]:
+        settings = _COMMAND if self._is_command() else _TRAINING
+        known = [*TRIAL_KEYS, *settings]
+        self._only("axes", known)
+        found: dict[str, tuple[str | int | float, ...]] = {}
+        for name, (values, at) in self._merged("axes").items():
+            if not isinstance(values, list) or not values:
+                self.source.fail(at, f"{name}: expected a list of values, found {shown(values)}")
+            for value in values:
+                if type(value) not in (str, int, float):
+                    self.source.fail(at, f"{name}: expected texts or numbers, found {shown(value)}")
+            if len(set(values)) < len(values):
+                self.source.fail(at, f"{name}: every value once, found {shown(values)}")
+            found[name] = tuple(values)
+        return found
+
+    def _is_command(self) -> bool:
+        if "command" in self.source.values and "training" in self.source.values:
+            self.source.fail(("command",), "a plan has [command] or [training], not both")
+        return "command" in self.source.values
+
+    def _cells(
+        self, axes: Mapping[str, tuple[str | int | float, ...]], sampling: Sampling, rules: Rules
+    ) -> Iterator[CellPlan]:
+        base = "command" if self._is_command() else "training"
+        settings = _COMMAND if base == "command" else _TRAINING
+        self._only(base, settings)
+        self._only("trial", TRIAL_KEYS)
+        fixed, trial = self._merged(base), self._merged("trial")
+        most, seed = sampling.most, self._seed()
+        clean: set[str] = set()
+        for place in itertools.product(*axes.values()):
+            cell = dict(zip(axes, place, strict=True))
+            at = {name: ("scale", self.scale, "axes", name) for name in cell if self._in_scale(name)}
+            given = {name: (value, at.get(name, ("axes", name))) for name, value in cell.items()}
+            found = fixed | trial | self._special(cell, settings) | given
+            if base == "training":
+                found |= {name: (value, ("training",)) for name, value in self.overrides.items() if name == "device"}
+            aim = {name: found.pop(name)[0] for name in TRIAL_KEYS if name in found}
+            check_aim(self.source, aim, fixed | trial | given)
+            check_moment(self.source, aim, fixed | trial | given, is_command=base == "command")
+            made: Training | Command
+            if base == "command":
+                made = self._made(
+                    lambda found=found: command_of(found, self.source.base, self.check_files), found, (base,)
+                )
+            else:
+                made = self._made(lambda found=found: training_of(found, self.source.base), found, (base,))
+            corrupt, saving = corrupt_of(self.source, aim, made, given, cell), saving_of(aim)
+            if corrupt == 0 and saving is None:
+                # Without a fault it is one and the same run, whatever else the axes say, and however often.
+                if made.key in clean:
+                    continue
+                clean.add(made.key)
+            yield CellPlan(
+                axes=cell or {"flips": int(aim.get("flips", 1))},
+                training=made,
+                fault=str(aim.get("fault", "bitflip")),
+                flips=0 if saving is not None else int(aim.get("flips", 1)),
+                where=where_of(aim, is_command=base == "command"),
+                layer=str(aim.get("layer", "")),
+                corrupt=corrupt,
+                rules=rules,
+                trainings=most if corrupt or saving is not None else 1,
+                seed=seed,
+                target=str(aim.get("target", "state")),
+                step=int(aim.get("step", 0)),
+                saving=saving,
+            )
+
+    def _in_scale(self, axis: str) -> bool:
+        return bool(self.scale) and axis in self.source.table("scale", self.scale, "axes")
+
+    def _special(self, cell: Axes, settings: list[str]) -> dict[str, tuple[Any, tuple[str, ...]]]:
+        """What `[when.<axis>.<value>]` says for this cell; the scale's own comes last."""
+        found: dict[str, tuple[Any, tuple[str, ...]]] = {}
+        homes = [("when",), ("scale", self.scale, "when")] if self.scale else [("when",)]
+        for home in homes:
+            for axis in self.source.table(*home):
+                known = [*TRIAL_KEYS, *settings]
+                if axis not in known:
+                    hint = f"{meant(axis, known)} Allowed: {', '.join(known)}"
+                    self.source.fail((*home, axis), f"unknown axis {shown(axis)} in [{'.'.join(home)}].{hint}")
+                for value in self.source.table(*home, axis):
+                    place = (*home, axis, value)
+                    self.source.only(place, settings)
+                    if str(cell.get(axis)) == value:
+                        found |= {key: (one, (*place, key)) for key, one in self.source.table(*place).items()}
+        return found
+
+
+def _is_real(value: Any, key: str) -> bool:
+    return type(value) is int and key in ("half_width", "confidence", "margin", "chance")
+
+
+def _across(others: list[str]) -> str:
+    return "model" if "model" in others else others[-1] if others else ""

@@ -1,0 +1,232 @@
+"""How sure a rate or a mean is: intervals, and how many trainings they take."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import operator
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evergrad.errors import UsageError
+from evergrad.wording import checked_choice, shown
+
+__all__ = [
+    "INTERVALS",
+    "checked_confidence",
+    "checked_counts",
+    "checked_part",
+    "clopper_pearson",
+    "coefficient_of_variation",
+    "expected_half_width",
+    "mean",
+    "normal_quantile",
+    "paired_interval",
+    "proportion_interval",
+    "sample_size",
+    "scipy_part",
+    "standard_deviation",
+    "strata_sizes",
+    "wilson",
+]
+
+INTERVALS = ("wilson", "clopper-pearson", "anytime")
+
+_RESAMPLES = 2_000
+
+
+def wilson(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a rate: right on average, and never empty or outside 0 and 1.
+
+    >>> [round(bound, 4) for bound in wilson(10, 100)]
+    [0.0552, 0.1744]
+    """
+    k, n = checked_counts(k, n)
+    z = normal_quantile(confidence)
+    if n == 0:
+        return 0.0, 1.0
+    rate, share = k / n, z * z / n
+    middle = (rate + share / 2) / (1 + share)
+    reach = z / (1 + share) * math.sqrt(rate * (1 - rate) / n + share / (4 * n))
+    # At the ends the formula gives 0 and 1 but for rounding.
+    return (max(0.0, middle - reach) if k else 0.0), (min(1.0, middle + reach) if k < n else 1.0)
+
+
+def clopper_pearson(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The exact interval of a rate: it covers at least as often as it says, and is wider for it.
+
+    >>> [round(bound, 4) for bound in clopper_pearson(10, 100)]
+    [0.049, 0.1762]
+    """
+    k, n = checked_counts(k, n)
+    tail = (1 - checked_confidence(confidence)) / 2
+    special = scipy_part("special")
+    low = float(special.betaincinv(k, n - k + 1, tail)) if k else 0.0
+    high = float(special.betaincinv(k + 1, n - k, 1 - tail)) if k < n else 1.0
+    return low, high
+
+
+def proportion_interval(k: int, n: int, confidence: float = 0.95, method: str = "wilson") -> tuple[float, float]:
+    """The interval of a rate of k in n by one of `INTERVALS`; none in none may be anything."""
+    checked_choice("interval", method, INTERVALS)
+    if method == "wilson":
+        return wilson(k, n, confidence)
+    if method == "clopper-pearson":
+        return clopper_pearson(k, n, confidence)
+    from evergrad.study.sequential import anytime_interval  # it builds on this module
+
+    return anytime_interval(k, n, confidence)
+
+
+def sample_size(half_width: float, confidence: float = 0.95, population: int | None = None, rate: float = 0.5) -> int:
+    """How many trainings tell a rate to within ± `half_width`: n = N / (1 + e²(N-1) / (t²p(1-p))) of Leveugle et al.
+
+    Without a population it is taken for endless, as that of several flips at once is. Rounded up: ±5 % at 95 % takes
+    384.1 and so 385, since the 384 that is often quoted falls short by a hair. A rate of one half is the worst case;
+    the formula rests on the normal distribution and promises too much for rates near 0 or 1.
+
+    >>> sample_size(0.05), sample_size(0.05, population=1000)
+    (385, 278)
+    """
+    checked_part("half width", half_width)
+    checked_part("rate", rate)
+    endless = (normal_quantile(confidence) / half_width) ** 2 * rate * (1 - rate)
+    if population is None:
+        return max(1, _rounded_up(endless))
+    size = _checked_count("population", population, least=1)
+    return min(size, max(1, _rounded_up(size / (1 + (size - 1) / endless))))
+
+
+def strata_sizes(
+    populations: Mapping[str, int], half_width: float, confidence: float = 0.95, rate: float = 0.5
+) -> dict[str, int]:
+    """How many trainings each stratum takes, a layer or a field of bits, for a rate of its own to ± `half_width`.
+
+    >>> strata_sizes({"sign": 100, "exponent": 800, "mantissa": 2300}, 0.05)
+    {'sign': 80, 'exponent': 260, 'mantissa': 330}
+    """
+    sizes = {}
+    for name, population in populations.items():
+        _checked_count(f"population of {shown(name)}", population, least=1)
+        sizes[name] = sample_size(half_width, confidence, population, rate)
+    return sizes
+
+
+def expected_half_width(n: int, confidence: float = 0.95, rate: float = 0.5, method: str = "wilson") -> float:
+    """Half of the interval to expect of n trainings, if the rate is this; the worst case if not told."""
+    n = _checked_count("trainings", n)
+    if not 0 <= _checked_number("rate", rate) <= 1:
+        raise UsageError(f"rate: expected a number from 0 to 1, found {shown(rate)}")
+    low, high = proportion_interval(round(n * rate), n, confidence, method)
+    return (high - low) / 2
+
+
+def paired_interval(differences: Sequence[float], confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """The interval of the mean of paired differences, by bootstrap: each training's metric less its fault-free twin's.
+
+    Bias-corrected and accelerated; by plain percentiles where the data do not allow for the correction. The same
+    differences and seed give the same interval. Differences that are all equal leave nothing to resample, and their
+    interval is that one number.
+    """
+    checked_confidence(confidence)
+    values = [_checked_number("difference", value) for value in differences]
+    if len(values) < 2:
+        raise UsageError(f"differences: expected two or more, found {len(values)}")
+    if min(values) == max(values):
+        return values[0], values[0]
+    import numpy as np
+
+    bootstrap = scipy_part("stats").bootstrap
+    # Since scipy 1.15 the generator goes by another name.
+    generator = "rng" if "rng" in inspect.signature(bootstrap).parameters else "random_state"
+    for method in ("BCa", "percentile"):
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")  # of degenerate data: the next method is the answer to it
+            found = bootstrap(
+                (np.array(values),),
+                np.mean,
+                n_resamples=_RESAMPLES,
+                confidence_level=confidence,
+                method=method,
+                **{generator: np.random.default_rng(seed)},
+            ).confidence_interval
+        low, high = float(found.low), float(found.high)
+        if math.isfinite(low) and math.isfinite(high):
+            break
+    return low, high
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; nothing of nothing."""
+    return statistics.fmean(values) if values else None
+
+
+def standard_deviation(values: Sequence[float]) -> float | None:
+    """Of the sample, by n - 1; nothing of fewer than two. Equal numbers have exactly none."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def coefficient_of_variation(values: Sequence[float]) -> float | None:
+    """The standard deviation in parts of the mean; nothing where either is missing or the mean is 0."""
+    middle, spread = mean(values), standard_deviation(values)
+    return None if not middle or spread is None else spread / abs(middle)
+
+
+def normal_quantile(confidence: float) -> float:
+    """How many standard deviations either side hold this part of a normal distribution: 1.96 for 95 %."""
+    return float(scipy_part("special").ndtri((1 + checked_confidence(confidence)) / 2))
+
+
+def scipy_part(name: str) -> Any:
+    """A module of scipy, imported when it is needed: some take half a second."""
+    try:
+        return importlib.import_module(f"scipy.{name}")
+    except ImportError:
+        raise UsageError("statistics of studies need scipy. pip install 'evergrad[studies]'") from None
+
+
+def checked_confidence(confidence: float) -> float:
+    """A number between 0 and 1."""
+    return checked_part("confidence", confidence)
+
+
+def checked_part(name: str, value: float) -> float:
+    """A number above 0 and below 1."""
+    if not 0 < _checked_number(name, value) < 1:
+        raise UsageError(f"{name}: expected a number above 0 and below 1, found {shown(value)}")
+    return float(value)
+
+
+def checked_counts(k: int, n: int) -> tuple[int, int]:
+    """How many of how many, as they can be."""
+    k, n = _checked_count("count", k), _checked_count("trainings", n)
+    if k > n:
+        raise UsageError(f"count: expected at most as many as there are trainings, {n}, found {k}")
+    return k, n
+
+
+def _checked_count(name: str, value: int, least: int = 0) -> int:
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        whole = -1
+    if whole < least or isinstance(value, bool):
+        raise UsageError(f"{name}: expected a whole number, {least} or more, found {shown(value)}")
+    return whole
+
+
+def _checked_number(name: str, value: float) -> float:
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"{name}: expected a finite number, found {shown(value)}")
+    return number
+
+
+def _rounded_up(number: float) -> int:
+    return math.ceil(number * (1 - 1e-12))  # a whole number may come out of the formula a little above itself

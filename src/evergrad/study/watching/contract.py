@@ -1,0 +1,104 @@
+"""What a watcher is: it looks at a training that has a fault, after each step, and alters nothing.
+
+- Every rank has its own, and all are called in the same order: `begin`, `after` each step, `found`. So they may talk to
+  each other, by `gathered`. What rank 0's `found` says is what is kept.
+- The training that is watched ends with the bits of one that is not.
+- `end` takes every hook off again, also when the training has raised an error; twice is fine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from evergrad.study.trials import Series
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from evergrad.training.mechanisms.contract import Session
+
+__all__ = ["GUARDS", "GUARD_EVERY", "Watched", "Watcher", "Watchers", "gathered"]
+
+GUARDS = ("norm", "range", "replicas", "non-finite", "checkpoint range")
+"""The guards that are asked, by the names they have in tables."""
+GUARD_EVERY = 10
+"""Steps between two checks of `range` and `replicas`. Without being told, a job has 50: more than many trials take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What was seen, as an `Observation` has it."""
+
+    spread: Mapping[str, Series] = field(default_factory=dict)
+    alarms: Mapping[str, int | None] = field(default_factory=dict)
+    costs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def plus(self, other: Watched) -> Watched:
+        """Together with what another watcher has seen."""
+        return Watched({**self.spread, **other.spread}, {**self.alarms, **other.alarms}, {**self.costs, **other.costs})
+
+
+class Watcher(ABC):
+    """One rank's eyes. See above."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The fault has happened, if it is one of the checkpoint; no step has been taken."""
+
+    @abstractmethod
+    def after(self, step: int, loss: Tensor) -> None:
+        """That step, counted from 1, is done; its loss is that of the whole batch."""
+
+    @abstractmethod
+    def found(self) -> Watched:
+        """What was seen; no step follows."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Take off what was hooked in."""
+
+
+class Watchers:
+    """All watchers of a trial, from `with` to its end."""
+
+    def __init__(self, watchers: Sequence[Watcher] = ()) -> None:
+        self._watchers = watchers
+
+    def begin(self) -> None:
+        """As `Watcher.begin`."""
+        for one in self._watchers:
+            one.begin()
+
+    def after(self, step: int, loss: Tensor) -> None:
+        """As `Watcher.after`."""
+        for one in self._watchers:
+            one.after(step, loss)
+
+    def found(self) -> Watched:
+        """What all of them have seen."""
+        found = Watched()
+        for one in self._watchers:
+            found = found.plus(one.found())
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for one in self._watchers:
+            one.end()
+
+
+def gathered(session: Session, mine: Tensor) -> Tensor:
+    """Every rank's numbers, a row each; the same shape and type on all of them."""
+    if session.ranks == 1:
+        return mine.unsqueeze(0)
+    import torch
+
+    rows = [torch.empty_like(mine) for _ in range(session.ranks)]
+    torch.distributed.all_gather(rows, mine)
+    return torch.stack(rows)

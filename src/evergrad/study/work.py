@@ -1,0 +1,225 @@
+"""What a worker does: make golden runs, and trials. It keeps models, data and groups of ranks between them.
+
+A training of one process runs in the worker itself. One that is spread over ranks runs in a warm group of processes,
+which all do here what the worker would have done. A rank that dies, or whose training raises an error, ends its trial
+and its group, and the next trial has a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from evergrad.errors import EvergradError, StudyError, UsageError
+from evergrad.records import Json
+from evergrad.study.folder import SCRATCH
+from evergrad.study.golden import golden_folder, read_golden
+from evergrad.study.golden_runs import made_golden
+from evergrad.study.hitting import STATE_TARGETS, Struck, strike
+from evergrad.study.observing import CutShort, observe
+from evergrad.study.ranks.group import RankGroup, RankLost
+from evergrad.study.trials import Command, End, Observation, Trial
+from evergrad.study.warming import Warm, warm
+from evergrad.training.settings import Training
+
+__all__ = ["end_groups", "perform", "perform_here"]
+
+_HERE = "evergrad.study.work:perform_here"
+_ATTEMPTS = 3
+_DEADLY = re.compile(r"SIG(SEGV|BUS|FPE|ILL|ABRT)")
+"""Signals that a process brings upon itself: twice in the same trial, and it is the fault's doing."""
+_CUT_OFF = re.compile(r"gloo|nccl|connection (closed|reset)|DistBackendError|DistNetworkError", re.IGNORECASE)
+_DEATHS_S = 5.0
+_groups: dict[tuple[int, str], RankGroup] = {}
+
+
+def perform(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
+    """Do one task in a study's folder; gives a `Golden` or an `Observation` as JSON."""
+    trial = Trial.from_json(work["trial"])
+    if work["kind"] != "golden" and trial.saving is not None:
+        return _saved(folder, trial).to_json()
+    if isinstance(trial.training, Training) and trial.training.mechanism != "single":
+        return _by_ranks(folder, work, trial.training)
+    return perform_here(folder, work)
+
+
+def perform_here(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
+    """Do it in this process; where it is a rank, all others of its group do the same at the same time."""
+    trial = Trial.from_json(work["trial"])
+    if work["kind"] == "golden":
+        golden = made_golden(folder, trial)
+        for one in work["aims"]:
+            _check_aim(folder, Trial.from_json(one))
+        return golden.to_json()
+    if isinstance(trial.training, Command):
+        return _commanded(folder, trial, trial.training).to_json()
+    struck = Struck()
+    seen = _observed(folder, trial, trial.training, struck).to_json()
+    return {**seen, "hits": struck.hits()} if work["kind"] == "replay" else seen
+
+
+def _saved(folder: Path, trial: Trial) -> Observation:
+    from evergrad.study.saving import perform_saving
+
+    golden = read_golden(folder, trial.training.key)
+    assert golden is not None, "the golden run comes first"
+    end_groups()  # nobody else is on the cores whose time is taken
+    return perform_saving(folder, trial, golden)
+
+
+def _by_ranks(folder: Path, work: Mapping[str, Any], training: Training) -> dict[str, Json]:
+    """By all ranks of a warm group; rank 0's answer, with the faults of all."""
+    reasons: list[str] = []
+    for _ in range(_ATTEMPTS):
+        try:
+            group = _group(training, folder)
+            answers = group.call(_HERE, folder, work, is_last=partial(_ends, group))
+        except RankLost as lost:
+            reasons.append(str(lost))
+            if sum(_DEADLY.search(reason) is not None for reason in reasons) > 1:
+                break
+            continue
+        return _joined(answers, Trial.from_json(work["trial"]))
+    reason = f"{reasons[-1]}, of {training.ranks}; so did {len(reasons) - 1} before it"
+    if work["kind"] == "golden":
+        raise StudyError(f"the golden run of {training.name} has lost a rank: {reason}")
+    is_own = _DEADLY.search(reasons[-1]) is not None
+    return Observation(end=End.CRASHED if is_own else End.LOST, reason=reason).to_json()
+
+
+def end_groups() -> None:
+    """End all ranks that this process keeps warm."""
+    for group in _groups.values():
+        group.end()
+    _groups.clear()
+
+
+def _group(training: Training, folder: Path) -> RankGroup:
+    """The warm group of that many ranks; one at a time, since idle ranks hold memory."""
+    key = (training.ranks, training.device)
+    found = _groups.get(key)
+    if found is None or found.is_over:
+        end_groups()
+        found = _groups[key] = RankGroup(training.ranks, device=training.device, folder=folder / SCRATCH)
+    return found
+
+
+def _ends(group: RankGroup, answer: Mapping[str, Any]) -> bool:
+    """Whether an answer ends the trial. An error of communication is no training's own: somebody has died."""
+    if _is_last(answer) and _CUT_OFF.search(str(answer["reason"])):
+        group.check_alive(_DEATHS_S)
+    return _is_last(answer)
+
+
+def _is_last(answer: Mapping[str, Any]) -> bool:
+    """Whether the other ranks now wait for what will not come."""
+    return answer.get("end") in (End.CRASHED, End.LOST)
+
+
+def _joined(answers: list[dict[str, Any] | None], trial: Trial) -> dict[str, Json]:
+    for rank, answer in enumerate(answers):
+        if answer is not None and _is_last(answer):
+            crashed: dict[str, Json] = {**answer, "reason": f"rank {rank}: {answer['reason']}"}
+            if trial.step == 0 and trial.target in STATE_TARGETS:  # then all were hit before anything could fail
+                crashed["injected"] = trial.flips * trial.ranks
+            return crashed
+    whole = [answer for answer in answers if answer is not None]
+    found: dict[str, Json] = dict(whole[0])
+    for count in ("injected", "changed"):
+        if count in found:
+            found[count] = sum(int(answer[count]) for answer in whole)
+    if "hits" in found:
+        found["hits"] = [hit for answer in whole for hit in answer["hits"]]
+    return found
+
+
+def _check_aim(folder: Path, trial: Trial) -> None:
+    """Whether the faults of a cell have enough places: a cell that cannot be is better known before it begins."""
+    if isinstance(trial.training, Command) or trial.saving is not None:
+        return  # the injector says so at the first trial
+    loaded = warm(folder, trial.training, trial.rules)
+    try:
+        loaded.take_up()
+        steps = trial.training.epochs * loaded.session.steps_per_epoch
+        if trial.step >= steps and (trial.step or trial.target not in STATE_TARGETS):
+            raise UsageError(f"step: expected less than the {steps} steps after the checkpoint, found {trial.step}")
+        strike(loaded, trial, Struck(), rehearsal=True)
+    except EvergradError as error:
+        cell = ", ".join(f"{name} {value}" for name, value in trial.axes.items())
+        raise UsageError(f"impossible cell ({cell}): {error}") from None
+
+
+def _commanded(folder: Path, trial: Trial, command: Command) -> Observation:
+    from evergrad.study.commands import run_trial
+
+    began = perf_counter()
+    golden = read_golden(folder, command.key)
+    assert golden is not None, "the golden run comes first"
+    (folder / SCRATCH).mkdir(exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder / SCRATCH))
+    try:
+        checkpoint = golden_folder(folder, golden.key) / golden.checkpoint
+        seen = run_trial(command, checkpoint, golden.observation, trial, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return replace(seen, seconds=perf_counter() - began)
+
+
+def _observed(folder: Path, trial: Trial, training: Training, struck: Struck) -> Observation:
+    began = perf_counter()
+    loaded = warm(folder, training, trial.rules)
+    loaded.take_up()
+    strike(loaded, trial, struck)
+    try:
+        seen = _seen(loaded, trial, training, struck)
+    finally:
+        struck.end()
+    return replace(
+        seen,
+        injected=struck.injected,
+        changed=struck.changed,
+        places=struck.places,
+        seconds=perf_counter() - began,
+    )
+
+
+def _seen(loaded: Warm, trial: Trial, training: Training, struck: Struck) -> Observation:
+    try:
+        seen = observe(loaded.session, training.epochs, trial.rules, loaded.course)
+    except MemoryError as error:
+        return Observation(end=End.LOST, reason=f"out of memory: {error}"[:300])
+    except EvergradError:
+        raise  # of a fault that finds no place, say: it is the plan's, and not the training's
+    except CutShort as cut:
+        assert cut.__cause__ is not None
+        ended = _crashed(cut.__cause__, training)
+        return replace(cut.seen, end=ended.end, reason=ended.reason)
+    except Exception as error:
+        return _crashed(error, training)
+    if seen.end is End.FINISHED:
+        struck.check()
+    return seen
+
+
+def _crashed(error: BaseException, training: Training) -> Observation:
+    """The training's own error: an index out of a corrupted number, a check of the model's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Observation(end=End.LOST, reason=f"out of memory: {error}"[:300])
+    if training.device != "cpu":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            # Nothing works on that device any more in this process. A second worker dies of it, and it is the trial's.
+            os.abort()
+    lines = str(error).splitlines()
+    return Observation(end=End.CRASHED, reason=f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])
