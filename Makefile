@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-slow sweep test-gpu check bench clean
+.PHONY: help install demo test test-slow sweep soak test-gpu test-slurm lint check bench clean
 
 help:  ## what there is to run
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 — \2/p' $(MAKEFILE_LIST)
@@ -24,8 +24,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install  ## see it work, in under a minute
 	@$(BIN)/evergrad demo
 
+# One more worker than CI has cores: many tests wait for processes, disks and time limits.
 test: install  ## all tests that a plain machine can run
-	$(PYTEST) -n 2
+	$(PYTEST) -n 3
 
 test-slow: install  ## the long ones: files over 4 GB, more mutations
 	$(PYTEST) -m slow
@@ -33,13 +34,24 @@ test-slow: install  ## the long ones: files over 4 GB, more mutations
 sweep: install  ## lose every rank at every place of a step: 176 jobs, about five minutes
 	$(BIN)/python tests/recovery/sweep.py | tee benchmarks/results/recovery_sweep.txt
 
+soak: install  ## a hundred failures of all kinds in one run: about ten minutes
+	$(BIN)/python tests/recovery/soak.py | tee benchmarks/results/recovery_soak.txt
+
 test-gpu: install  ## the ones that need a CUDA device
 	$(PYTEST) -m gpu
 
-check: install  ## style, types, and the rules of the house
+test-slurm: install  ## a job on four nodes of a real Slurm, which root installs (Debian) and runs in a folder
+	@if [ "$$(id -u)" = 0 ] && ! command -v slurmctld >/dev/null && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; fi
+	@(echo '$$ make test-slurm'; $(PYTEST) -q -rs -m slurm tests/slurm; echo "exit code $$?") 2>&1 | tee benchmarks/results/test-slurm.txt
+	@grep -q '^exit code 0$$' benchmarks/results/test-slurm.txt
+
+lint: install  ## style and types
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
+
+check: lint  ## style, types, and the rules of the house
 	$(PYTEST) -q -n 2 -m check
 
 bench: install  ## every benchmark; results go to benchmarks/results

@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 
 from living_agents import end_agents
+from unprivileged import Unprivileged
 
 DATA = Path(__file__).parent / "data"
+
+# Before anyone imports torch or numpy: several workers share the cores, and threads that wait for each other spin.
+for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_threads, "1")
 
 # Memory and time that reading a small file may take, however hostile it is.
 _LIMITED = """
@@ -29,21 +34,6 @@ signal.alarm({seconds})
 def data() -> Path:
     """The folder of real checkpoint files."""
     return DATA
-
-
-class Unprivileged:
-    """A folder that others may read; as a context, be somebody who may not write there. Root may write anything."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        if os.getuid() == 0:
-            os.seteuid(65534)
-
-    def __exit__(self, *_: object) -> None:
-        if os.getuid() == 0:
-            os.seteuid(0)
 
 
 @pytest.fixture

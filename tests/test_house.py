@@ -13,25 +13,54 @@ from pathlib import Path
 
 import pytest
 
+from programs import run_python
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "evergrad"
 
 # Each part may import the parts before it that are named here, and nothing else of ours.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "wording": {"errors"},
     "dtypes": set(),
     "records": {"dtypes"},
     "state": {"errors", "dtypes", "records"},
     "formats": {"errors", "dtypes", "records", "state"},
-    "injection": {"errors", "dtypes", "records", "state", "formats"},
+    "injection": {"errors", "wording", "dtypes", "records", "state", "formats"},
     "checkpoint": {"errors", "dtypes", "records", "state", "formats"},
     "timeline": {"errors", "records"},
-    "recovery": {"errors", "dtypes", "records", "state", "formats", "checkpoint", "timeline"},
-    "testing": {"errors", "dtypes", "records", "state", "formats", "injection", "checkpoint", "recovery"},
+    "recovery": {"errors", "wording", "dtypes", "records", "state", "formats", "injection", "checkpoint", "timeline"},
+    "training": {"errors", "wording", "dtypes", "records", "state", "formats", "injection"},
+    "study": {
+        "errors",
+        "wording",
+        "dtypes",
+        "records",
+        "state",
+        "formats",
+        "injection",
+        "checkpoint",
+        "recovery",
+        "training",
+    },
+    "testing": {
+        "errors",
+        "dtypes",
+        "records",
+        "state",
+        "formats",
+        "injection",
+        "checkpoint",
+        "timeline",
+        "recovery",
+        "study",
+        "cli",
+    },
     "integrations": {"errors", "dtypes", "records", "state", "formats", "checkpoint"},
     "cli": {
         "evergrad",
         "errors",
+        "wording",
         "dtypes",
         "records",
         "state",
@@ -40,6 +69,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
         "recovery",
         "timeline",
+        "training",
+        "study",
     },
     "__init__": {"errors", "records", "state", "formats", "injection", "checkpoint", "recovery"},
     "__main__": {"cli"},
@@ -159,19 +190,22 @@ def test_nothing_in_the_source_unpickles_or_evaluates() -> None:
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/checkpointing.md", "docs/placement.md", "docs/catalogue.md", "docs/recovery.md"]
+    "page",
+    [
+        "README.md",
+        "docs/checkpointing.md",
+        "docs/placement.md",
+        "docs/catalogue.md",
+        "docs/recovery.md",
+        "docs/studies.md",
+    ],
 )
 def test_snippets_run_and_print_what_they_say(page: str, tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert snippets, f"{page} shows no Python"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(snippets)],
-        cwd=tmp_path,
-        env=os.environ | {"EVERGRAD_SHM": str(tmp_path), "EVERGRAD_LINGER": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = "\n".join(["import warnings", "warnings.simplefilter('error')", *snippets])
+    environment = os.environ | {"EVERGRAD_SHM": str(tmp_path), "EVERGRAD_LINGER": "0"}
+    done = run_python("-c", code, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     claimed = re.findall(r"# → (.*)", "\n".join(snippets))
     assert done.stdout.splitlines() == claimed

@@ -531,7 +531,7 @@ def mutated(draw: Callable[[Any], Any], value: Any, leaf: st.SearchStrategy[Any]
     return value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_changed_state_is_captured_as_a_new_plan_would_or_not_at_all(data: st.DataObject) -> None:
     pool = [torch.arange(4.0).reshape(2, 2), torch.arange(3.0) * (1 + 2j)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from evergrad.checkpoint import storage
 from evergrad.testing import StorageCalls
+from programs import run_python
 
 PROGRAM = Path(__file__).with_name("crashing.py")
 ALL = ("memory+local", "local", "memory")
@@ -24,14 +23,7 @@ def swept(folder: Path, victim: str, strides: dict[str, int], *, seconds: float 
         {"victim": victim, "tiers": tiers, "first": 1, "stride": stride, "limit": 9999, "launched": True, **more}
         for tiers, stride in strides.items()
     ]
-    done = subprocess.run(
-        [sys.executable, PROGRAM, folder, *map(json.dumps, plans)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=seconds,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python(PROGRAM, folder, *map(json.dumps, plans), timeout=seconds)
     assert done.returncode == 0, done.stderr[-6000:]
     return dict(zip(strides, map(json.loads, done.stdout.splitlines()), strict=True))
 
@@ -48,6 +40,7 @@ def test_a_trainer_without_agent_may_be_killed_after_any_storage_call(tmp_path: 
     assert {"nothing", "old", "new"} == set(found["memory+local"]["seen"])
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_agent_is_killed_after_any_storage_call(tmp_path: Path) -> None:
     found = swept(tmp_path, "agent", {"memory+local": 13, "local": 43, "memory": 23})
     assert found["memory+local"]["points"] >= 10
@@ -59,6 +52,7 @@ def test_trainer_and_agent_may_be_killed_together_after_any_storage_call_of_the_
     assert {"nothing", "new"} <= set(found["memory+local"]["seen"])
 
 
+@pytest.mark.slow
 def test_trainer_and_agent_may_be_killed_together_after_any_storage_call_of_the_trainer(tmp_path: Path) -> None:
     found = swept(tmp_path, "couple", {"memory+local": 5, "memory": 13})
     assert {"nothing", "old", "new"} == set(found["memory+local"]["seen"])
@@ -70,6 +64,7 @@ def test_a_trainer_may_be_killed_when_it_has_copied_and_not_said_so(tmp_path: Pa
     assert found["memory"]["points"] == found["memory+local"]["points"] == 5
 
 
+@pytest.mark.slow
 def test_a_trainer_starts_another_agent_by_itself(tmp_path: Path) -> None:
     found = swept(tmp_path, "agent", {"memory+local": 60}, first=30, limit=2, launched=False)
     assert found["memory+local"]["points"] == 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from programs import run_python
 
 PROGRAM = Path(__file__).with_name("placement_faults.py")
 Results = dict[str, str]
@@ -19,18 +19,13 @@ Results = dict[str, str]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    """How every scenario ended: all in one run, because torch takes longer to import than they take."""
+    """How every scenario ended: all in one run."""
     folder = tmp_path_factory.mktemp("ranks")
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     shm = tempfile.mkdtemp(prefix="evergrad-test-", dir=root)
     log = folder / "output.txt"
     try:
-        with log.open("wb") as out:
-            done = subprocess.run(
-                [sys.executable, str(PROGRAM), str(folder)],
-                env={**os.environ, "EVERGRAD_SHM": shm}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                timeout=110, check=False,
-            )  # fmt: skip
+        done = run_python(PROGRAM, folder, env={**os.environ, "EVERGRAD_SHM": shm}, output=log)
         assert done.returncode == 0, log.read_text()
         yield json.loads((folder / "results.json").read_text())
     finally:

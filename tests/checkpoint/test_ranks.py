@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from programs import run_python
 
 PROGRAM = Path(__file__).with_name("ranked.py")
 
 
 def run(scenario: str, world_size: int, nodes: int, folder: Path) -> None:
-    command = [sys.executable, str(PROGRAM), scenario, str(world_size), str(nodes), str(folder)]
     log = folder / "output.txt"
-    with log.open("wb") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, timeout=110, check=False)
+    done = run_python(PROGRAM, scenario, world_size, nodes, folder, output=log)
     assert done.returncode == 0, log.read_text()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+ONE = pytest.param(1, marks=pytest.mark.slow)
+"""All ranks on one node, which is the easier case."""
+
+
+@pytest.mark.parametrize("nodes", [ONE, 2])
 def test_every_rank_gets_its_own_state_back(tmp_path: Path, nodes: int) -> None:
     run("restore", 4, nodes, tmp_path)
 
@@ -28,12 +30,12 @@ def test_the_process_group_may_be_made_after_the_checkpointer(tmp_path: Path) ->
     run("late group", 2, 1, tmp_path)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [ONE, 2])
 def test_a_version_that_one_rank_never_saved_is_visible_to_none(tmp_path: Path, nodes: int) -> None:
     run("death", 2, nodes, tmp_path)
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("nodes", [ONE, 3])
 def test_if_one_rank_has_no_intact_shard_all_go_back_together(tmp_path: Path, nodes: int) -> None:
     run("corruption", 3, nodes, tmp_path)
 
@@ -50,17 +52,17 @@ def test_a_run_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
     run("not shared", 2, 2, tmp_path)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [ONE, 2])
 def test_nothing_is_committed_before_the_slowest_rank_has_delivered(tmp_path: Path, nodes: int) -> None:
     run("lag", 2, nodes, tmp_path)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [ONE, 2])
 def test_without_agents_the_same_holds(tmp_path: Path, nodes: int) -> None:
     run("threads", 2, nodes, tmp_path)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [ONE, 2])
 def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path: Path, nodes: int) -> None:
     run("failure", 2, nodes, tmp_path)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +9,14 @@ import pytest
 
 from evergrad.checkpoint.placement import ALL, Place, Placements
 from evergrad.errors import DamagedFile
+from programs import run_python
 
 PROGRAM = Path(__file__).with_name("resharded.py")
 
 
 def run(scenario: str, folder: Path) -> str:
     log = folder / "output.txt"
-    with log.open("wb") as out:
-        command = [sys.executable, str(PROGRAM), scenario, str(folder)]
-        done = subprocess.run(command, stdout=out, stderr=out, timeout=115, check=False)
-    assert done.returncode == 0, log.read_text()
+    assert run_python(PROGRAM, scenario, folder, output=log).returncode == 0, log.read_text()
     return log.read_text()
 
 
@@ -32,14 +28,17 @@ def test_fsdp2_on_four_ranks_goes_on_with_three_from_the_bucket_alone(tmp_path: 
     run("fsdp bucket", tmp_path)
 
 
+@pytest.mark.slow
 def test_ddp_on_four_ranks_goes_on_with_two_and_with_one(tmp_path: Path) -> None:
     run("ddp", tmp_path)
 
 
+@pytest.mark.slow
 def test_ddp_on_four_ranks_goes_on_from_the_bucket_alone(tmp_path: Path) -> None:
     run("ddp bucket", tmp_path)
 
 
+@pytest.mark.slow
 def test_what_ddp_saved_can_be_cut_by_fsdp2(tmp_path: Path) -> None:
     run("ddp to fsdp", tmp_path)
 
@@ -48,6 +47,7 @@ def test_of_what_was_each_ranks_own_the_user_says_who_gets_what(tmp_path: Path) 
     assert "rank 1: rng: was each rank's own" in run("own", tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_called_replicated_and_differs_is_each_ranks_own(tmp_path: Path) -> None:
     assert "no intact shard" not in run("claims", tmp_path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from programs import run_python
+
 VERBS = ["demo", "inspect", "verify", "diff", "convert", "inject", "undo", "replay", "checkpoints", "run", "agent"]
 
 
 def evergrad(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    command = [sys.executable, "-m", "evergrad", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=100)
+    return run_python("-m", "evergrad", *arguments, cwd=cwd)
 
 
 @pytest.fixture
@@ -106,62 +106,6 @@ def test_convert_refuses_a_loss_and_dry_run_lists_it(files: Path) -> None:
     assert not (files / "a.safetensors").exists()
     assert not (files / "a.npz").exists()
     assert evergrad("convert", files / "a.pt", files / "a.npz", "--tensors-only").returncode == 0
-
-
-@pytest.mark.slow  # the next one runs all of it too, and looks at what people see
-def test_the_demo_runs_and_says_what_it_saw(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    report = json.loads(evergrad("demo", "--json", "--keep", tmp_path / "empty").stdout)
-    assert report["accuracy"] > 0.9
-    assert report["accuracy_after_flip"] < 0.7
-    assert report["verify"] == "failed"
-    assert report["undone"] is True
-    worst = {field: results[1] for field, results in report["accuracy_by_field"].items()}
-    assert worst["exponent-msb"] < 0.9 < worst["mantissa"]
-    assert report["conversion_exact"] is True
-    assert report["trap_ran"] is False
-    assert report["killed"] is True
-    assert report["restored_step"] == 40
-    assert report["losses_identical"] is True
-    assert report["preempted_exit_code"] == 75
-    assert report["moved_losses_identical"] is True
-    assert report["lineage_picture"] is True
-    # A flipped bit with its digest is restored, one without is passed over for the version before.
-    assert report["following_step"] == report["preempted_step"] > report["stale_step"] > 0
-    assert float(report["following_loss"]) > 10 > report["clean_loss"]
-    assert "model/4.weight: not what was captured" in report["stale_reason"]
-    assert report["spare_exact"] is True
-    assert report["rank_lost_seconds"] > 0
-
-
-def test_the_demo_shows_what_verify_says_and_leaves_no_live_trap(tmp_path: Path) -> None:
-    done = evergrad("demo", "--keep", tmp_path / "new" / "kept")
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.split("$ evergrad verify flipped.pt\n")[1]
-    assert re.search(r"model/4\.weight\[\d+,\d+\] = ", shown)
-    assert "failed: torch-zip, 1 of 24 tensors wrong" in shown
-    kept = {path.name for path in (tmp_path / "new" / "kept").iterdir()}
-    files = {"model.pt", "flipped.pt", "flipped.pt.faults.jsonl", "model.safetensors", "lineage.svg"}
-    jobs = {"job", "job-fewer", "job-spare"}
-    assert kept == files | jobs | {"version.faults.jsonl", "run", "first", "second", "third", "bucket"}
-    assert "flipped.pt is model.pt again: yes" in done.stdout
-    assert "command executed: no" in done.stdout
-    assert "rank 1 died (SIGKILL): generation 1 goes on with 2 ranks (rollback)" in done.stdout
-    assert "with the spare the very weights of the undisturbed run: yes" in done.stdout
-    assert re.search(r"v\d{10}-01 .* memory, local, persistent ", done.stdout)
-    assert "left with exit code 75" in done.stdout
-
-
-def test_the_demo_keeps_only_in_a_new_or_empty_folder(tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "model.pt").write_text("mine")
-    (tmp_path / "file").write_text("mine")
-    for place, words in [("full", "is not empty"), ("file", "is no folder"), ("file/below", "cannot be made")]:
-        done = evergrad("demo", "--keep", tmp_path / place)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.count("\n") == 1
-        assert words in done.stderr
-    assert (tmp_path / "full" / "model.pt").read_text() == "mine"
 
 
 def test_diff_tells_values_besides_tensors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +202,7 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
-    torch.save({f"t{i}": torch.ones(1) for i in range(5000)}, tmp_path / "many.pt")
+    torch.save({f"t{i}": torch.ones(1) for i in range(2500)}, tmp_path / "many.pt")
     command = f"{sys.executable} -m evergrad inspect {tmp_path / 'many.pt'} | head -1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False, timeout=60

@@ -11,21 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from programs import run_python
+
 # Clears the screen, sets the window's title, fakes a line of output, writes right to left, and is no Unicode.
 NAMES = ["a\x1b[2Jb", "t\x1b]0;owned\x07", "x\nok: nothing wrong", "r\u202el", "s\ud800", "c\x9b31m", "µ→"]
 
 
 def evergrad(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    command = [sys.executable, "-m", "evergrad", *map(str, arguments)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-        timeout=100,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
-    )
+    return run_python("-m", "evergrad", *arguments, env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment})
 
 
 @pytest.fixture
@@ -125,14 +119,7 @@ def test_a_bug_of_ours_exits_3_with_its_traceback(tmp_path: Path) -> None:
         "sys.exit(main(sys.argv[1:]))"
     )
     for arguments in (["inspect", "a.pt"], ["diff", "a.pt", "b.pt"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            timeout=60,
-        )
+        done = run_python("-c", code, *arguments, cwd=tmp_path)
         assert done.returncode == 3
         assert "Traceback (most recent call last):" in done.stderr
         assert r"ZeroDivisionError: a \x1b[2J bug" in done.stderr

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from programs import run_python
+
 
 def evergrad(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    command = [sys.executable, "-m", "evergrad", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=100)
+    return run_python("-m", "evergrad", *arguments, cwd=cwd)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ import safetensors.torch
 import torch
 
 import evergrad as eg
+from programs import run_python
 
 
 def evergrad(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    command = [sys.executable, "-m", "evergrad", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=100)
+    return run_python("-m", "evergrad", *arguments, cwd=cwd)
 
 
 @pytest.fixture

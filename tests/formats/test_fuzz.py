@@ -15,17 +15,16 @@ import evergrad as eg
 from states import training_state
 
 DATA = Path(__file__).parent.parent / "data"
-MUTATIONS = 150
+MUTATIONS, MUTATIONS_OF_EVERYTHING = 60, 40
 
-# Runs in a process of its own, with limits: damage a copy of the source, a mutation at a time.
+# Runs in a process of its own, with limits: damage a copy of each source in turn, a mutation at a time.
 MUTANTS = """
 import json, random, shutil, traceback
 from pathlib import Path
 import numpy as np
 import evergrad as eg
 
-source, work, count, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-random.seed(seed)
+work, count, seed, sources = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 INTERESTING = [b"\\0", b"\\xff", b"\\x7f", b"\\x80", b"\\xff\\xff\\xff\\xff", b"\\xff\\xff\\xff\\x7f",
     b"\\0\\0\\0\\0", b"PK", b"(", b"}", b"R", b"t", b"q", b"9", b"-"]
 
@@ -74,7 +73,13 @@ def mutant(number):
     return target
 
 def run(steps, seconds):
+    global source
+    for source in map(Path, sources):
+        print(json.dumps([str(source), outcomes_of(steps, seconds)]))
+
+def outcomes_of(steps, seconds):
     outcomes = {}
+    random.seed(seed)
     for number in range(count):
         target = mutant(number)
         for step in steps:
@@ -94,12 +99,12 @@ def run(steps, seconds):
             key = step.__name__ if len(steps) > 1 else outcome
             outcomes[key] = outcomes.get(key, 0) + (len(steps) == 1 or outcome == "served")
         shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-    print(json.dumps(outcomes))
+    return outcomes
 
 def fail(step, number, target):
     kept = work.parent / f"found-{seed}-{number}"
     shutil.move(target, kept)
-    print(step.__name__, "of mutation", number, "kept at", kept)
+    print(step.__name__, "of mutation", number, "of", source, "kept at", kept)
     sys.exit(1)
 """
 
@@ -221,46 +226,66 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("kind", [*MADE, *KEPT])
-def test_mutated_files_give_only_our_errors(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
-    source = make(kind, tmp_path)
-    (tmp_path / "work").mkdir()
-    said = limited(FUZZ, source, tmp_path / "work", MUTATIONS, 20261, seconds=110)
-    outcomes = json.loads(said)
-    assert sum(outcomes.values()) == MUTATIONS
-    assert sum(outcomes.values()) - outcomes.get("served", 0) > MUTATIONS // 20, (
-        f"the mutations did no damage: {outcomes}"
-    )
+GROUPS = 4
+"""Processes that share the kinds: starting one takes as long as dozens of mutations."""
 
 
-@pytest.mark.parametrize("kind", EVERYTHING)
-def test_whatever_is_done_with_mutated_files_gives_only_our_errors(
-    kind: str, tmp_path: Path, limited: Callable[..., str]
-) -> None:
-    source = make(kind, tmp_path)
-    (tmp_path / "work").mkdir()
-    said = limited(FUZZ_EVERYTHING, source, tmp_path / "work", 60, 20262, memory=6 << 30, seconds=110)
-    served = json.loads(said)
+def fuzzed(
+    code: str, kinds: list[str], folder: Path, limited: Callable[..., str], count: int, seed: int, **limits: int
+) -> dict[str, dict[str, int]]:
+    """What came of so many mutations of each kind."""
+    sources = {}
+    for number, kind in enumerate(kinds):
+        (place := folder / str(number)).mkdir()
+        sources[str(make(kind, place))] = kind
+    (folder / "work").mkdir()
+    said = limited(code, folder / "work", count, seed, *sources, **limits)
+    outcomes = {sources[source]: found for source, found in map(json.loads, said.splitlines())}
+    assert list(outcomes) == kinds
+    return outcomes
+
+
+def damaged(outcomes: dict[str, int], count: int) -> None:
+    assert sum(outcomes.values()) == count
+    assert count - outcomes.get("served", 0) > count // 20, f"the mutations did no damage: {outcomes}"
+
+
+def damaged_in_part(served: dict[str, int], count: int) -> None:
     assert set(served) == {"read", "state", "compare", "convert", "convert_tensors", "verify"}
     for step in ("read", "compare", "convert_tensors", "verify"):
-        assert 0 < served[step] < 60, f"the mutations did no damage, or nothing but damage: {served}"
+        assert 0 < served[step] < count, f"the mutations did no damage, or nothing but damage: {served}"
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_mutated_files_give_only_our_errors(group: int, tmp_path: Path, limited: Callable[..., str]) -> None:
+    kinds = [*MADE, *KEPT][group::GROUPS]
+    for outcomes in fuzzed(FUZZ, kinds, tmp_path, limited, MUTATIONS, 20261, seconds=110).values():
+        damaged(outcomes, MUTATIONS)
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_whatever_is_done_with_mutated_files_gives_only_our_errors(
+    group: int, tmp_path: Path, limited: Callable[..., str]
+) -> None:
+    kinds = EVERYTHING[group::GROUPS]
+    found = fuzzed(
+        FUZZ_EVERYTHING, kinds, tmp_path, limited, MUTATIONS_OF_EVERYTHING, 20262, memory=6 << 30, seconds=110
+    )
+    for served in found.values():
+        damaged_in_part(served, MUTATIONS_OF_EVERYTHING)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", EVERYTHING)
 def test_whatever_is_done_with_many_more_mutations(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
-    source = make(kind, tmp_path)
-    (tmp_path / "work").mkdir()
-    served = json.loads(limited(FUZZ_EVERYTHING, source, tmp_path / "work", 2000, 8, memory=6 << 30, seconds=3000))
-    assert 0 < served["read"] < 2000, f"the mutations did no damage, or nothing but damage: {served}"
+    found = fuzzed(FUZZ_EVERYTHING, [kind], tmp_path, limited, 2000, 8, memory=6 << 30, seconds=3000)
+    assert 0 < found[kind]["read"] < 2000, f"the mutations did no damage, or nothing but damage: {found}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", [*MADE, *KEPT])
 def test_many_more_mutations(kind: str, tmp_path: Path, limited: Callable[..., str]) -> None:
-    source = make(kind, tmp_path)
-    (tmp_path / "work").mkdir()
-    outcomes = json.loads(limited(FUZZ, source, tmp_path / "work", 5000, 7, seconds=3000))
+    outcomes = fuzzed(FUZZ, [kind], tmp_path, limited, 5000, 7, seconds=3000)[kind]
     assert sum(outcomes.values()) == 5000

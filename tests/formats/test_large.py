@@ -31,7 +31,10 @@ def many() -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": torch.full((2, 2), float(i)) for i in range(20_000)}
 
 
-@pytest.mark.parametrize("kind", ["torch-zip", "torch-legacy", "safetensors", "npz"])
+@pytest.mark.parametrize(
+    "kind",
+    ["torch-zip", "safetensors", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch-legacy", "npz"))],
+)
 def test_twenty_thousand_tensors(kind: str, tmp_path: Path) -> None:
     path, tensors = tmp_path / "many", many()
     if kind == "safetensors":

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import evergrad as eg
-from conftest import Unprivileged
 from evergrad.errors import DamagedFile, UnsupportedContent
 from evergrad.records import Check
 from evergrad.testing import raw_bytes
+from unprivileged import Unprivileged
 
 FILES = {
     "lightning": "lightning.ckpt",

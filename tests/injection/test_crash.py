@@ -101,7 +101,14 @@ def made(folder: Path, kind: str) -> dict[str, Any]:
     return {"verb": "inject", "path": path, "count": count, "log": f"{path}.faults.jsonl", "step": 25}
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+LONG_LAST = [pytest.param(kind, marks=pytest.mark.slow) if kind == "folder" else kind for kind in MAKERS]
+
+
+AS_GZIP = [pytest.param(kind, marks=pytest.mark.slow) if kind == "deflated" else kind for kind in LONG_LAST]
+"""A deflated file is written anew as one with gzip is."""
+
+
+@pytest.mark.parametrize("kind", AS_GZIP)
 def test_an_injection_that_was_killed_is_undone_from_every_point(kind: str, tmp_path: Path) -> None:
     found = swept(tmp_path, made(tmp_path, kind))
     assert found["points"] > 40
@@ -118,7 +125,7 @@ def test_of_a_copy_that_was_killed_there_is_all_or_nothing(kind: str, tmp_path: 
     assert set(found["seen"]) == {"absent", "whole"}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "deflated"])
+@pytest.mark.parametrize("kind", [kind for kind in LONG_LAST if kind != "deflated"])
 def test_an_undo_that_was_killed_is_done_again_from_every_point(kind: str, tmp_path: Path) -> None:
     what = {**made(tmp_path, kind), "verb": "undo", "step": 1}
     shutil.copytree(tmp_path / "start", tmp_path / "before")

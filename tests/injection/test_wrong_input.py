@@ -16,7 +16,6 @@ import torch
 from kinds import snapshot
 
 import evergrad as eg
-from conftest import Unprivileged
 from evergrad.errors import (
     DamagedFile,
     EvergradError,
@@ -25,6 +24,7 @@ from evergrad.errors import (
     UnknownTensor,
     UsageError,
 )
+from unprivileged import Unprivileged
 
 FLIP = eg.BitFlip()
 

@@ -7,8 +7,6 @@ import logging
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ import evergrad as eg
 from evergrad.errors import RestoreError, StateError, UsageError
 from evergrad.integrations.dcp import ArenaStager, TierReader, TierWriter
 from living_agents import end_agents
+from programs import run_python
 
 pytestmark = [
     pytest.mark.usefixtures("shm"),
@@ -36,16 +35,14 @@ PROGRAM = Path(__file__).with_name("dcp_ranks.py")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """All scenarios of several ranks, run by one program: importing torch is what takes longest."""
+    """All scenarios of several ranks, run by one program."""
     folder = tmp_path_factory.mktemp("ranks")
     shm = Path(tempfile.mkdtemp(prefix="evergrad-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     environment = {**os.environ, "EVERGRAD_SHM": str(shm), "EVERGRAD_LINGER": "0.3"}
     environment.pop("EVERGRAD_NODE", None)
     log = folder / "output.txt"
     try:
-        with log.open("wb") as out:
-            command = [sys.executable, str(PROGRAM), str(folder)]
-            done = subprocess.run(command, stdout=out, stderr=out, timeout=110, check=False, env=environment)
+        done = run_python(PROGRAM, folder, env=environment, output=log)
         assert done.returncode == 0, log.read_text()
         yield folder
     finally:

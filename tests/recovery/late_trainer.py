@@ -29,13 +29,12 @@ def is_here(name: str, engine: Engine, point: Point) -> bool:
     return not happened and uid == os.environ["EVERGRAD_UID"] and rest == place
 
 
-def pass_or_not(engine: Engine, point: Point) -> None:
+def pass_or_not(engine: Engine, point: Point) -> bool:
     if is_here("EVERGRAD_TEST_DIES", engine, point):
         pass_point(engine, point)
         os.kill(os.getpid(), signal.SIGKILL)
     if not is_here("EVERGRAD_TEST_LATE", engine, point):
-        pass_point(engine, point)
-        return
+        return pass_point(engine, point)
     happened.append(True)
     Engine.passed = lambda *_: None  # type: ignore[method-assign]
     try:

@@ -104,7 +104,7 @@ def _bounded(read: Callable[[], str]) -> str:
 def client() -> Iterator[StoreClient]:
     """A connection as ranks have it. Each costs a look at who the other end is, which some machines are slow to say."""
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    client = StoreClient("127.0.0.1", server.port)
+    client = StoreClient("127.0.0.1", server.port, secret=None)
     yield client
     client.cut()
 
@@ -114,7 +114,7 @@ def jobs(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """Makes the job of a test; the names of its keys are its own."""
     made: list[Job] = []
     prefix = f"job-{next(_numbers)}"
-    monkeypatch.setattr(module, "_PREFIX", f"{module._PREFIX}/{prefix}")
+    monkeypatch.setattr(module, "PREFIX", f"{module.PREFIX}/{prefix}")
 
     def make(num_ranks: int, spares: int = 0, **settings: Any) -> Job:
         own = copy.copy(client)

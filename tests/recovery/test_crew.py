@@ -29,8 +29,8 @@ def crew(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     opened: list[Sockets] = []
     make_sockets = Sockets.__init__
 
-    def noted(sockets: Sockets, port: int | None = None) -> None:
-        make_sockets(sockets, port)
+    def noted(sockets: Sockets, port: int | None = None, **more: bool) -> None:
+        make_sockets(sockets, port, **more)
         opened.append(sockets)
 
     monkeypatch.setattr(Sockets, "__init__", noted)
@@ -39,7 +39,7 @@ def crew(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     made: list[Launched] = []
 
     def make(uid: int) -> Launched:
-        made.append(Launched("127.0.0.1", store.port, uid, tell=lambda *_, **__: None))
+        made.append(Launched("127.0.0.1", store.port, uid, secret=None, tell=lambda *_, **__: None))
         return made[-1]
 
     yield make

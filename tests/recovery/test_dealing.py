@@ -38,7 +38,7 @@ def real_uses(epoch: Epoch, index: int) -> list[int]:
     return [int(unit) for share in shares if not share.idle for unit in share.positions[: share.count - share.padding]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     units=st.integers(0, 60),
     world_size=st.integers(1, 9),
@@ -70,7 +70,7 @@ def test_an_undisturbed_epoch_is_what_distributed_sampler_deals(
     assert balance.dropped == units - len(used)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     epoch=epochs,
     batch=st.sampled_from(["shrink", "constant", "scale_lr"]),
@@ -103,7 +103,7 @@ def test_whatever_is_lost_and_when_every_unit_is_used_once_but_for_booked_paddin
     assert (balance.padding, balance.idle) == (padding, idle)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), epoch=epochs)
 def test_forward_recovery_books_what_a_dead_rank_had(data: st.DataObject, epoch: Epoch) -> None:
     index, lost, used = 0, set[int](), set[int]()

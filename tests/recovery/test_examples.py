@@ -1,4 +1,4 @@
-"""The two examples of the docs: plain DDP, and the ten lines that make it go on; the same losses to the last bit."""
+"""The examples: plain DDP, and the ten lines that make it go on, with the same losses; and a guarded loop."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def test_the_wrapped_loop_prints_the_losses_of_the_plain_one_also_when_a_rank_is
     killed = launch("-n", 2, "--spares", 1, "--fail", "kill rank=1 step=9", script=EXAMPLES / "ddp_evergrad.py")
     assert len(killed.events("killing")) == 1
     assert losses(killed) == plain
+
+
+def test_the_guarded_loop_prints_the_same_losses_with_a_flipped_bit(launch: Callable[..., Ran]) -> None:
+    undisturbed = losses(launch("-n", 3, name="undisturbed", script=EXAMPLES / "guarded.py"))
+    fault = "flip rank=1 step=9 phase=optimizer where=model/2.weight bits=mantissa"
+    flipped = launch("-n", 3, "--fail", fault, script=EXAMPLES / "guarded.py")
+    assert [event["path"] for event in flipped.events("corrupted")] == ["model/2.weight"]
+    assert losses(flipped) == undisturbed

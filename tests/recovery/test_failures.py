@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.recovery.failures import Failure, Failures, Phase
-from evergrad.recovery.triggers import InjectedFailure, Trigger
+from evergrad.recovery.failures.schedule import Failure, Failures, Phase
+from evergrad.recovery.failures.triggers import InjectedFailure, Trigger
 
 MEMBERS, NODES = (10, 11, 12, 13), ("n0", "n0", "n1", "n1")
 
@@ -31,28 +31,65 @@ sites = st.one_of(
     st.builds(lambda phase: {"phase": phase}, st.sampled_from(Phase)),
     st.builds(lambda bucket, at: {"bucket": bucket, "at": at}, numbers, st.sampled_from(["before", "during", "after"])),
 )
-words = st.builds(
-    lambda target, site, step, times: {**target, **site, "step": step, "times": times},
-    *(targets, sites, numbers, st.one_of(st.none(), st.integers(1, 9))),
+seconds = st.floats(0.001, 1e6)
+some_bits = st.one_of(st.sampled_from(["sign", "exponent", "exponent-msb", "mantissa", "3-8"]), st.integers(0, 63))
+some_faults = st.sampled_from(["bitmask:mask=101", "scale:factor=4500", "stuckat:value=1,bits=exponent", "bitflip"])
+# Each kind with the words that are its own.
+own_words: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "kill": st.just({}),
+    "exception": st.just({}),
+    "leave": st.just({}),
+    "stop": st.fixed_dictionaries({}, optional={"for_s": seconds}),
+    "cut": st.fixed_dictionaries({}, optional={"for_s": seconds}),
+    "slow": st.fixed_dictionaries({"by": st.floats(1.01, 100)}, optional={"for_s": seconds}),
+    "flip": st.one_of(
+        st.fixed_dictionaries(
+            {}, optional={"where": st.sampled_from(["model/**", "re:fc$", "optimizer"]), "bits": some_bits,
+                          "count": st.integers(1, 9), "seed": numbers}
+        ),
+        st.fixed_dictionaries({"fault": some_faults}),
+    ),
+}  # fmt: skip
+whens = st.one_of(
+    st.builds(lambda step, site: {"step": step, **site}, numbers, sites),
+    st.builds(lambda time, site: {"time": time, **site}, st.floats(0, 1e6), st.one_of(st.just({}), sites)),
 )
-kinds = st.sampled_from(["kill", "exception"])
-schedules = st.lists(st.builds(lambda kind, given: Failure(kind, **given), kinds, words))
+words = st.builds(
+    lambda target, when, times: {**target, **when, "times": times},
+    *(targets, whens, st.one_of(st.none(), st.integers(1, 9))),
+)
+kinds_and_words = st.sampled_from(sorted(own_words)).flatmap(
+    lambda kind: st.builds(lambda own, given: (kind, {**given, **own}), own_words[kind], words)
+)
+schedules = st.lists(st.builds(lambda pair: Failure(pair[0], **pair[1]), kinds_and_words), max_size=5)
 
 
 class Rank:
-    """One rank of a job of four; processes that share `claims` see each other's."""
+    """One rank of a job of four; processes that share `claims` see each other's. Its own acts: it notes them."""
 
-    def __init__(self, failures: Failures, rank: int, claims: dict[str, str], *, kills: bool = True) -> None:
-        self.rank, self.calls, self.killed = rank, [], []
-        self.claims = claims
-        self.trigger = Trigger(failures, claim=self._claim, kill=self._kill if kills else None)
+    reaches_others = True
+
+    def __init__(self, failures: Failures, rank: int, claims: dict[str, str]) -> None:
+        self.rank, self.calls, self.killed, self.seeds = rank, [], [], []
+        self.claims, self.now = claims, 0.0
+        self.trigger = Trigger(failures, claim=self._claim, acts=self, clock=lambda: self.now)
+
+    def signal(self, kind: str, ranks: Sequence[int], for_s: float | None, *, whole_node: bool = False) -> None:
+        self.killed.append(list(ranks))
+
+    def slow(self, rank: int, by: float, for_s: float | None) -> None:
+        self.killed.append([rank])
+
+    def cut(self, rank: int, for_s: float | None) -> None:
+        self.killed.append([rank])
+
+    def flip(self, rank: int, failure: Failure, seed: int) -> None:
+        self.killed.append([rank])
+        self.seeds.append(seed)
 
     def _claim(self, key: str, value: str) -> str:
         self.calls.append(key)
         return self.claims.setdefault(key, value)
-
-    def _kill(self, ranks: Sequence[int]) -> None:
-        self.killed.append(list(ranks))
 
     def reach(self, phase: Phase = Phase.BACKWARD, *, step: int = 7, generation: int = 0, **more: Any) -> None:
         """Come to a site; with `members` and `nodes` as they are after a loss, if given."""
@@ -109,8 +146,9 @@ def test_every_schedule_comes_back_from_its_words_and_from_json(failures: list[F
     assert str(schedule).splitlines() == schedule.texts
 
 
-@given(kinds, words)
-def test_keywords_and_words_mean_the_same(kind: str, given: dict[str, Any]) -> None:
+@given(kinds_and_words)
+def test_keywords_and_words_mean_the_same(pair: tuple[str, dict[str, Any]]) -> None:
+    kind, given = pair
     (one,) = getattr(Failures(), kind)(**given)
     assert one == Failure.parse(str(one))
 
@@ -131,14 +169,18 @@ def test_a_schedule_grows_into_a_new_one() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "kind: expected kill or exception, found nothing"),
-        ("kil rank=1 step=7", "kind: expected kill or exception, found 'kil'. Did you mean 'kill'?"),
+        ("", "kind: expected kill, exception, stop, slow, cut, leave or flip, found nothing"),
+        (
+            "kil rank=1 step=7",
+            "kind: expected kill, exception, stop, slow, cut, leave or flip, found 'kil'. Did you mean 'kill'?",
+        ),
         ("KILL rank=1 step=7", "Did you mean 'kill'?"),
-        ("rank=1 step=7", "kind: expected kill or exception, found 'rank=1'."),
-        ("kill rank=1", "step=S is missing"),
+        ("rank=1 step=7", "kind: expected kill, exception, stop, slow, cut, leave or flip, found 'rank=1'."),
+        ("kill rank=1", "expected exactly one of step=S and time=SECONDS, found none"),
+        ("kill rank=1 step=7 time=3", "found step=7 and time=3"),
         ("kill step=7", "expected exactly one of rank=R, node=N and random=K, found none"),
         ("kill rank=1 node=1 step=7", "found rank=1 and node=n1"),
-        ("kill rnk=1 step=7", "unknown word 'rnk': expected one of rank, node, random, step, phase, bucket, at"),
+        ("kill rnk=1 step=7", "unknown word 'rnk': expected one of rank, node, random, step, time, phase, bucket, at"),
         ("kill rnk=1 step=7", "Did you mean 'rank'?"),
         ("kill rank=1 7", "unknown word '7': expected name=value."),
         ("kill rank=1 stepp", "Did you mean 'step=…'?"),
@@ -154,11 +196,35 @@ def test_a_schedule_grows_into_a_new_one() -> None:
         ("kill rank=1 step=7 times=allways", "or always, found 'allways'"),
         ("kill node=n/1 step=7", "node: expected an index such as 1 or a name such as n1, found 'n/1'"),
         ("kill rank=1 step=7 phase=foward", "found 'foward'. Did you mean 'forward'?"),
-        ("kill rank=1 step=7 phase=lunch", "expected data, forward, backward, optimizer or checkpoint, found 'lunch'."),
+        ("kill rank=1 step=7 phase=lunch", "optimizer, checkpoint, agreement or recovery, found 'lunch'."),
         ("kill rank=1 step=7 phase=data bucket=1", "bucket=1: expected phase=backward with it, found phase=data"),
         ("kill rank=1 step=7 at=during", "at=during: expected bucket=B with it, found none"),
         ("kill rank=1 step=7 bucket=1 at=dring", "at: expected before, during or after, found 'dring'. Did you mean"),
         ("kill rank=1 step=7 seed=3", "seed=3: expected random=K with it, found rank=1"),
+        ("stop rank=1 step=7 for=0", "for: expected a number of seconds above 0, found 0.0"),
+        ("stop rank=1 step=7 for=ever", "for: expected a number of seconds above 0, found 'ever'"),
+        ("stop rank=1 step=7 by=2", "by=2: expected slow with it, found stop"),
+        ("kill rank=1 step=7 for=1.5", "for=1.5: expected stop or slow or cut with it, found kill"),
+        ("slow rank=1 step=7", "slow: expected by=F with it"),
+        ("slow rank=1 step=7 by=1", "by: expected a number above 1, found 1.0"),
+        ("kill rank=1 time=-1", "time: expected a number of seconds, 0 or more, found -1.0"),
+        ("kill rank=1 time=soon", "found 'soon'"),
+        ("kill rank=1 time=1e999", "found inf"),
+        ("kill rank=1 step=7 bits=sign", "bits=sign: expected flip with it, found kill"),
+        ("flip rank=1 step=7 bits=exponnt", "one of sign, exponent, exponent-msb, mantissa"),
+        ("flip rank=1 step=7 count=0", "count: expected a whole number, 1 or more, found 0"),
+        ("flip rank=1 step=7 where=", "where: expected a path or a glob such as model/**"),
+        ("flip rank=1 step=7 where=re:(", "'re:(' is no regular expression"),
+        ("flip rank=1 step=7 fault=scal", "bitflip, bitmask, scale, setvalue or stuckat, found 'scal'. Did you mean"),
+        ("flip rank=1 step=7 fault=scale", "expected a setting as in fault=scale:factor=4500, found none"),
+        (
+            "flip rank=1 step=7 fault=scale:fctor=2",
+            "expected factor=…, elements=…, stride=…, each once, found 'fctor=2'.",
+        ),
+        ("flip rank=1 step=7 fault=scale:factor=x", "fault=scale: factor: expected a number, found 'x'"),
+        ("flip rank=1 step=7 fault=stuckat:value=2", "stuck at 2: expected 0 or 1"),
+        ("flip rank=1 step=7 bits=3 fault=scale:factor=2", "bits=3: expected within the fault"),
+        ("weibul mean=3", "Did you mean 'weibull'?"),
         ("kill rank=1 step=7\x1b[2J\nbucket", "unknown word 'bucket'"),
     ],
 )
@@ -181,14 +247,14 @@ def test_a_long_text_leaves_room_for_what_is_wrong_with_it() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Failures().kill(rank=1), "kill: step=S is missing"),
+        (lambda: Failures().kill(rank=1), "kill: expected exactly one of step=S and time=SECONDS, found none"),
         (lambda: Failures().kill(rank="1", step=7), "kill: rank: expected a whole number, 0 or more, found '1'"),
         (lambda: Failures().kill(rank=True, step=7), "found True"),
         (lambda: Failures().kill(rank=1, stepp=7), "unknown word 'stepp'.* Did you mean 'step'?"),
         (lambda: Failures().exception(node=1.5, step=7), "exception: node: expected .* found 1.5"),
         (lambda: Failures().exception(node=-1, step=7), "node: expected .* found -1"),
         (lambda: Failures().kill(rank=1, step=7, phase=3), "phase: expected .* found 3"),
-        (lambda: Failures().kill(rank=1, step=None), "step: expected .* found None"),
+        (lambda: Failures().kill(rank=1, step=None), "exactly one of step=S and time=SECONDS, found none"),
         (lambda: Failures(["kill rank=1 step=7"]), r"expected failures, found 'kill rank=1 step=7'. Failures.parse"),
         (lambda: Failures.parse([7]), "failure 7: expected text, found int"),
         (lambda: Failure("kil", rank=1, step=7), "Did you mean 'kill'"),
@@ -229,8 +295,8 @@ def test_a_file_holds_words_or_tables(tmp_path: Path) -> None:
         ('failures = "kill rank=1 step=1"', "failures: expected a list of texts, found 'kill rank=1 step=1'"),
         ("failures = [1]", "failures: expected a list of texts, found [1]"),
         ('[failure]\nkind = "kill"', "failure: expected a list of tables, each under [[failure]], found {'kind'"),
-        ('failures = ["kill rank=1"]', "failure 'kill rank=1': step=S is missing"),
-        ("[[failure]]\nrank = 1\nstep = 1", "failure 1: kind: expected kill or exception, found nothing"),
+        ('failures = ["kill rank=1"]', "failure 'kill rank=1': expected exactly one of step=S and time"),
+        ("[[failure]]\nrank = 1\nstep = 1", "failure 1: kind: expected kill, exception, stop, slow, cut,"),
         ('[[failure]]\nkind = "kill"\nrank = "1"\nstep = 1', "failure 1: rank: expected a whole number, 0 or"),
         ('[[failure]]\nkind = "kill"\nrank = 1\nstep = 1\n[[failure]]\nkind = "kill"\nrank = 1\nstp = 1',
          "failure 2: unknown word 'stp': expected one of rank, node,"),
@@ -281,13 +347,13 @@ def test_what_can_happen_is_not_refused() -> None:
 
 def hit(text: str, *, index: int = 0, ranks: int = 4) -> tuple[int, ...]:
     nodes = [f"n{rank // 2}" for rank in range(ranks)]
-    return Failure.parse(text).targets(range(100, 100 + ranks), nodes, 7, index=index)
+    return Failure.parse(text).targets(range(100, 100 + ranks), nodes, index=index)
 
 
 def test_a_failure_hits_its_rank_or_the_ranks_of_its_node() -> None:
     assert hit("kill rank=2 step=7") == (2,)
     assert hit("kill node=1 step=7") == (2, 3)
-    assert hit("kill rank=2 step=8") == ()
+    assert hit("stop rank=2 time=8") == (2,)
 
 
 def test_nobody_is_hit_where_rank_or_node_are_gone() -> None:
@@ -491,8 +557,8 @@ def test_what_others_have_used_up_is_not_armed_once_that_is_known() -> None:
 def test_without_a_way_to_kill_others_each_rank_ends_itself_and_no_torch_is_needed() -> None:
     code = """
 import sys
-from evergrad.recovery.failures import Failures, Phase
-from evergrad.recovery.triggers import Trigger
+from evergrad.recovery.failures.schedule import Failures, Phase
+from evergrad.recovery.failures.triggers import Trigger
 assert "torch" not in sys.modules
 claims = {"fired/0/0": "0/10"}  # the other rank of the node was first
 trigger = Trigger(Failures().kill(node=0, step=7), claim=claims.setdefault)

@@ -131,7 +131,8 @@ def test_forward_recovery_repairs_through_the_hooks(launch: Launch) -> None:
     for result in ran.results.values():
         hooked = result["steps"]["3"]["hooked"]
         assert hooked[:2] == [0, 1]
-        assert hooked[2:] in ([1], [0, 1]), "what was not reduced everywhere went through them again"
+        # Whoever heard of the loss before its own second bucket sends that through the hooks once, in the repair.
+        assert hooked[2:] in ([], [1], [0, 1]), "what was not reduced everywhere went through them again"
         assert result["steps"]["4"]["hooked"] == [0, 1]
     assert sum(epoch["lost"] for epoch in ran.events("epoch")) == 4
 

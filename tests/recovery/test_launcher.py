@@ -22,11 +22,13 @@ from torch.distributed import PrefixStore, TCPStore
 
 from evergrad.cli import main
 from evergrad.errors import UsageError
-from evergrad.recovery.failures import Failures
-from evergrad.recovery.launcher import launch
+from evergrad.recovery.failures.schedule import Failures
+from evergrad.recovery.launch.launcher import launch
+from evergrad.recovery.launch.settings import LaunchSettings, Place, environment_of
+from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.membership import Keys, Plan, Point, Report
-from evergrad.recovery.settings import LaunchSettings, Place, environment_of
-from evergrad.recovery.summary import Summary
+from evergrad.recovery.sealing import Secret
+from evergrad.recovery.stores import PREFIX, Sealed
 from evergrad.timeline import read
 
 # A process that does nothing by itself: the test speaks for it, and tells it when to leave.
@@ -96,7 +98,7 @@ class Puppets:
         address = self.told(0)[1]
         # Not a client that can be cut: with the server in this process, it would hold, and cut, others' connections.
         tcp = TCPStore("127.0.0.1", int(address.rpartition(":")[2]), None, False, timedelta(seconds=30), False)
-        self.store = PrefixStore("evergrad", tcp)
+        self.store = Sealed(PrefixStore(PREFIX, tcp), Secret.read(jobs.run / "secret"))
 
     def told(self, uid: int) -> list[str]:
         wait_until(lambda: self._jobs.log(uid).endswith("\n"))
@@ -327,7 +329,7 @@ def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(
         assert ranks.plan(1).members == (0,)
         assert ranks.told(2)[2:] == ["None", "1", "1", "n1"]  # no rank, its device, a spare, its node
         ranks.send(0, signal.SIGUSR1)
-        assert ranks.store.get(Keys.called(2)) == b"-1"
+        assert ranks.store.get(Keys.called(2)) == "-1"
         ranks.send(2, signal.SIGUSR1)
 
     summary = jobs.launch(_PUPPET, meanwhile=play, num_nodes=2, respawn=True)

@@ -13,7 +13,7 @@ from evergrad.recovery.membership import Plan, Point, Report, Verdict
 from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact
 
 BEGIN, STEP, END, JOIN = Point.BEGIN, Point.STEP, Point.END, Point.JOIN
-PROCEED, RETRY, REDO, REPAIR, RESTART = Verdict
+PROCEED, RETRY, REDO, REPAIR, RESTART, LEAVE = Verdict
 FOUR = Plan(3, (10, 11, 12, 13), point=5)
 
 

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -34,6 +35,11 @@ parser.add_argument("--every", type=int, default=3)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--validate", action="store_true")
 parser.add_argument("--device", default="cpu")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds that a batch takes at least")
+parser.add_argument("--guard", type=int, help="compare all ranks every so many steps")
+parser.add_argument("--overlap", action="store_true", help="the optimizer within backward, so without clipping")
+parser.add_argument("--unclipped", action="store_true", help="the same without overlap")
+parser.add_argument("--await-later", type=int, help="after a loss, go on when the process of this number waits")
 parser.add_argument("--await-spare", type=int, help="nobody begins before the spare of this number waits")
 options = parser.parse_args()
 
@@ -51,14 +57,24 @@ net = nn.Sequential(
 checkpointer = eg.Checkpointer(options.checkpoints, agent=False) if options.checkpoints else None
 job = eg.join(checkpointer, every=options.every if checkpointer else None)
 torch.manual_seed(100 + job.rank)  # each rank draws its own dropout
-model = job.wrap(net, bucket_cap_mb=options.bucket_mb)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+overlapped = {"optimizer": optimizer, "overlap": True} if options.overlap else {}
+model = job.wrap(net, bucket_cap_mb=options.bucket_mb, **overlapped)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
 job.track(scheduler=scheduler)
+if options.guard:
+    job.guard(every=options.guard)
+
+
+def await_waiting(uid: int) -> None:
+    """Until this process waits to be called."""
+    host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
+    StoreClient(host, int(port), secret=None).wait(Keys.waiting(uid))
+
 
 if options.await_spare is not None and job.rank >= 0:
-    host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
-    StoreClient(host, int(port)).wait(Keys.waiting(options.await_spare))
+    await_waiting(options.await_spare)
+
 
 losses: dict[int, float] = {}
 used: dict[int, list[int]] = {}
@@ -69,6 +85,9 @@ for _ in range(options.epochs):
     for x, y, samples in job.batches(loader):
         x, y = x.to(options.device), y.to(options.device)
         count += 1
+        time.sleep(options.pause)
+        if options.await_later is not None and job.generation == 1 and job.applied == 3:
+            await_waiting(options.await_later)
         is_last = count == options.accumulate or job.is_last_batch
         with nullcontext() if is_last else model.no_sync():
             loss = nn.functional.cross_entropy(model(x), y) / options.accumulate
@@ -76,7 +95,8 @@ for _ in range(options.epochs):
         pending += [] if job.idle else samples.unique().tolist()
         if not is_last:
             continue
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if not (options.overlap or options.unclipped):
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         step = job.applied
         if job.step(optimizer):
             scheduler.step()

@@ -1,0 +1,128 @@
+"""Programs of the tests, each a fork of a process that has imported torch: as real as others, and there at once.
+
+That process has no threads and runs nothing itself. A program starts with the environment, the folder and the import
+path of the test, in a session of its own, and ends as any other: through what it has left for its exit.
+
+What a program must not have imported, or how much memory it may have, is not for these: start a process for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+_LIMIT_S = 110.0
+_PRELOADED = (
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "evergrad.checkpoint.checkpointer",
+    "torch.utils.serialization",
+    "evergrad.cli",
+    "evergrad.injection.injector",
+    "evergrad.injection.published",
+    "evergrad.injection.replay",
+    "evergrad.injection.undo",
+    "pydantic.type_adapter",
+    "rich.markdown",
+    "rich.progress",
+    "rich.table",
+    "rich.tree",
+    "typer.rich_utils",
+)
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(list(_PRELOADED))
+
+
+def run_python(
+    *words: object,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    output: Path | None = None,
+    timeout: float = _LIMIT_S,
+) -> subprocess.CompletedProcess[str]:
+    """`python script.py …`, `python -m module …` or `python -c code …`, to its end, with what it printed.
+
+    With `output` all that it prints goes there, to be read if it fails.
+    """
+    command = [str(word) for word in words]
+    with tempfile.TemporaryDirectory(prefix="evergrad-test-") as folder:
+        out, err = (str(output or Path(folder, name)) for name in ("out", "err"))
+        environment = dict(os.environ) if env is None else env
+        process = _context.Process(target=_run, args=(command, environment, str(cwd or os.getcwd()), out, err))
+        process.start()
+        process.join(timeout)
+        code = process.exitcode
+        if code is None:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            said = "".join(Path(path).read_text(errors="replace") for path in {out, err})
+            raise TimeoutError(f"{' '.join(command)[:200]}: not ended after {timeout:.0f} s\n{said}")
+        process.close()
+        if output is not None:
+            return subprocess.CompletedProcess(command, code)
+        return subprocess.CompletedProcess(command, code, *(Path(path).read_text("utf-8") for path in (out, err)))
+
+
+def _run(words: list[str], environment: dict[str, str], folder: str, out: str, err: str) -> None:
+    gc.freeze()
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+    encoding, _, errors = environment.get("PYTHONIOENCODING", "utf-8").partition(":")
+    sys.stdout = os.fdopen(1, "w", closefd=False, encoding=encoding, errors=errors or None)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False, encoding=encoding, errors="backslashreplace")
+    random.seed()
+    code: object = 0
+    try:
+        _call(words)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code & 0xFF)
+
+
+def _call(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, "")
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        sys.path.insert(0, os.path.dirname(words[0]))
+        runpy.run_path(words[0], run_name="__main__")

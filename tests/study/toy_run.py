@@ -1,0 +1,40 @@
+"""`python toy_run.py EXECUTOR PLAN OUT`: a study over toy work, in a process of its own that can be killed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from evergrad.study.executors.contract import Executor
+from evergrad.study.plan import Plan
+from evergrad.study.plan_files import read_plan_text
+from evergrad.study.runner import Progress, run_study
+
+
+def executor(kind: str, folder: Path) -> Executor:
+    """One of those that there are, with toy work."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    if kind == "dask":
+        from evergrad.study.executors.dask import DaskCluster
+
+        return DaskCluster(folder, "toy_work:perform", workers=2)
+    if kind == "local":
+        from evergrad.study.executors.local import LocalProcesses
+
+        return LocalProcesses(folder, "toy_work:perform", workers=2)
+    from evergrad.study.executors.inline import InProcess
+
+    return InProcess(folder, "toy_work:perform")
+
+
+def main(kind: str, plan: str, out: str) -> None:
+    """Run it, and say how far it is."""
+
+    def report(at: Progress) -> None:
+        print(at.phase, at.done, at.due, flush=True)
+
+    run_study(Plan.of(read_plan_text(plan)), Path(out), lambda folder: executor(kind, folder), report=report)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,7 @@
+"""The kit's fixtures, as users have them."""
+
+from __future__ import annotations
+
+from evergrad.testing.plugin import evergrad_nursery, run_job
+
+__all__ = ["evergrad_nursery", "run_job"]
