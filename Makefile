@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-slow sweep soak test-gpu test-slurm lint check bench clean
+.PHONY: help install demo test test-slow sweep soak test-gpu test-slurm lint check docs bench clean
 
 help:  ## what there is to run
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 — \2/p' $(MAKEFILE_LIST)
@@ -47,16 +47,21 @@ test-slurm: install  ## a job on four nodes of a real Slurm, which root installs
 	@grep -q '^exit code 0$$' benchmarks/results/test-slurm.txt
 
 lint: install  ## style and types
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 
 check: lint  ## style, types, and the rules of the house
 	$(PYTEST) -q -n 2 -m check
+
+# The variable silences a notice about what comes after mkdocs; warnings of the build are errors all the same.
+docs: install  ## the documentation as a site, in site/; it is read from disk too
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --clean
+	@echo "$(CURDIR)/site/index.html"
 
 bench: install  ## every benchmark; results go to benchmarks/results
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[rivals]'
 	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main || exit 1; done
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
