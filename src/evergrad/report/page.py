@@ -1,0 +1,142 @@
+"""A report as one self-contained HTML file: it needs no network, and no text in it can do anything.
+
+The page carries its own style, its own script and, if it has a figure, plotly's, each once. A content security
+policy names these scripts by their digests: nothing else runs, and nothing is fetched from anywhere.
+
+>>> page = Page("Flips", "study report", "What do flips do?", ["Nothing **yet**."], [Section("Data", [Prose("None.")])])
+>>> "<strong>yet</strong>" in page_html(page)
+True
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+from pathlib import Path
+
+from evergrad.formats.durable import replacing
+from evergrad.report.blocks import (
+    Block,
+    Cell,
+    Column,
+    Commands,
+    DataTable,
+    Facts,
+    Figure,
+    Mark,
+    Page,
+    Prose,
+    Section,
+)
+from evergrad.report.markup import (
+    anchors_of,
+    commands_html,
+    contents_html,
+    escaped,
+    facts_html,
+    inline,
+    paragraphs,
+    table_html,
+)
+from evergrad.report.palette import PALETTE, SERIES, series_colour
+from evergrad.report.plots import figure_html, plotly_script
+
+__all__ = [
+    "PALETTE",
+    "SERIES",
+    "Block",
+    "Cell",
+    "Column",
+    "Commands",
+    "DataTable",
+    "Facts",
+    "Figure",
+    "Mark",
+    "Page",
+    "Prose",
+    "Section",
+    "page_html",
+    "series_colour",
+    "write_page",
+]
+
+
+def page_html(page: Page) -> str:
+    """The page as HTML."""
+    figures = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
+    scripts = [plotly_script()] if figures else []
+    scripts.append(_ours("page.js"))
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_digest, scripts))}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    anchors = anchors_of(page.sections)
+    numbers = {id(figure): number for number, figure in enumerate(figures, 1)}
+    sections = "".join(
+        _section_html(section, anchor, numbers) for section, anchor in zip(page.sections, anchors, strict=True)
+    )
+    missing = "<noscript><p>The figures need JavaScript; text and tables do not.</p></noscript>" if figures else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<title>{escaped(page.title)}</title>
+<style>{_ours("page.css")}</style>
+</head>
+<body>
+<header>
+<button type="button" id="theme" hidden>Dark</button>
+<p class="kind">{escaped(page.kind)}</p>
+<h1>{escaped(page.title)}</h1>
+<p class="question">{inline(page.question)}</p>
+<div class="answer">{"".join(f"<p>{inline(part)}</p>" for part in page.answer)}</div>
+{missing}</header>
+{contents_html(page, anchors)}<main>
+{sections}</main>
+<footer><p>{escaped(page.made)}</p></footer>
+{"".join(f"<script>{script}</script>" for script in scripts)}
+</body>
+</html>
+"""
+
+
+def write_page(page: Page, path: Path) -> Path:
+    """Write the page to a file, which is whole at any time: the old one or the new one."""
+    made = page_html(page).encode("utf-8")
+    with replacing(path) as temporary:
+        temporary.write_bytes(made)
+    return path
+
+
+def _section_html(section: Section, anchor: str, numbers: dict[int, int]) -> str:
+    blocks = "".join(_block_html(block, numbers) for block in section.blocks)
+    title = f"<h2>{escaped(section.title)}</h2>"
+    content = f"<details><summary>{title}</summary>\n{blocks}</details>" if section.folded else f"{title}\n{blocks}"
+    return f'<section id="{anchor}">{content}</section>\n'
+
+
+def _block_html(block: Block, numbers: dict[int, int]) -> str:
+    match block:
+        case Prose():
+            return paragraphs(block.text)
+        case Figure():
+            return figure_html(block, numbers[id(block)])
+        case DataTable():
+            return table_html(block)
+        case Commands():
+            return commands_html(block)
+        case Facts():
+            return facts_html(block)
+
+
+def _ours(name: str) -> str:
+    return (importlib.resources.files("evergrad.report") / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'"
