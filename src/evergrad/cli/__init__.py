@@ -1,7 +1,7 @@
 """The command line: one file a verb, in the order of the workflow, thin over the library.
 
-Exit codes: 0 fine, 1 found something (`diff`, `verify`, `convert --dry-run`), 2 usage or unreadable input, 3 a bug
-of ours. A user's mistake is one line on stderr. Nothing heavy is imported before a verb runs, so that `--help`
+Exit codes: 0 fine, 1 found something (`diff`, `verify`, `doctor`, `convert --dry-run`), 2 usage or unreadable input,
+3 a bug of ours. A user's mistake is one line on stderr. Nothing heavy is imported before a verb runs, so that `--help`
 answers at once.
 """
 
@@ -19,13 +19,28 @@ import typer
 from typer.core import TyperGroup
 
 from evergrad import __version__
-from evergrad.cli import agent, checkpoints, convert, demo, diff, inject, inspect, replay, run, study, undo, verify
+from evergrad.cli import (
+    agent,
+    checkpoints,
+    convert,
+    demo,
+    diff,
+    doctor,
+    inject,
+    inspect,
+    replay,
+    run,
+    study,
+    undo,
+    verify,
+)
+from evergrad.cli.completion import check_shell
 from evergrad.cli.output import printable, safe_streams
 from evergrad.errors import EvergradError
 
 __all__ = ["app", "main"]
 
-_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, run, study, agent)
+_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, run, study, doctor, agent)
 
 
 class _Workflow(TyperGroup):
@@ -44,10 +59,9 @@ app = typer.Typer(
     cls=_Workflow,
     help="Keep distributed PyTorch training alive through crashes and silent data corruption, "
     "and measure what both cost.",
-    epilog="Exit codes: 0 fine · 1 found something (diff: they differ; verify: something is wrong; "
+    epilog="Exit codes: 0 fine · 1 found something (diff: they differ; verify, doctor: something is wrong; "
     "convert --dry-run: something would be lost) · 2 usage or unreadable input · 3 internal error, a bug of ours.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -78,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     safe_streams()
     try:
-        result = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        check_shell(words)
+        result = app(args=words, prog_name="evergrad", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except EvergradError as error:
@@ -99,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # on stdout
             _drop_output()
             return _fail("the output cannot be written: no space left on device")
+        if isinstance(error, OSError) and error.filename is not None:  # the file system refuses: no bug of ours
+            return _fail(f"{os.fsdecode(error.filename)}: {(error.strerror or str(error)).lower()}")
         if not hasattr(error, "format_message"):  # not a usage error of the parser's
             return _report()
         context = getattr(error, "ctx", None)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, size
 
 __all__ = ["EPILOG", "convert"]
@@ -25,7 +26,10 @@ def convert(
     b: Annotated[Path, typer.Argument(help="The file to write; its ending names the format.")],
     to: Annotated[
         str | None,
-        typer.Option(help="The format, if the ending does not tell: torch-zip, safetensors, hdf5, npz, npy."),
+        typer.Option(
+            help="The format, if the ending does not tell: torch-zip, safetensors, hdf5, npz, npy.",
+            autocompletion=one_of("torch-zip", "safetensors", "hdf5", "npz", "npy"),
+        ),
     ] = None,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Agree to keep tensors and names, and nothing else.")

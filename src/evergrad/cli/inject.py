@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, progress
 from evergrad.errors import UsageError
 
@@ -45,11 +46,18 @@ _NEEDS = {"bitmask": "mask", "scale": "factor", "stuckat": "value", "setvalue": 
 def inject(
     file: Annotated[Path | None, typer.Argument(help="A checkpoint: any file or folder.")] = None,
     fault: Annotated[
-        str | None, typer.Option(help="bitflip (the default), bitmask, scale, stuckat or setvalue.")
+        str | None,
+        typer.Option(
+            help="bitflip (the default), bitmask, scale, stuckat or setvalue.",
+            autocompletion=one_of("bitflip", "bitmask", "scale", "stuckat", "setvalue"),
+        ),
     ] = None,
     bits: Annotated[
         str | None,
-        typer.Option(help="A bit by number (0 is the sign), 1-8, sign, exponent, exponent-msb or mantissa."),
+        typer.Option(
+            help="A bit by number (0 is the sign), 1-8, sign, exponent, exponent-msb or mantissa.",
+            autocompletion=one_of("sign", "exponent", "exponent-msb", "mantissa"),
+        ),
     ] = None,
     burst: Annotated[int | None, typer.Option(help="Adjacent bits that go together.")] = None,
     mask: Annotated[str | None, typer.Option(help="Of bitmask: 101101, XORed at a random alignment.")] = None,
@@ -70,7 +78,11 @@ def inject(
         list[str] | None, typer.Option(help="Only these tensors: name, glob, re:…, role:…. Repeatable.")
     ] = None,
     sampling: Annotated[
-        str | None, typer.Option(help="element (the default), all different; or tensor first, as in the literature.")
+        str | None,
+        typer.Option(
+            help="element (the default), all different; or tensor first, as in the literature.",
+            autocompletion=one_of("element", "tensor"),
+        ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only tensors of this type. Repeatable.")] = None,
     finite_only: Annotated[
@@ -83,7 +95,12 @@ def inject(
     stale_checksum: Annotated[
         bool, typer.Option("--stale-checksum", help="Leave checksums as they are: rot at rest, not an error in memory.")
     ] = False,
-    digest: Annotated[str, typer.Option(help="blocks: of what is touched; full: of whole files too.")] = "blocks",
+    digest: Annotated[
+        str,
+        typer.Option(
+            help="blocks: of what is touched; full: of whole files too.", autocompletion=one_of("blocks", "full")
+        ),
+    ] = "blocks",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     config: Annotated[
         Path | None, typer.Option(help="Published injector settings: YAML, TOML or JSON. Options here come first.")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json
 
 __all__ = ["CONTEXT", "EPILOG", "run"]
@@ -49,7 +50,11 @@ def run(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the head, and for the other nodes.")] = 60.0,
     spares: Annotated[int, typer.Option(help="Processes that wait to take a dead rank's place.")] = 0,
     strategy: Annotated[
-        str, typer.Option(help="What survivors do: rollback (the mini-batch again), forward or restart.")
+        str,
+        typer.Option(
+            help="What survivors do: rollback (the mini-batch again), forward or restart.",
+            autocompletion=one_of("rollback", "forward", "restart"),
+        ),
     ] = "rollback",
     min_ranks: Annotated[int, typer.Option(help="With fewer the job goes back to its newest checkpoint, or ends.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="How often it may go back so.")] = 3,
@@ -76,7 +81,10 @@ def run(
         bool, typer.Option("--respawn", help="Start a new spare for each process that died or left.")
     ] = False,
     transport: Annotated[
-        str | None, typer.Option(help="How ranks exchange tensors: gloo, or nccl (experimental).")
+        str | None,
+        typer.Option(
+            help="How ranks exchange tensors: gloo, or nccl (experimental).", autocompletion=one_of("gloo", "nccl")
+        ),
     ] = None,
     fail: Annotated[
         list[str] | None, typer.Option(help="A failure to inject: 'kill rank=1 step=10 bucket=2'. Repeatable.")
@@ -85,7 +93,11 @@ def run(
         Path | None, typer.Option(help="A file of failures to inject: TOML, or a trace as CSV (time, node, kind).")
     ] = None,
     after_loss: Annotated[
-        str | None, typer.Option(help="Batch and learning rate with fewer ranks: shrink, constant or scale_lr.")
+        str | None,
+        typer.Option(
+            help="Batch and learning rate with fewer ranks: shrink, constant or scale_lr.",
+            autocompletion=one_of("shrink", "constant", "scale_lr"),
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of random failures that name none.")] = None,
     out: Annotated[

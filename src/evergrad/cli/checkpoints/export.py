@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from evergrad.cli.checkpoints.arguments import RunDir, VersionArgument, catalogue_of
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, size
 from evergrad.errors import UsageError
 
@@ -24,7 +25,11 @@ def export(
     version: VersionArgument,
     out: Annotated[str, typer.Argument(metavar="OUT", help="A file (.safetensors .pt .h5 .npz), or a folder for DCP.")],
     format: Annotated[
-        str | None, typer.Option(help="If the ending does not tell: safetensors, pt, h5, npz, dcp.")
+        str | None,
+        typer.Option(
+            help="If the ending does not tell: safetensors, pt, h5, npz, dcp.",
+            autocompletion=one_of("safetensors", "pt", "h5", "npz", "dcp"),
+        ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Whose values to take of what each rank has for itself.")] = 0,
     where: Annotated[list[str] | None, typer.Option(help="Only these tensors; as in inspect. Repeatable.")] = None,

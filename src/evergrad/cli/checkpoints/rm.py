@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from evergrad.cli.checkpoints.arguments import RunDir, VersionArgument, catalogue_of, check_tier, say_unseen
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, size
 from evergrad.errors import UsageError
 
@@ -23,7 +24,9 @@ EPILOG = (
 def rm(
     run_dir: RunDir,
     version: VersionArgument,
-    tier: Annotated[str | None, typer.Option(help="Only from this tier.")] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="Only from this tier.", autocompletion=one_of("memory", "local", "persistent"))
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Remove even the newest that can be restored.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")] = False,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evergrad.cli.checkpoints.arguments import RunDir, catalogue_of, check_tier, say_unseen
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, console, print_json, printable, progress
 from evergrad.errors import UsageError
 
@@ -30,7 +31,12 @@ def verify(
     version: Annotated[
         str | None, typer.Argument(metavar="[VERSION]", help="Only this version: a step, a name, a tag, 'latest'.")
     ] = None,
-    tier: Annotated[str | None, typer.Option(help="Only in this tier: memory, local, persistent.")] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Only in this tier: memory, local, persistent.", autocompletion=one_of("memory", "local", "persistent")
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check every digest of every rank's shard, in every tier that can be reached, and note the verdict."""

@@ -7,9 +7,21 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Name", "StudyDir", "duration"]
+from evergrad.cli.completion import one_of, studies
 
-Name = Annotated[str, typer.Argument(metavar="NAME-OR-FILE", help="A study of the gallery, or a plan in TOML.")]
+__all__ = ["Name", "Scale", "StudyDir", "duration"]
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME-OR-FILE", help="A study of the gallery, or a plan in TOML.", autocompletion=studies),
+]
+Scale = Annotated[
+    str | None,
+    typer.Option(
+        help="tiny, small or paper, some also gpu; the first that there is.",
+        autocompletion=one_of("tiny", "small", "gpu", "paper"),
+    ),
+]
 StudyDir = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that the study was run with (--out).")]
 
 

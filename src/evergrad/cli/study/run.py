@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, console, print_json, printable
-from evergrad.cli.study.arguments import Name, duration
+from evergrad.cli.study.arguments import Name, Scale, duration
 from evergrad.errors import UsageError
 from evergrad.wording import checked_choice, shown
 
@@ -34,6 +35,7 @@ EPILOG = (
     "could not go on · 130 interrupted."
 )
 
+_EXECUTORS = ("local", "dask", "slurm")
 _SAY_EVERY_S = 5.0
 _SLURM_JOBS = 4
 
@@ -41,11 +43,13 @@ _SLURM_JOBS = 4
 def run(
     name: Name,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The study's folder: new, or to go on in.")] = None,
-    scale: Annotated[str | None, typer.Option(help="tiny, small or paper; the first that there is.")] = None,
+    scale: Scale = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Trials at once; as many as keep the cores busy, or 4 Slurm jobs.")
     ] = None,
-    executor: Annotated[str, typer.Option(help="Where trials run: local, dask or slurm.")] = "local",
+    executor: Annotated[
+        str, typer.Option(help="Where trials run: local, dask or slurm.", autocompletion=one_of(*_EXECUTORS))
+    ] = "local",
     scheduler: Annotated[
         str | None, typer.Option(help="A Dask scheduler; without it, a cluster on this machine.")
     ] = None,
@@ -69,7 +73,7 @@ def run(
     from evergrad.study.plan import Plan
     from evergrad.study.plan_files import read_plan_text
 
-    checked_choice("executor", executor, ("local", "dask", "slurm"))
+    checked_choice("executor", executor, _EXECUTORS)
     if scheduler is not None and executor != "dask":
         raise UsageError("scheduler: goes with --executor dask")
     of_slurm = {"partition": partition, "minutes": minutes, "sbatch": sbatch, "host": host}

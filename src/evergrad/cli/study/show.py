@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evergrad.cli.output import JsonOption, print_json, printable
-from evergrad.cli.study.arguments import Name
+from evergrad.cli.study.arguments import Name, Scale
 
 if TYPE_CHECKING:
     from evergrad.records import Json
@@ -24,7 +24,7 @@ EPILOG = (
 
 def show(
     name: Name,
-    scale: Annotated[str | None, typer.Option(help="tiny, small or paper; the first that there is.")] = None,
+    scale: Scale = None,
     plan_text: Annotated[bool, typer.Option("--plan", help="Print the plan itself, as TOML.")] = False,
     as_json: JsonOption = False,
 ) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, console, print_json
 from evergrad.cli.study.arguments import StudyDir
 from evergrad.wording import checked_choice
@@ -28,10 +29,13 @@ def table(
         str | None,
         typer.Option(
             help="summary (a row a cell), published, comparisons, trends; or costs, spread, guards of a study that "
-            "asks for these, which is then shown first."
+            "asks for these, which is then shown first.",
+            autocompletion=one_of(*_KINDS),
         ),
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="rich, csv, markdown or latex.")] = "rich",
+    form: Annotated[
+        str, typer.Option("--format", help="rich, csv, markdown or latex.", autocompletion=one_of(*_FORMS))
+    ] = "rich",
     as_json: JsonOption = False,
 ) -> int:
     """Show the cells of a study: outcomes, rates with intervals, accuracies; or tests between cells."""

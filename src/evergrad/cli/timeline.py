@@ -1,0 +1,91 @@
+"""`evergrad timeline`: what happened in a run, as a table and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evergrad.cli.output import JsonOption, console, near, print_json, printable
+from evergrad.errors import UsageError
+
+if TYPE_CHECKING:
+    from evergrad.report.run_story import Interruption, RunStory
+
+__all__ = ["EPILOG", "timeline"]
+
+EPILOG = (
+    "Examples:\n\n  evergrad timeline runs/kill\n\n  evergrad timeline runs/kill --out kill.html\n\n"
+    "  evergrad timeline runs/kill --json --no-page\n\n"
+    "seen: from the failure until another process knew · agreed: until the plan for the next generation · going on: "
+    "until the first rank had applied a step again. Where nobody noted when it failed, seen is a question mark and in "
+    "all counts from there. A run that goes on is shown as it stands.\n\n"
+    "Exit codes: 0 told · 2 usage, or no timeline that can be read."
+)
+_SHOWN = 40
+
+
+def timeline(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run: evergrad run --out.")],
+    out: Annotated[Path | None, typer.Option(help="The page; RUN/timeline.html by default.")] = None,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Print only: write no page.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Tell what happened in a run: each failure from its moment to the next step, as a table and as a page."""
+    from evergrad.report.run_analysis import analyse
+    from evergrad.report.run_reading import read_run
+
+    if out is not None and no_page:
+        raise UsageError("--out and --no-page: expected one of them, found both")
+    folder = read_run(run)
+    story = analyse(folder.events, folder.notes)
+    page = None
+    if not no_page:
+        from evergrad.report.page import write_page
+        from evergrad.report.run_page import run_page
+
+        page = write_page(run_page(story, folder), out if out is not None else run / "timeline.html")
+    if as_json:
+        print_json({"run": str(run), "page": None if page is None else str(page), **story.to_json()})
+        return 0
+    _print(story)
+    if page is not None:
+        print(printable(f"{near(page)}: the same as a page, with pictures"))
+    return 0
+
+
+def _print(story: RunStory) -> None:
+    from evergrad.report.run_words import counted, summary
+
+    if story.failures:
+        _print_failures(story.failures[:_SHOWN])
+        more = len(story.failures) - _SHOWN
+        print(f"… and {counted(more, 'more failure')}: --json has them all\n" if more > 0 else "")
+    for note in story.notes:
+        print(printable(note))
+    print(printable(summary(story)))
+    if story.inexact:
+        print(printable(f"not as without failures: {story.inexact}"))
+
+
+def _print_failures(failures: tuple[Interruption, ...]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from evergrad.report.run_words import duration, then
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for name in ("failure", "step", "seen", "agreed", "going on", "in all", "then"):
+        is_number = name not in ("failure", "then")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for each in failures:
+        took = {phase.name: duration(phase.seconds) for phase in each.phases}
+        cells = (
+            each.what, "?" if each.step is None else each.step, took.get("unseen", "?"), took.get("agreeing", "?"),
+            took.get("recovering", "?"), duration(each.seconds), then(each),
+        )  # fmt: skip
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    out = console()
+    out.width = min(out.width, 80)  # one row a failure: what is long is folded
+    out.print(table)
