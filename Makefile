@@ -47,8 +47,8 @@ test-slurm: install  ## a job on four nodes of a real Slurm, which root installs
 	@grep -q '^exit code 0$$' benchmarks/results/test-slurm.txt
 
 lint: install  ## style and types
-	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check src tests benchmarks examples $(wildcard docs/*.py docs/*/*.py)
+	$(BIN)/ruff format --check src tests benchmarks examples $(wildcard docs/*.py docs/*/*.py)
 	$(BIN)/mypy
 
 check: lint  ## style, types, and the rules of the house

@@ -66,9 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File, InclusionLevel
 
     waiting = [
-        path
-        for file in files.documentation_pages()
-        for path in _linked(_DOCS + file.src_uri, file.content_string)
+        path for file in files.documentation_pages() for path in _linked(_DOCS + file.src_uri, file.content_string)
     ]
     done: set[str] = set()
     while waiting:
