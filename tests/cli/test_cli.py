@@ -12,7 +12,10 @@ import torch
 
 from programs import run_python
 
-VERBS = ["demo", "inspect", "verify", "diff", "convert", "inject", "undo", "replay", "checkpoints", "run", "agent"]
+VERBS = [
+    *("demo", "inspect", "verify", "diff", "convert", "inject", "undo", "replay"),
+    *("checkpoints", "run", "timeline", "doctor", "agent"),
+]
 
 
 def evergrad(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -31,6 +31,7 @@ from evergrad.cli import (
     replay,
     run,
     study,
+    timeline,
     undo,
     verify,
 )
@@ -40,7 +41,10 @@ from evergrad.errors import EvergradError
 
 __all__ = ["app", "main"]
 
-_VERBS = (demo, inspect, verify, diff, convert, inject, undo, replay, checkpoints, run, study, doctor, agent)
+_VERBS = (
+    *(demo, inspect, verify, diff, convert, inject, undo, replay),
+    *(checkpoints, run, study, timeline, doctor, agent),
+)
 
 
 class _Workflow(TyperGroup):

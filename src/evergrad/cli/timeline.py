@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,10 +43,12 @@ def timeline(
     story = analyse(folder.events, folder.notes)
     page = None
     if not no_page:
+        from evergrad import __version__
         from evergrad.report.page import write_page
         from evergrad.report.run_page import run_page
 
-        page = write_page(run_page(story, folder), out if out is not None else run / "timeline.html")
+        made = f"evergrad timeline {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+        page = write_page(run_page(story, folder, made), out if out is not None else run / "timeline.html")
     if as_json:
         print_json({"run": str(run), "page": None if page is None else str(page), **story.to_json()})
         return 0

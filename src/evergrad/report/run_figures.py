@@ -1,0 +1,209 @@
+"""Pictures of a whole run: what each process did when, and how many steps were applied by when.
+
+A long run stays small: what is too short to be seen is drawn as part of what was before it, lines are thinned, and
+the captions say so.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from evergrad.report.page import PALETTE, Figure
+from evergrad.report.run_story import Process, RunStory, Span, State
+from evergrad.report.run_words import counted, duration
+
+__all__ = ["STATES", "bars", "harmless", "processes_figure", "rows_of", "steps_figure"]
+
+STATES: dict[State, tuple[str, str, str]] = {
+    "starting": ("starting", PALETTE["starting"], "/"),
+    "spare": ("spare, waits", PALETTE["spare"], ""),
+    "training": ("training", PALETTE["training"], ""),
+    "recovering": ("recovering", PALETTE["recovering"], "x"),
+    "gone": ("failed", PALETTE["dead"], "."),
+}
+"""How each state is called and drawn: a colour and a pattern, so that no colour alone tells it."""
+
+_ROWS = 48
+_SPANS = 1500  # of all processes together
+_MARKS = 300
+_POINTS = 1000
+_BANDS = 200
+
+
+def processes_figure(story: RunStory) -> Figure | None:
+    """A row a process, coloured by what it did; failures are marked."""
+    if not story.generations or not story.processes:
+        return None
+    shown = rows_of(story.processes, _ROWS)
+    first_s = story.generations[0].begin_s
+    # Importing takes long, and is the same for all: a short run would be nothing beside it.
+    left_s = max(0.0, first_s - 0.25 * max(story.seconds - first_s, 1e-3))
+    resolution_s = (story.seconds - left_s) / max(50.0, _SPANS / len(shown))
+    thinned = {process.uid: _thinned(process.spans, resolution_s) for process in shown}
+    traces = bars(shown, thinned, 0.0, 1.0)
+    traces += _marks(story, shown)
+    said = [f"What each process did. The first plan came {duration(first_s)} after the launcher had begun."]
+    said.append("A rank that waits for another one within a step counts as training: the timeline cannot tell.")
+    if len(shown) < len(story.processes):
+        said.append(f"{len(shown)} of {len(story.processes):,} processes are drawn: those that failed or joined first.")
+    if sum(map(len, thinned.values())) < sum(len(process.spans) for process in shown):
+        said.append(f"What took less than {duration(resolution_s)} is drawn as part of what was before it.")
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "xaxis": {"title": {"text": "seconds since the run began"}, "range": [left_s, story.seconds * 1.005]},
+        "yaxis": {"autorange": "reversed", "type": "category", "automargin": True, "fixedrange": True},
+    }
+    return Figure("processes", traces, layout, " ".join(said), 130 + 26 * len(shown))
+
+
+def steps_figure(story: RunStory) -> Figure | None:
+    """Applied steps over time, with the time between a failure and the next step shaded."""
+    points = list(story.progress)
+    if len(points) < 2:
+        return None
+    drawn = points[:: max(1, len(points) // _POINTS)]
+    if drawn[-1] != points[-1]:
+        drawn.append(points[-1])
+    hover = [f"{step:,} steps after {duration(at_s)}" for at_s, step in drawn]
+    line = {
+        "type": "scatter",
+        "mode": "lines+markers" if len(drawn) <= 200 else "lines",
+        "x": [round(at_s, 4) for at_s, _ in drawn],
+        "y": [step for _, step in drawn],
+        "hovertext": hover,
+        "hoverinfo": "text",
+        "line": {"color": PALETTE["training"], "width": 2},
+        "marker": {"size": 6},
+        "name": "applied steps",
+        "showlegend": False,
+    }
+    gaps = [each for each in story.failures if each.begin_s is not None][:_BANDS]
+    shapes = [
+        {
+            "type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1,
+            "line": {"width": 1.5, "color": PALETTE["bad"]},
+            "x0": each.begin_s, "x1": each.going_on_s if each.going_on_s is not None else each.begin_s,
+            "fillcolor": PALETTE["bad"], "opacity": 0.35, "layer": "below",
+        }
+        for each in gaps
+    ]  # fmt: skip
+    said = ["Applied steps, at the moments at which the timeline says how many: in between lines are straight."]
+    if shapes:
+        said.append("Red: from a failure to the next applied step.")
+    if len(drawn) < len(points):
+        said.append(f"{len(drawn):,} of {len(points):,} moments are drawn.")
+    layout = {
+        "xaxis": {"title": {"text": "seconds since the run began"}},
+        "yaxis": {"title": {"text": "steps"}, "rangemode": "tozero"},
+        "shapes": shapes,
+    }
+    return Figure("steps", [line], layout, " ".join(said), 320)
+
+
+def rows_of(processes: Sequence[Process], limit: int) -> list[Process]:
+    """Those that are drawn, in the order of their numbers: who failed or joined comes before the others."""
+    if len(processes) <= limit:
+        return list(processes)
+
+    def interest(process: Process) -> tuple[bool, bool, int]:
+        states = {span.state for span in process.spans}
+        is_joiner = process.label.startswith("spare") and bool(process.ranks)
+        return "gone" not in states, not is_joiner, process.uid
+
+    return sorted(sorted(processes, key=interest)[:limit], key=lambda process: process.uid)
+
+
+def bars(shown: Sequence[Process], spans: dict[int, list[Span]], zero_s: float, unit_s: float) -> list[dict[str, Any]]:
+    """A trace for each state: bars from `zero_s` on, in units of so many seconds."""
+    names = _names(shown)
+    traces = []
+    for state, (name, colour, pattern) in STATES.items():
+        rows = [(names[process.uid], span) for process in shown for span in spans[process.uid] if span.state == state]
+        if not rows:
+            continue
+        hover = [
+            f"<b>{row}</b>: {name}, {duration(span.end_s - span.begin_s)}<br>{harmless(span.what)}"
+            for row, span in rows
+        ]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name,
+                "y": [row for row, _ in rows],
+                "base": [round((span.begin_s - zero_s) / unit_s, 5) for _, span in rows],
+                "x": [round((span.end_s - span.begin_s) / unit_s, 5) for _, span in rows],
+                "hovertext": hover,
+                "hoverinfo": "text",
+                "marker": {
+                    "color": colour,
+                    "opacity": 0.55 if state in ("gone", "spare") else 0.9,
+                    "line": {"width": 0},
+                    "pattern": {"shape": pattern, "size": 5, "solidity": 0.25},
+                },
+            }
+        )
+    # A row that nothing is drawn in, and the order of rows: categories come in the order in which they are met.
+    order = {"type": "bar", "orientation": "h", "y": list(names.values()), "x": [0] * len(names), "showlegend": False,
+             "hoverinfo": "skip"}  # fmt: skip
+    return [order, *traces]
+
+
+def harmless(text: str) -> str:
+    """A text for a figure that stays a text."""
+    return html.escape(text, quote=False)
+
+
+def _names(shown: Sequence[Process]) -> dict[int, str]:
+    """What each row is called; labels come from a file, and two may be alike."""
+    taken: dict[str, int] = {}
+    for process in shown:
+        name = harmless(process.name[:60])
+        taken[name if name not in taken else f"{name} ({process.uid})"] = process.uid
+    return {uid: name for name, uid in taken.items()}
+
+
+def _thinned(spans: Sequence[Span], resolution_s: float) -> list[Span]:
+    """Without those that are too short to be seen, where there are many."""
+    if len(spans) <= 12:
+        return list(spans)
+    kept: list[Span] = []
+    for span in spans:
+        is_short = span.end_s - span.begin_s < resolution_s
+        if kept and (is_short or (kept[-1].state == span.state and span.begin_s - kept[-1].end_s < resolution_s)):
+            last = kept[-1]
+            kept[-1] = Span(last.state, last.begin_s, span.end_s, last.what)
+        else:
+            kept.append(span)
+    return kept
+
+
+def _marks(story: RunStory, shown: Sequence[Process]) -> list[dict[str, Any]]:
+    names = _names(shown)
+    failed = [
+        (each, loss, at_s)
+        for each in story.failures
+        for loss in each.lost
+        if loss.uid in names and (at_s := loss.failed_s if loss.failed_s is not None else each.seen_s) is not None
+    ][:_MARKS]
+    if not failed:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "failure",
+            "x": [round(at_s, 5) for _, _, at_s in failed],
+            "y": [names[loss.uid] for _, loss, _ in failed],
+            "hovertext": [
+                f"<b>{harmless(loss.who)} {harmless(loss.how)}</b><br>after step {each.step}, "
+                f"{counted(len(each.lost), 'rank')} lost"
+                for each, loss, _ in failed
+            ],
+            "hoverinfo": "text",
+            "marker": {"symbol": "x", "size": 11, "color": PALETTE["dead"], "line": {"width": 1, "color": "#ffffff"}},
+        }
+    ]
