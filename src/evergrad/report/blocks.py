@@ -30,6 +30,7 @@ class Figure:
     layout: dict[str, Any]
     caption: str = ""
     height: int = 380
+    half: bool = False  # stands beside the next one that is half, where the page is wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.resources
+import itertools
 from pathlib import Path
 
 from evergrad.formats.durable import replacing
@@ -114,7 +115,10 @@ def write_page(page: Page, path: Path) -> Path:
 
 
 def _section_html(section: Section, anchor: str, numbers: dict[int, int]) -> str:
-    blocks = "".join(_block_html(block, numbers) for block in section.blocks)
+    blocks = ""
+    for is_half, run in itertools.groupby(section.blocks, lambda block: isinstance(block, Figure) and block.half):
+        made = "".join(_block_html(block, numbers) for block in run)
+        blocks += f'<div class="halves">{made}</div>' if is_half else made
     title = f"<h2>{escaped(section.title)}</h2>"
     content = f"<details><summary>{title}</summary>\n{blocks}</details>" if section.folded else f"{title}\n{blocks}"
     return f'<section id="{anchor}">{content}</section>\n'

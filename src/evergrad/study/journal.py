@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -56,15 +56,18 @@ class Kept:
     """Lines that could not be used, each in words."""
 
 
-def read_journal(path: Path, *, brief: bool = False) -> Kept:
-    """Everything that is sound in a journal; nothing if there is none. In brief, without what was seen step by step."""
+def read_journal(path: Path, *, brief: bool = False, only: Collection[str] | None = None) -> Kept:
+    """Everything that is sound in a journal; nothing if there is none. In brief, without what was seen step by step.
+
+    `only` names the trials that are wanted, of a journal that is too long to be kept as a whole.
+    """
     kept = Kept()
     try:
         with path.open("rb") as file:
             number = 0
             while line := file.readline(_LONGEST_LINE):
                 number += 1
-                _take(kept, line, f"{path.name} line {number}", brief)
+                _take(kept, line, f"{path.name} line {number}", brief, only)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -72,7 +75,7 @@ def read_journal(path: Path, *, brief: bool = False) -> Kept:
     return kept
 
 
-def _take(kept: Kept, line: bytes, where: str, brief: bool) -> None:
+def _take(kept: Kept, line: bytes, where: str, brief: bool, only: Collection[str] | None) -> None:
     if not line.strip():
         return
     try:
@@ -84,6 +87,8 @@ def _take(kept: Kept, line: bytes, where: str, brief: bool) -> None:
             raise ValueError(f"schema version {told['schema_version']}, expected {SCHEMA_VERSION}")
         if told["kind"] == "run":
             kept.runs.append(told)
+            return
+        if only is not None and told["trial"]["id"] not in only:
             return
         seen = Observation.from_json(told["observation"], brief=brief)
         entry = Entry(Trial.from_json(told["trial"]), seen, str(told["golden"]))

@@ -14,7 +14,7 @@ from evergrad.study.plan import CellPlan, Plan
 from evergrad.study.results import Cell, Results
 from evergrad.study.trials import End, Trial
 
-__all__ = ["CellTally", "Tally", "results_of"]
+__all__ = ["CellTally", "Tally", "results_from", "results_of", "tally_of"]
 
 _LOOK_EVERY = 10
 """Trainings of a cell between two looks at whether it knows enough."""
@@ -166,6 +166,11 @@ class Tally:
 
 def results_of(folder: Path) -> Results:
     """What the study in a folder has found so far."""
+    return results_from(*tally_of(folder))
+
+
+def tally_of(folder: Path) -> tuple[Tally, Kept]:
+    """The trials of the study in a folder, counted, and its journal, in brief."""
     study = StudyFolder(folder)
     plan, kept = study.plan(), study.kept(brief=True)
     tally = Tally.of(plan)
@@ -173,10 +178,11 @@ def results_of(folder: Path) -> Results:
         if (golden := read_golden(folder, key)) is not None:
             tally.take_golden(golden)
     tally.take_journal(kept)
-    return _results(tally, kept)
+    return tally, kept
 
 
-def _results(tally: Tally, kept: Kept) -> Results:
+def results_from(tally: Tally, kept: Kept) -> Results:
+    """What a tally says, beside what its journal says of itself."""
     from evergrad.study.facts import facts_of
 
     plan = tally.plan

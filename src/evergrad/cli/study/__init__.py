@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from evergrad.cli.study import export, list_, replay, run, show, status, table
+from evergrad.cli.study import export, list_, replay, report, run, show, status, table
 
 __all__ = ["app"]
 
@@ -20,6 +20,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-for _verb in (list_, show, run, status, table, export, replay):
+for _verb in (list_, show, run, status, table, report, export, replay):
     _name = _verb.__name__.rsplit(".", 1)[-1]
     app.command(_name.rstrip("_"), epilog=_verb.EPILOG)(getattr(_verb, _name))

@@ -1,0 +1,41 @@
+"""`evergrad study report`: a study as one page that opens anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evergrad.cli.output import JsonOption, near, print_json, printable
+from evergrad.cli.study.arguments import StudyDir
+
+__all__ = ["EPILOG", "report"]
+
+EPILOG = (
+    "Examples:\n\n  evergrad study report runs/nev\n\n  evergrad study report runs/nev --out nev.html --open\n\n"
+    "Exit codes: 0 written · 2 usage, no study there, or a file that cannot be written."
+)
+
+
+def report(
+    folder: StudyDir,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; DIR/report.html without it.")] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Write a study as one HTML file that needs no network: the answer in words, tables, figures, the worst trials."""
+    from evergrad.report.page import write_page
+    from evergrad.report.study_page import REPORT, study_page
+
+    page = study_page(folder)
+    path = write_page(page, out or folder / REPORT)
+    if as_json:
+        print_json({"file": str(path), "answer": [*page.answer], "sections": [one.title for one in page.sections]})
+    else:
+        for line in page.answer:
+            print(printable(line.replace("**", "").replace("`", "")))
+        print(printable(near(path)))
+    if open_it:
+        typer.launch(path.absolute().as_uri())
+    return 0

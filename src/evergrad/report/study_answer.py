@@ -1,0 +1,234 @@
+"""The answer of a study in words: nothing but what its tables and tests say, and first what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from evergrad.report.study_data import StudyData, place_text
+from evergrad.study.columns import PUBLISHED
+from evergrad.study.comparisons import DIFFERS, Comparison, Trend, compare_cells, trend
+from evergrad.study.outcomes import Outcome
+from evergrad.study.rendering import Quantity, Table
+from evergrad.study.results import Cell, Results
+from evergrad.study.table_notes import varying_axes
+from evergrad.study.watched_tables import watched_kinds, watched_table
+
+__all__ = ["answer", "completeness"]
+
+_MOST = 4
+
+
+def answer(data: StudyData, lead: str) -> list[str]:
+    """Paragraphs, the most important first; an incomplete study says so before anything else."""
+    results = data.results
+    kinds = watched_kinds(results)
+    told = completeness(data)
+    if not any(cell.known for cell in results.cells):
+        return told or ["No training of this study has a known outcome yet: there is no answer."]
+    for kind in kinds:
+        told += _WATCHED[kind](watched_table(results, kind), results)
+    if "costs" in kinds:
+        return told
+    told += _along(results, lead)
+    told += _trends(results, lead)
+    told += _comparisons(results)
+    return told
+
+
+def completeness(data: StudyData) -> list[str]:
+    """What is missing: trainings to come, lost ones, damaged lines."""
+    results = data.results
+    told = []
+    open_cells = sum(cell.known < cell.due for cell in results.cells)
+    if open_cells:
+        known = sum(cell.known for cell in results.cells)
+        told.append(
+            f"**Not complete**: {known:,} of {results.trials:,} trainings have a known outcome, and {open_cells} of "
+            f"{len(results.cells)} cells have trials to come. What follows is of those that there are."
+        )
+    others = [note for note in results.notes if not note.startswith("not complete")]
+    if others:
+        more = f" … and {len(others) - 2} more notes" if len(others) > 2 else ""
+        told.append(f"**To be known**: {'; '.join(others[:2])}{more}.")
+    lost = sum(cell.counts[Outcome.UNKNOWN] for cell in results.cells)
+    if lost:
+        told.append(f"Of {lost:,} trainings nothing is known: their workers were lost. They are in no rate.")
+    return told
+
+
+def _along(results: Results, lead: str) -> list[str]:
+    """Where the rate begins and where it ends along the study's axis, for each place on the others."""
+    header, entry = PUBLISHED[lead]
+    label = header.removesuffix(" %")
+    unit = " %" if header.endswith("%") else ""
+    found = [(cell, quantity) for cell in results.cells if (quantity := entry(cell, results)) is not None]
+    if not found:
+        return []
+    down = results.rows if results.rows in varying_axes(results) else ""
+    if not down or not all(isinstance(cell.axes.get(down), (int, float)) for cell, _ in found):
+        return [_extremes(results, found, label, unit)]
+    sentences = []
+    lines: dict[str, list[tuple[Cell, Quantity]]] = {}
+    for cell, quantity in found:
+        lines.setdefault(_others(cell, results, down), []).append((cell, quantity))
+    for place, line in list(lines.items())[:_MOST]:
+        (first, low), (last, high) = line[0], line[-1]
+        where = f"For {place}, " if place else ""
+        ends = f"{_with_unit(low, unit)} at {down} {first.axes[down]}"
+        if len(line) > 1:
+            ends += f" and {_with_unit(high, unit)} at {down} {last.axes[down]}"
+        sentences.append(f"{where}**{label}** was {ends}.")
+    more = f" The table has {len(lines) - _MOST} more." if len(lines) > _MOST else ""
+    return [" ".join(sentences) + more + _how(results)]
+
+
+def _extremes(results: Results, found: Sequence[tuple[Cell, Quantity]], label: str, unit: str) -> str:
+    """The highest and the lowest cell; several where they are the same."""
+    if len(found) == 1:
+        return f"**{label}** was {_with_unit(found[0][1], unit)}.{_how(results)}"
+    values = [quantity.value for _, quantity in found]
+    parts = []
+    for word, value in (("highest", max(values)), ("lowest", min(values))):
+        same = [(cell, quantity) for cell, quantity in found if quantity.value == value]
+        names = "; ".join(_others(cell, results, "") for cell, _ in same[:_MOST])
+        more = f" and {len(same) - _MOST} more cells" if len(same) > _MOST else ""
+        parts.append(f"{word}, {_with_unit(same[0][1], unit)}, at {names}{more}")
+    if min(values) == max(values):
+        return f"**{label}** was {_with_unit(found[0][1], unit)} in every one of {len(found)} cells.{_how(results)}"
+    return f"**{label}** seen was {parts[0]}; {parts[1]}.{_how(results)}"
+
+
+def _trends(results: Results, lead: str) -> list[str]:
+    measure = lead if lead in ("nev", "rwc") else ""
+    down = results.rows
+    if not measure or down not in varying_axes(results):
+        return []
+    numeric = all(isinstance(cell.axes.get(down), (int, float)) for cell in results.cells)
+    found = [one for one in trend(results, down, measure=measure) if len(one.places) > 2] if numeric else []
+    if not found:
+        return []
+    parts = []
+    for verdict, same in groupby(sorted(found, key=lambda one: one.verdict), key=lambda one: one.verdict):
+        ones = list(same)
+        names = _listed([_place(one, results) or "all trainings" for one in ones])
+        word = {"rises": "a rise is told", "falls": "a fall is told"}.get(verdict, "no trend is told")
+        parts.append(f"{word} for {names}")
+    return [f"Along {down}: {'; '.join(parts)} (Cochran and Armitage's test, Holm's correction).{_early(results)}"]
+
+
+def _comparisons(results: Results) -> list[str]:
+    found = compare_cells(results)
+    if not found:
+        return []
+    differ = [one for one in found if one.verdict == DIFFERS]
+    if not differ:
+        return [
+            f"Of {len(found)} pairs of neighbouring cells none is told apart after Holm's correction, which is not to "
+            f"say that they are equal.{_early(results)}"
+        ]
+    # The largest differences first: a reader wants those.
+    shown = sorted(differ, key=lambda one: -abs(one.difference))[:_MOST]
+    names = "; ".join(_pair(one, results) for one in shown)
+    more = f"; and {len(differ) - _MOST} more below" if len(differ) > _MOST else ""
+    rest = len(found) - len(differ)
+    left = f" The other {rest} are not told apart, which is not to say that they are equal." if rest else ""
+    many = f"{len(differ)} of {len(found)} pairs of neighbouring cells"
+    return [f"Told apart after Holm's correction, {many}: {names}{more}.{left}{_early(results)}"]
+
+
+def _pair(one: Comparison, results: Results) -> str:
+    label = {"nev": "N-EV", "rwc": "RWC"}[one.measure]
+    before, after = (f"{100 * rate:.1f}" for rate in one.rates)
+    place = _place(one, results)
+    return f"{label} {before} → {after} % from {one.axis} {one.first} to {one.second}{f' in {place}' if place else ''}"
+
+
+def _costs(table: Table, results: Results) -> list[str]:
+    """What each strategy took at the end of the axis that goes down: the most ranks."""
+    axes = [name for name in varying_axes(results) if name in table.headers]
+    costs = [name for name in ("blocked ms", "overhead %", "restart ms", "restore ms") if name in table.headers]
+    down = results.rows if results.rows in axes else ""
+    rows = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
+    last = rows[-1].get(down) if down and rows else None
+    told = []
+    for row in [row for row in rows if not down or row.get(down) == last][: 2 * _MOST]:
+        numbers = ", ".join(
+            f"{cost.rpartition(' ')[0]} {row[cost]} {cost.rpartition(' ')[2]}"
+            for cost in costs
+            if row[cost] is not None
+        )
+        told.append(f"{place_text({name: str(row[name]) for name in axes})}: {numbers}")  # fmt: skip
+    if not told:
+        return []
+    same = sum(cell.counts[Outcome.IDENTICAL] for cell in results.cells)
+    known = sum(cell.known for cell in results.cells)
+    spread = "Medians; in brackets the quartiles, of the overhead an interval of the median."
+    return [
+        f"{'; '.join(told)}. {spread}",
+        f"{same:,} of {known:,} trainings ended with the golden run's result.",
+    ]
+
+
+def _spread(table: Table, results: Results) -> list[str]:
+    """The last row of each cell."""
+    axes = [name for name in varying_axes(results) if name in table.headers]
+    rows = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
+    last = {tuple(str(row[name]) for name in axes): row for row in rows}
+    told = [
+        f"{place_text(dict(zip(axes, place, strict=True))) or 'in all'}: {row['elements %']} % of elements, "
+        f"{row['layers %']} % of layers, {row['ranks %']} % of ranks after {row['steps']} steps"
+        for place, row in list(last.items())[:6]
+    ]
+    more = f" The table has {len(last) - 6} more." if len(last) > 6 else ""
+    return [f"What differs from the fault-free run: {'; '.join(told)}.{more} Means, with intervals."] if told else []
+
+
+def _guards(table: Table, results: Results) -> list[str]:
+    """What each guard saw of trainings whose result changed: the least and the most over the rows."""
+    rows = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
+    told = []
+    for guard in dict.fromkeys(str(row["guard"]) for row in rows):
+        mine = [row for row in rows if row["guard"] == guard]
+        seen = [row["RWC seen %"] for row in mine if isinstance(row["RWC seen %"], Quantity)]
+        false = [row["false"] for row in mine if row["false"]]
+        if seen:
+            low, high = (pick(seen, key=lambda one: one.value) for pick in (min, max))
+            share = f"{low} %" if len(seen) == 1 or low.value == high.value else f"from {low} to {high} %"
+            told.append(f"**{guard}** {share}{f', false alarms {false[0]}' if false else ''}")
+    if not told:
+        return []
+    return [f"Of trainings whose result changed, guards spoke up in: {'; '.join(told)}. The rows of the table differ."]
+
+
+_WATCHED = {"costs": _costs, "spread": _spread, "guards": _guards}
+
+
+def _others(cell: Cell, results: Results, down: str) -> str:
+    return place_text({name: cell.axes[name] for name in varying_axes(results) if name != down and name in cell.axes})
+
+
+def _place(found: Comparison | Trend, results: Results) -> str:
+    varying = varying_axes(results)
+    return place_text({name: place for name, place in found.others.items() if name in varying})
+
+
+def _with_unit(quantity: Quantity, unit: str) -> str:
+    if not unit or quantity.low is None:
+        return f"{quantity}{unit}"
+    value, bracket, interval = str(quantity).partition(" [")
+    return f"{value}{unit}{bracket}{interval}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = list(names[:_MOST])
+    return ", ".join(shown) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+
+
+def _how(results: Results) -> str:
+    return f" In brackets, intervals of {100 * results.confidence:g} %."
+
+
+def _early(results: Results) -> str:
+    early = " The study may stop when it knows enough: its p-values are a guide, not a promise."
+    return early if results.interval == "anytime" else ""

@@ -1,0 +1,121 @@
+"""What a study's report is made from: its results, its trials in brief, and a few of them step by step.
+
+A journal may hold a hundred thousand trials. Their outcomes fit into memory, their courses do not: of these a sample is
+read, chosen by nothing but the order of repetitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from evergrad.study.folder import StudyFolder
+from evergrad.study.golden import Golden
+from evergrad.study.journal import read_journal
+from evergrad.study.outcomes import Outcome
+from evergrad.study.plan import Plan
+from evergrad.study.results import Cell, Results
+from evergrad.study.tally import CellTally, Tally, results_from, tally_of
+from evergrad.study.trials import Axes, Observation, Trial
+
+__all__ = ["MOST_CURVES", "StudyData", "TrialData", "place_text", "study_data"]
+
+MOST_CURVES = 240
+"""Trials of the whole study that are drawn step by step; every cell has its share."""
+
+_FEWEST_CURVES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TrialData:
+    """One trial and its verdict."""
+
+    trial: Trial
+    seen: Observation
+    outcome: Outcome
+    golden: Golden
+
+    @property
+    def drop(self) -> float | None:
+        """How far the final metric lies below the golden run's; None if it has none, or it is not a number."""
+        if not self.seen.metrics or not self.golden.observation.metrics:
+            return None
+        drop = self.golden.observation.metrics[-1] - self.seen.metrics[-1]
+        return drop if math.isfinite(drop) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StudyData:
+    """A study as it lies in its folder."""
+
+    folder: Path
+    plan: Plan
+    results: Results
+    tally: Tally
+    courses: Mapping[str, Observation]
+    """By trial: those that were read step by step."""
+
+    def cells(self) -> Iterator[tuple[Cell, CellTally]]:
+        """Cells with what they were counted from."""
+        return zip(self.results.cells, self.tally.cells, strict=True)
+
+    def trials(self) -> Iterator[TrialData]:
+        """Every trial that counts, in brief."""
+        for cell in self.tally.cells:
+            yield from _trials(cell)
+
+    def drawn(self, cell: CellTally) -> list[TrialData]:
+        """The trials of a cell that were read step by step."""
+        return [
+            TrialData(one.trial, self.courses[one.trial.id], one.outcome, one.golden)
+            for one in _trials(cell)
+            if one.trial.id in self.courses
+        ]
+
+    @property
+    def done(self) -> int:
+        """Trainings with a verdict."""
+        return sum(cell.trainings for cell in self.results.cells)
+
+
+def study_data(folder: Path) -> StudyData:
+    """Read the study in a folder."""
+    tally, kept = tally_of(folder)
+    results = results_from(tally, kept)
+    share = max(_FEWEST_CURVES, MOST_CURVES // max(1, len(tally.cells)))
+    wanted: set[str] = set()
+    for cell in tally.cells:
+        numbers = cell.counted()
+        for place in _spread(len(numbers), share):
+            if len(wanted) < 2 * MOST_CURVES:
+                wanted.add(cell.entries[numbers[place]].trial.id)
+    courses = read_journal(StudyFolder(folder).journal, only=wanted).entries if wanted else {}
+    return StudyData(folder, tally.plan, results, tally, {name: one.observation for name, one in courses.items()})
+
+
+def place_text(axes: Axes) -> str:
+    """A cell in words.
+
+    >>> place_text({"model": "alexnet", "flips": 10, "where": "role:model"})
+    'model alexnet, flips 10, where role:model'
+    """
+    return ", ".join(f"{name} {place}" for name, place in axes.items())
+
+
+def _trials(cell: CellTally) -> Iterator[TrialData]:
+    if cell.golden is None:
+        return
+    for number in cell.counted():
+        entry = cell.entries[number]
+        yield TrialData(entry.trial, entry.observation, cell.outcomes[number], cell.golden)
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """So many places of a list, evenly; all if there are no more.
+
+    >>> _spread(10, 3), _spread(2, 5)
+    ([0, 3, 6], [0, 1])
+    """
+    return list(range(count)) if count <= wanted else [place * count // wanted for place in range(wanted)]
