@@ -142,7 +142,7 @@ def bars(shown: Sequence[Process], spans: dict[int, list[Span]], zero_s: float, 
                     "color": colour,
                     "opacity": 0.55 if state in ("gone", "spare") else 0.9,
                     "line": {"width": 0},
-                    "pattern": {"shape": pattern, "size": 5, "solidity": 0.25},
+                    "pattern": {"shape": pattern, "size": 6, "solidity": 0.2, "fillmode": "overlay"},
                 },
             }
         )

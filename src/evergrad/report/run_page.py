@@ -69,11 +69,9 @@ def _failures(story: RunStory) -> list[Block]:
         Column("in all", "number", "from the failure, or from when it was seen, to that step"),
         Column("seen by"),
         Column(
-            "then",
-            help="what survivors did (redo the mini-batch, repair its gradients, retry, restart); who joined; the ranks left",
+            "then", help="what survivors did (redo, repair, retry, restart), who joined, and the ranks left if fewer"
         ),
-        Column("steps redone", "number"),
-        Column("handed over", "number", "bytes that joiners were given"),
+        Column("redone", "number", "steps that were done again"),
         Column("exact", help="whether, by the plan, the job went on as it would have without the failure"),
     ]
     rows = [_failure(number, each) for number, each in enumerate(story.failures[:_ROWS], 1)]
@@ -93,7 +91,6 @@ def _failure(number: int, each: Interruption) -> list[Cell]:
         Cell(each.seen_by),
         Cell(then(each), mark="bad" if each.ranks is None else ""),
         _number(redone),
-        _number(each.bytes_handed or None, "–"),
         Cell(exact, mark="good" if exact == "yes" else ""),
     ]
 
@@ -204,8 +201,8 @@ def _limited(shown: int, count: int) -> str:
     return f"{shown:,} of {count:,}; evergrad timeline --json has them all." if shown < count else ""
 
 
-def _number(value: int | None, none: str = "?") -> Cell:
-    return Cell(none if value is None else f"{value:,}", value)
+def _number(value: int | None) -> Cell:
+    return Cell("?" if value is None else f"{value:,}", value)
 
 
 def _time(seconds: float | None) -> Cell:

@@ -39,7 +39,7 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
                       "hoverinfo": "skip"})  # fmt: skip
     for phase in each.phases:
         name, colour, pattern = PHASES[phase.name]
-        is_wide = phase.seconds > 0.1 * (last_s - begin_s)
+        share, told = phase.seconds / (last_s - begin_s), duration(phase.seconds)
         traces.append(
             {
                 "type": "bar",
@@ -48,14 +48,17 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
                 "y": ["<b>phases</b>"],
                 "base": [round((phase.begin_s - begin_s) * 1e3, 3)],
                 "x": [round(phase.seconds * 1e3, 3)],
-                "text": [duration(phase.seconds) if is_wide else ""],
+                "text": [f"{name}: {told}" if share > 0.4 else told if share > 0.1 else ""],
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
-                "hovertext": [f"<b>{name}</b>: {duration(phase.seconds)}"],
+                "hovertext": [f"<b>{name}</b>: {told}"],
                 "hoverinfo": "text",
                 "showlegend": False,
-                "marker": {"color": colour, "pattern": {"shape": pattern, "size": 5, "solidity": 0.12}},
+                "marker": {
+                    "color": colour,
+                    "pattern": {"shape": pattern, "size": 6, "solidity": 0.12, "fillmode": "overlay"},
+                },
             }
         )
     moments = [("plan", each.decided_s), ("joined", each.joined_s), ("next step", each.going_on_s)]
@@ -110,7 +113,10 @@ def compared_figure(story: RunStory) -> Figure | None:
                     "x": [round(phase.seconds * 1e3, 3) for _, phase in rows],
                     "hovertext": [f"<b>{row}</b><br>{name}: {duration(phase.seconds)}" for row, phase in rows],
                     "hoverinfo": "text",
-                    "marker": {"color": colour, "pattern": {"shape": pattern, "size": 5, "solidity": 0.12}},
+                    "marker": {
+                        "color": colour,
+                        "pattern": {"shape": pattern, "size": 6, "solidity": 0.12, "fillmode": "overlay"},
+                    },
                 }
             )
     caption = "From each failure, or from when it was seen, to the next applied step."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from evergrad.cli.checkpoints import export, lineage, ls, pin, rm, show, verify
+from evergrad.cli.checkpoints import export, lineage, ls, pin, report, rm, show, verify
 
 __all__ = ["app"]
 
@@ -19,6 +19,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-for _verb in (ls, show, verify, pin, rm, export, lineage):
+for _verb in (ls, show, verify, pin, rm, export, lineage, report):
     _name = _verb.__name__.rsplit(".", 1)[-1]
     app.command(_name, epilog=_verb.EPILOG)(getattr(_verb, _name))
