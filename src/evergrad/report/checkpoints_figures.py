@@ -62,6 +62,7 @@ def tiers_figure(seen: JobVersions) -> Figure | None:
             "ticktext": [_tick(shown[index], seen.attempts) for index in ticks],
             "range": [-0.7, len(shown) - 0.3],
             "showgrid": False,
+            "zeroline": False,
         },
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1],
                   "range": [-0.6, len(rows) - 0.4]},

@@ -79,11 +79,12 @@ def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
         yield f"Whole is not intact: nobody has checked their digests. `evergrad checkpoints verify {seen.where}` does."
     else:
         sound = sum(entry.verified == "ok" for entry in usable)
-        yield f"{sound} of them were found intact when last checked, {unchecked} were never checked."
+        never = f", {unchecked} were never checked" if unchecked else ""
+        yield f"{sound} of {len(usable)} were found intact when last checked{never}."
     guarded = sum(entry.guarded for entry in usable)
     if guarded:
         yield f"A guard found all ranks alike when {guarded} of them {'was' if guarded == 1 else 'were'} saved."
-    kept = [f"{entry.version} ({', '.join(entry.tags)})" if entry.tags else str(entry.version)
+    kept = [entry.version.name + (f" ({', '.join(entry.tags)})" if entry.tags else "")
             for entry in usable if entry.pinned or entry.tags]  # fmt: skip
     if kept:
         yield f"Kept whatever comes: {', '.join(kept[:_TOLD])}{' …' if len(kept) > _TOLD else ''}."

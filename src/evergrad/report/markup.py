@@ -20,6 +20,7 @@ __all__ = [
     "table_html",
 ]
 
+_SHORT = 24  # a text of so many characters stays on one line in a table
 _MARKUP = re.compile(r"`([^`\n]+)`|\*\*([^*\n]+)\*\*")
 
 
@@ -123,6 +124,7 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
         if isinstance(key, float) and not math.isfinite(key):  # not a number: last, as None
             key = None if math.isnan(key) else f"{'-' * (key < 0)}Infinity"
         sort = "" if key is None else f' data-sort="{escaped(key)}"'
-        classes = f"{column.kind} {cell.mark}".strip()
+        short = "short" if len(cell.text) <= _SHORT else ""
+        classes = " ".join(filter(None, (column.kind, cell.mark, short)))
         made.append(f'<td class="{escaped(classes)}"{sort}>{inline(cell.text)}</td>')
     return f"<tr>{''.join(made)}</tr>"

@@ -16,7 +16,7 @@ from evergrad.report.run_zoom import MOST, compared_figure, zoom_figure
 
 __all__ = ["run_page"]
 
-_ROWS = 500
+_ROWS = 300
 
 
 def run_page(story: RunStory, folder: RunFolder, made: str) -> Page:

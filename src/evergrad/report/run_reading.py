@@ -85,8 +85,10 @@ def _unended(events: list[Event], record: Mapping[str, Json]) -> str:
     pid = begin.fields.get("pid") if begin is not None else None
     if begin is None or not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
         return "No end is on record, and not which process was the launcher."
-    if record.get("host") != socket.gethostname():
-        return f"No end is on record. Whether it goes on is not known here: the launcher is on {record.get('host')}."
+    host = record.get("host")
+    if host != socket.gethostname():
+        where = f"its launcher is on {host}" if isinstance(host, str) else "run.json does not say where it was launched"
+        return f"No end is on record. Whether it goes on is not known here: {where}."
     if _lives(pid, begin):
         return f"The run goes on: this is how it stands. Its launcher is process {pid}."
     return f"No end is on record, and the launcher, process {pid}, is gone: the run was cut short."

@@ -51,6 +51,7 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
                 "text": [f"{name}: {told}" if share > 0.4 else told if share > 0.1 else ""],
                 "textposition": "inside",
                 "insidetextanchor": "middle",
+                "insidetextfont": {"color": "#ffffff"},
                 "textangle": 0,
                 "hovertext": [f"<b>{name}</b>: {told}"],
                 "hoverinfo": "text",
@@ -69,12 +70,8 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
         for at_s in (begin_s, *(at_s for _, at_s in known))
     ]  # fmt: skip
     since = "the failure" if each.failed_s is not None else "it was seen; when it failed is not on record"
-    told = ", ".join(f"{name} at {duration(at_s - begin_s)}" for name, at_s in known)
-    caption = (
-        f"**Failure {number}**: {each.what}. {told[:1].upper() + told[1:]}."
-        if told
-        else f"**Failure {number}**: {each.what}."
-    )
+    marks = ", ".join(f"{name} at {duration(at_s - begin_s)}" for name, at_s in known)
+    caption = f"**Failure {number}**: {each.what}. {marks[:1].upper()}{marks[1:]}{'.' if marks else ''}".rstrip()
     if len(shown) < len(around):
         caption += f" {len(shown)} of {len(around):,} processes are drawn."
     layout = {

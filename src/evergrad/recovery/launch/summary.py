@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import time
 from contextlib import suppress
@@ -60,7 +61,7 @@ class Summary:
         why = "" if self.outcome == "finished" else f": {self.message.rstrip('.')}"
         how = f"; not as without failures: {self.inexact}" if self.inexact else ""
         facts = f"{steps}, {failures}, {generations}, {self.seconds:.1f} s{how}"
-        return f"{self.outcome}{why} ({facts}). See {self.timeline}"
+        return f"{self.outcome}{why} ({facts}). See: evergrad timeline {shlex.quote(str(self.run))}"
 
     def to_json(self) -> dict[str, Json]:
         """What `evergrad run --json` prints."""
