@@ -1,6 +1,7 @@
 """Writes `cli.md` from the command line itself: `python docs/make_cli.py`.
 
-With `--check` nothing is written, and the exit code is 1 if the page is not what the command line says. Nothing of it depends on the terminal, on its width, or on how help is drawn.
+With `--check` nothing is written, and the exit code is 1 if the page is not what the command line says. Nothing of it
+depends on the terminal, on its width, or on how help is drawn.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _call(words: list[str]) -> None:
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         sys.path.insert(0, "")
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(words[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
     else:
         sys.argv = words
         sys.path.insert(0, os.path.dirname(words[0]))

@@ -213,11 +213,15 @@ def test_nothing_in_the_source_unpickles_or_evaluates() -> None:
         "docs/catalogue.md",
         "docs/recovery.md",
         "docs/studies.md",
+        "docs/quickstart.md",
+        "docs/extending.md",
     ],
 )
 def test_snippets_run_and_print_what_they_say(page: str, tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert snippets, f"{page} shows no Python"
+    for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / page).read_text(), re.S):
+        (tmp_path / name).write_text(text)  # what later ones may import
     code = "\n".join(["import warnings", "warnings.simplefilter('error')", *snippets])
     environment = os.environ | {"EVERGRAD_SHM": str(tmp_path), "EVERGRAD_LINGER": "0"}
     done = run_python("-c", code, cwd=tmp_path, env=environment)

@@ -1,98 +1,12 @@
-"""Draws the diagrams of the documentation: `python docs/figures/diagrams.py` writes `diagram-*.svg` beside itself.
-
-Plain SVG, 800 wide, on a light ground of its own so that it can be read on dark pages too. Text is 12 px or more, and
-a box that is too small for its words is an error.
-"""
+"""The diagrams of the documentation: `python docs/figures/diagrams.py` writes `diagram-*.svg` beside itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
-__all__ = ["DIAGRAMS", "Drawing", "checkpointing", "formats", "injection", "recovery", "study"]
+from drawing import BLUE, GREEN, GREY, LINE, ORANGE, PURPLE, SOFT, Drawing
 
-INK, SOFT, GROUND = "#1f2933", "#52606d", "#fbfcfd"
-# Okabe and Ito's colours, lightened for fills: told apart without red and green.
-PLAIN, BLUE, ORANGE, GREEN, PURPLE, GREY = "#ffffff", "#d6eaf8", "#fde3c0", "#d3efe4", "#f3dcea", "#eceff2"
-LINE = {PLAIN: "#7b8794", BLUE: "#0072b2", ORANGE: "#c77700", GREEN: "#00795c", PURPLE: "#a6477f", GREY: "#9aa5b1"}
-WIDTH = 800
-_EM = 0.56  # of a character, on average, in the fonts that browsers take for sans-serif
-
-
-class Drawing:
-    """Boxes, arrows and words, in the order in which they are drawn."""
-
-    def __init__(self, height: int, title: str) -> None:
-        self._height, self._title = height, title
-        self._parts: list[str] = []
-
-    def band(self, x: float, y: float, w: float, h: float, fill: str = GREY) -> None:
-        """A coloured ground without a border."""
-        self._parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="4" fill="{fill}"/>')
-
-    def box(self, x: float, y: float, w: float, h: float, words: str | Sequence[str], fill: str = PLAIN) -> None:
-        """A box; its first line is bold if there are several."""
-        lines = [words] if isinstance(words, str) else list(words)
-        self._parts.append(
-            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{LINE[fill]}" '
-            'stroke-width="1.4"/>'
-        )
-        top = y + h / 2 - (len(lines) - 1) * 8.5 + 4.5
-        for number, line in enumerate(lines):
-            first = number == 0 and len(lines) > 1
-            size = 13 if number == 0 else 12
-            needed = len(line) * size * _EM * (1.06 if first else 1)
-            if needed > w - 6 or len(lines) * 17 > h + 2:
-                raise ValueError(f"{line!r}: {needed:.0f} wide in a box of {w}x{h} with {len(lines)} lines")
-            self.text(x + w / 2, top + 17 * number, line, size=size, bold=first, anchor="middle")
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        *,
-        size: int = 12,
-        bold: bool = False,
-        anchor: str = "start",
-        ink: str = INK,
-    ) -> None:
-        """A line of text."""
-        weight = ' font-weight="600"' if bold else ""
-        self._parts.append(
-            f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{ink}"{weight}>{escape(words)}</text>'
-        )
-
-    def arrow(self, *points: tuple[float, float], ink: str = SOFT, dashed: bool = False, head: bool = True) -> None:
-        """A line through points, with a head at its end."""
-        path = "M" + " L".join(f"{x} {y}" for x, y in points)
-        style = ' stroke-dasharray="4 3"' if dashed else ""
-        tip = ' marker-end="url(#tip)"' if head else ""
-        self._parts.append(f'<path d="{path}" fill="none" stroke="{ink}" stroke-width="1.5"{style}{tip}/>')
-
-    def cross(self, x: float, y: float) -> None:
-        """Where something dies."""
-        self._parts.append(
-            f'<path d="M{x - 8} {y - 8} L{x + 8} {y + 8} M{x - 8} {y + 8} L{x + 8} {y - 8}" stroke="#b3261e" '
-            'stroke-width="3.5" stroke-linecap="round"/>'
-        )
-
-    def svg(self) -> str:
-        """The whole file."""
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self._height}" width="{WIDTH}" '
-                f'height="{self._height}" font-family="Helvetica, Arial, sans-serif" role="img" '
-                f'aria-label="{escape(self._title)}">',
-                f"<title>{escape(self._title)}</title>",
-                '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-                f'orient="auto-start-reverse"><path d="M0 1 L10 5 L0 9 z" fill="{SOFT}"/></marker></defs>',
-                f'<rect width="{WIDTH}" height="{self._height}" rx="8" fill="{GROUND}"/>',
-                *self._parts,
-                "</svg>\n",
-            ]
-        )
+__all__ = ["DIAGRAMS", "checkpointing", "formats", "injection", "recovery", "study"]
 
 
 def checkpointing() -> Drawing:
@@ -137,9 +51,7 @@ def checkpointing() -> Drawing:
 
 def recovery() -> Drawing:
     """A rank dies in a step; the others report, get a plan, and do the step again with a spare in its place."""
-    d = Drawing(
-        372, "A rank dies in step 10; survivors report, the launcher plans, a spare joins, the step is done again"
-    )
+    d = Drawing(372, "A rank dies in step 10; survivors report, the launcher plans, a spare joins")
     d.band(92, 12, 282, 292)
     d.band(560, 12, 232, 292, "#e6f4ee")
     d.text(233, 30, "generation 0", size=13, bold=True, anchor="middle", ink=SOFT)
@@ -175,7 +87,7 @@ def recovery() -> Drawing:
     d.text(
         400,
         326,
-        "Green: the state comes from a survivor, what only rank 2 had from the rank after it. Nothing is read from a disk.",
+        "Green: the state comes from a survivor, what only rank 2 had from its neighbour. Nothing is read from a disk.",
         anchor="middle",
     )
     d.text(
@@ -189,9 +101,7 @@ def recovery() -> Drawing:
 
 def injection() -> Drawing:
     """From a name and a seed to changed bytes, and back."""
-    d = Drawing(
-        356, "An injection is drawn, rehearsed and logged before the first byte changes, and can be undone and replayed"
-    )
+    d = Drawing(356, "An injection is drawn, rehearsed and logged before the first byte changes")
     d.box(14, 20, 170, 58, ("a checkpoint", "any format, or live"), GREEN)
     d.box(222, 20, 166, 58, ("what may be hit", "where, types, roles"), BLUE)
     d.box(426, 20, 166, 58, ("sites", "count, rate; the seed"), BLUE)
@@ -213,15 +123,7 @@ def injection() -> Drawing:
     d.box(186, 174, 200, 34, "replay in another file", GREY)
     d.text(14, 244, "path → tensor → element → bit:", bold=True, size=13)
     d.text(254, 244, "model/4.weight[1,63] bit 1 (exponent msb): 0.8265 → 2.812e+38", size=13)
-    x, w = 14.0, 24.1
-    for bit in range(32):
-        fill = PURPLE if bit == 0 else ORANGE if bit < 9 else BLUE
-        stroke = "#b3261e" if bit == 1 else LINE[fill]
-        d._parts.append(
-            f'<rect x="{x + bit * w:.1f}" y="260" width="{w - 2:.1f}" height="30" rx="2" fill="{fill}" stroke="{stroke}" '
-            f'stroke-width="{3 if bit == 1 else 1}"/>'
-        )
-        d.text(x + bit * w + 11, 280, str(bit), anchor="middle")
+    d.bits(14, 260, [PURPLE] + [ORANGE] * 8 + [BLUE] * 23, marked=1)
     d.text(14, 310, "sign", ink=LINE[PURPLE])
     d.text(54, 310, "exponent: its top bit hurts", ink=LINE[ORANGE])
     d.text(508, 310, "mantissa", anchor="middle", ink=LINE[BLUE])
@@ -280,7 +182,7 @@ def study() -> Drawing:
     d.text(
         400,
         362,
-        "Killed at any time, the same command runs what the journal lacks. Every trial can be replayed, to the last bit.",
+        "Killed at any time, the same command runs what the journal lacks. Every trial can be replayed, to the bit.",
         anchor="middle",
     )
     return d
