@@ -124,7 +124,7 @@ def read(path: str | PathLike[str]) -> Iterator[Event]:
                     raise UnsupportedContent(
                         path, "a timeline of another version", expected=f"schema {SCHEMA_VERSION}", found=error
                     ) from None
-                except (ValueError, RecursionError) as error:
+                except (ValueError, OverflowError, RecursionError) as error:
                     if not is_torn:
                         raise DamagedFile(path, f"line {number} is no event of a timeline: {error}") from None
     except OSError as error:

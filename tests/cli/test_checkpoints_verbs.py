@@ -16,7 +16,7 @@ import evergrad as eg
 from evergrad.checkpoint.tiers import Persistent
 from evergrad.cli import main
 
-VERBS = ["ls", "show", "verify", "pin", "rm", "export", "lineage"]
+VERBS = ["ls", "show", "verify", "pin", "rm", "export", "lineage", "report"]
 
 
 @pytest.fixture

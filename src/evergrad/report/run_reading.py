@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -40,18 +41,19 @@ def read_run(folder: Path) -> RunFolder:
         what = "is no folder. Expected that of evergrad run --out" if folder.exists() else "there is no such folder"
         raise FileAccessError(folder, what)
     timeline = folder / "timeline.jsonl"
-    if not timeline.exists():
+    if not timeline.is_file():
         raise FileAccessError(folder, f"there is no timeline.jsonl in it. {_hint(folder)}")
-    events = list(read(timeline))
     others = sorted(folder.glob("timeline-*.jsonl"))
-    for path in others:
-        events += read(path)
+    told = [event for path in (timeline, *others) for event in read(path)]
+    events = [event for event in told if math.isfinite(event.time) and math.isfinite(event.mono)]
     if not events:
         raise DamagedFile(timeline, "no event in it: the run was ended before it began, or has not begun yet")
     record = _record(folder / "run.json")
     notes = []
     if not any(event.event == "end" and event.who == "launcher" for event in events):
         notes.append(_unended(events, record))
+    if len(events) < len(told):
+        notes.append(f"{len(told) - len(events)} events have no time that a clock shows, and are left out.")
     if others:
         notes.append(f"The timelines of {len(others)} other nodes were not merged: the head did not end in good order.")
     return RunFolder(folder, tuple(events), record, tuple(notes))

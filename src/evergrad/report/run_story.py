@@ -152,7 +152,7 @@ class Interruption:
     def seconds(self) -> float | None:
         """From the failure, or where that is not on record from when it was seen, to the next applied step."""
         begin = self.begin_s
-        return None if begin is None or self.going_on_s is None else self.going_on_s - begin
+        return None if begin is None or self.going_on_s is None else max(0.0, self.going_on_s - begin)
 
     def to_json(self) -> dict[str, Json]:
         """As `evergrad timeline --json` prints it."""

@@ -1,0 +1,109 @@
+"""`evergrad timeline`, as a person at a terminal meets it: a real run's folder, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad.cli import main
+
+REAL = Path(__file__).parent.parent / "data" / "run_kill"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that lost a rank."""
+    return Path(shutil.copytree(REAL, tmp_path / "kill"))
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the verb in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["timeline", *map(str, arguments)])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+def test_a_failure_is_a_row_and_the_page_lies_in_the_run(run: Path, say: Any) -> None:
+    code, out, err = say(run)
+    assert (code, err) == (0, "")
+    head, row, *rest = out.splitlines()
+    assert " ".join(head.split()) == "failure step seen agreed going on in all then"
+    assert " ".join(row.split()) == "rank 2 died (SIGKILL) 10 11 ms 14 ms 72 ms 97 ms redo, spare 4"
+    assert max(map(len, (head.rstrip(), row.rstrip()))) <= 80
+    assert rest[1] == "4 ranks and 1 spare, 24 steps in 8.76 s: finished; 1 failure, 97 ms to the next step"
+    assert (run / "timeline.html").read_text().count("</html>") == 1
+
+
+def test_json_is_the_same_as_data(run: Path, say: Any) -> None:
+    code, out, _ = say(run, "--json", "--no-page")
+    found = json.loads(out)
+    assert code == 0
+    (failure,) = found["failures"]
+    assert failure["phases_s"] == {"unseen": 0.011269, "agreeing": 0.014032, "recovering": 0.072102}
+    assert (found["outcome"], found["steps"], found["exact"], found["page"]) == ("finished", 24, True, None)
+    assert not (run / "timeline.html").exists()
+
+
+def test_the_page_goes_where_it_is_told(run: Path, say: Any, tmp_path: Path) -> None:
+    assert say(run, "--out", tmp_path / "x.html")[0] == 0
+    assert (tmp_path / "x.html").exists()
+    assert not (run / "timeline.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "nowhere: there is no such folder"),
+        (["kill/timeline.jsonl"], "Name its folder: evergrad timeline kill"),
+        (["kill/run.json"], "is no folder"),
+        (["empty"], "there is no timeline.jsonl in it. Expected the folder of evergrad run --out"),
+        (["."], "There is one in begun, garbage, kill."),
+        (["begun"], "no event in it"),
+        (["garbage"], "line 1 is no event of a timeline"),
+        (["kill", "--out", "nowhere/x.html"], "cannot be written"),
+        (["kill", "--out", "x.html", "--no-page"], "expected one of them, found both"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_2(
+    arguments: list[str], words: str, run: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    for name, content in (("empty", None), ("begun", ""), ("garbage", "no JSON\n")):
+        Path(name).mkdir()
+        if content is not None:
+            (Path(name) / "timeline.jsonl").write_text(content)
+    code, out, err = say(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_numbers_that_no_clock_shows_are_left_out(run: Path, say: Any) -> None:
+    with open(run / "timeline.jsonl", "a") as file:
+        file.write('{"schema_version": 1, "time": NaN, "mono": 1e999, "who": "x", "event": "y"}\n')
+    assert "1 events have no time" in say(run, "--no-page")[1]
+    with open(run / "timeline.jsonl", "a") as file:
+        file.write('{"schema_version": 1, "time": 1' + "0" * 400 + ', "mono": 1, "who": "x", "event": "y"}\n')
+    assert say(run, "--no-page")[0] == 2
+
+
+def test_no_torch_is_needed(run: Path) -> None:
+    code = (
+        f"import sys\nfrom evergrad.cli import main\nassert main(['timeline', {str(run)!r}]) == 0\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
