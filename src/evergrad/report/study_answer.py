@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from evergrad.report.study_data import StudyData, place_text
+from evergrad.report.study_data import StudyData, place_words
 from evergrad.study.columns import PUBLISHED
 from evergrad.study.comparisons import DIFFERS, Comparison, Trend, compare_cells, trend
 from evergrad.study.outcomes import Outcome
@@ -28,7 +28,7 @@ def answer(data: StudyData, lead: str) -> list[str]:
         return told or ["No training of this study has a known outcome yet: there is no answer."]
     for kind in kinds:
         told += _WATCHED[kind](watched_table(results, kind), results)
-    if "costs" in kinds:
+    if set(kinds) & {"costs", "guards"}:  # their cells differ in what no rate of outcomes is asked about
         return told
     told += _along(results, lead)
     told += _trends(results, lead)
@@ -75,9 +75,9 @@ def _along(results: Results, lead: str) -> list[str]:
     for place, line in list(lines.items())[:_MOST]:
         (first, low), (last, high) = line[0], line[-1]
         where = f"For {place}, " if place else ""
-        ends = f"{_with_unit(low, unit)} at {down} {first.axes[down]}"
+        ends = f"{_with_unit(low, unit)} at {place_words({down: first.axes[down]})}"
         if len(line) > 1:
-            ends += f" and {_with_unit(high, unit)} at {down} {last.axes[down]}"
+            ends += f" and {_with_unit(high, unit)} at {place_words({down: last.axes[down]})}"
         sentences.append(f"{where}**{label}** was {ends}.")
     more = f" The table has {len(lines) - _MOST} more." if len(lines) > _MOST else ""
     return [" ".join(sentences) + more + _how(results)]
@@ -93,10 +93,10 @@ def _extremes(results: Results, found: Sequence[tuple[Cell, Quantity]], label: s
         same = [(cell, quantity) for cell, quantity in found if quantity.value == value]
         names = "; ".join(_others(cell, results, "") for cell, _ in same[:_MOST])
         more = f" and {len(same) - _MOST} more cells" if len(same) > _MOST else ""
-        parts.append(f"{word}, {_with_unit(same[0][1], unit)}, at {names}{more}")
+        parts.append(f"{word}, {_with_unit(same[0][1], unit)}: {names}{more}")
     if min(values) == max(values):
         return f"**{label}** was {_with_unit(found[0][1], unit)} in every one of {len(found)} cells.{_how(results)}"
-    return f"**{label}** seen was {parts[0]}; {parts[1]}.{_how(results)}"
+    return f"**{label}** was {parts[0]}. It was {parts[1]}.{_how(results)}"
 
 
 def _trends(results: Results, lead: str) -> list[str]:
@@ -141,7 +141,8 @@ def _pair(one: Comparison, results: Results) -> str:
     label = {"nev": "N-EV", "rwc": "RWC"}[one.measure]
     before, after = (f"{100 * rate:.1f}" for rate in one.rates)
     place = _place(one, results)
-    return f"{label} {before} → {after} % from {one.axis} {one.first} to {one.second}{f' in {place}' if place else ''}"
+    ends = f"{place_words({one.axis: one.first})} to {place_words({one.axis: one.second})}"
+    return f"{label} {before} → {after} % from {ends}{f' ({place})' if place else ''}"
 
 
 def _costs(table: Table, results: Results) -> list[str]:
@@ -158,7 +159,7 @@ def _costs(table: Table, results: Results) -> list[str]:
             for cost in costs
             if row[cost] is not None
         )
-        told.append(f"{place_text({name: str(row[name]) for name in axes})}: {numbers}")  # fmt: skip
+        told.append(f"{place_words({name: str(row[name]) for name in axes})}: {numbers}")  # fmt: skip
     if not told:
         return []
     same = sum(cell.counts[Outcome.IDENTICAL] for cell in results.cells)
@@ -176,7 +177,7 @@ def _spread(table: Table, results: Results) -> list[str]:
     rows = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
     last = {tuple(str(row[name]) for name in axes): row for row in rows}
     told = [
-        f"{place_text(dict(zip(axes, place, strict=True))) or 'in all'}: {row['elements %']} % of elements, "
+        f"{place_words(dict(zip(axes, place, strict=True))) or 'in all'}: {row['elements %']} % of elements, "
         f"{row['layers %']} % of layers, {row['ranks %']} % of ranks after {row['steps']} steps"
         for place, row in list(last.items())[:6]
     ]
@@ -205,12 +206,12 @@ _WATCHED = {"costs": _costs, "spread": _spread, "guards": _guards}
 
 
 def _others(cell: Cell, results: Results, down: str) -> str:
-    return place_text({name: cell.axes[name] for name in varying_axes(results) if name != down and name in cell.axes})
+    return place_words({name: cell.axes[name] for name in varying_axes(results) if name != down and name in cell.axes})
 
 
 def _place(found: Comparison | Trend, results: Results) -> str:
     varying = varying_axes(results)
-    return place_text({name: place for name, place in found.others.items() if name in varying})
+    return place_words({name: place for name, place in found.others.items() if name in varying})
 
 
 def _with_unit(quantity: Quantity, unit: str) -> str:
@@ -222,7 +223,7 @@ def _with_unit(quantity: Quantity, unit: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     shown = list(names[:_MOST])
-    return ", ".join(shown) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return "; ".join(shown) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def _how(results: Results) -> str:

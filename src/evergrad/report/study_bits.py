@@ -89,7 +89,7 @@ def _traces(
                 "width": [last - first + 0.8 for (first, last), _, _ in mine],
                 "y": [quantity.value for _, quantity, _ in mine],
                 "error_y": {
-                    "type": "data", "symmetric": False, "thickness": 1.2, "width": 3,
+                    "type": "data", "symmetric": False, "thickness": 1.4, "width": 4, "color": PALETTE["muted"],
                     "array": [(one.high if one.high is not None else one.value) - one.value for _, one, _ in mine],
                     "arrayminus": [one.value - (one.low if one.low is not None else one.value) for _, one, _ in mine],
                 },

@@ -10,7 +10,6 @@ from evergrad.report.blocks import Block, Figure, Prose
 from evergrad.report.palette import PALETTE, series_colour
 from evergrad.report.study_data import StudyData, TrialData
 from evergrad.report.study_rates import short_places
-from evergrad.study.outcomes import Outcome
 from evergrad.study.results import Cell
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.trials import Observation, Series
@@ -34,7 +33,7 @@ def curve_blocks(data: StudyData) -> list[Block]:
                 continue
             layout = {
                 "xaxis": {"title": {"text": x_title}, **({"dtick": 1} if x_title == "epoch" and _few(traces) else {})},
-                "yaxis": {"title": {"text": title}, **({"type": "log", "exponentformat": "power"} if log else {})},
+                "yaxis": {"title": {"text": title}, **(_log_axis(kind, lines) if log else {})},
             }
             where = f", {name}" if name else ""
             caption = f"{title[0].upper()}{title[1:]} by {x_title}{where}{_CAPTIONS[kind]}"
@@ -45,7 +44,7 @@ def curve_blocks(data: StudyData) -> list[Block]:
         sampled = (
             f"{drawn:,} of {data.done:,} trainings are drawn, evenly over the cells. " if drawn < data.done else ""
         )
-        blocks.insert(0, Prose(f"{sampled}A line ends with × where a NaN, an infinity or an extreme value was seen."))
+        blocks.insert(0, Prose(f"{sampled}A line that ends with × met a NaN or an infinity there."))
     if len(panels) > _MOST_PANELS:
         blocks.append(Prose(f"{_MOST_PANELS} of {len(panels)} groups are drawn; the table has all."))
     return blocks
@@ -60,11 +59,12 @@ def final_blocks(data: StudyData) -> list[Block]:
         if not cells or not any(math.isfinite(cell.golden) for _, cell in cells):
             continue
         traces: list[dict[str, Any]] = []
-        for index, (label, cell) in enumerate(cells):
+        names = [label.removeprefix(f"{_down(data)} ") for label, _ in cells]
+        for index, (name_of, cell) in enumerate(zip(names, (cell for _, cell in cells), strict=True)):
             finals = cell.finals[:: max(1, math.ceil(len(cell.finals) / _MOST_POINTS))]
             traces.append(
                 {
-                    "type": "box", "name": label, "y": list(finals), "boxpoints": "all", "jitter": 0.5, "pointpos": 0,
+                    "type": "box", "name": name_of, "y": list(finals), "boxpoints": "all", "jitter": 0.5, "pointpos": 0,
                     "marker": {"size": 4, "color": series_colour(index), "opacity": 0.6}, "line": {"width": 1},
                     "fillcolor": "rgba(128,128,128,0.15)", "showlegend": False, "hoveron": "points",
                 }
@@ -73,7 +73,7 @@ def final_blocks(data: StudyData) -> list[Block]:
         traces.append(
             {
                 "type": "scatter", "mode": "lines" if len(goldens) == 1 else "markers", "name": "golden run",
-                "x": [label for label, _ in cells], "y": [cell.golden for _, cell in cells],
+                "x": names, "y": [cell.golden for _, cell in cells],
                 "line": {"color": PALETTE["golden"], "dash": "dash", "width": 2},
                 "marker": {"symbol": "line-ew-open", "size": 22, "color": PALETTE["golden"], "line": {"width": 3}},
             }
@@ -101,6 +101,19 @@ def _panels(data: StudyData) -> list[tuple[str, list[tuple[str, Cell, list[Trial
     return list(panels.items())
 
 
+def _log_axis(kind: str, lines: Sequence[tuple[str, Cell, list[TrialData]]]) -> dict[str, Any]:
+    """Powers of ten; of losses only those that can be told from the golden run's: some reach 1e38, and end there."""
+    axis: dict[str, Any] = {"type": "log", "exponentformat": "power"}
+    golden = [loss for _, _, trials in lines for one in trials[:1] for loss in one.golden.observation.losses.values]
+    usual = [loss for loss in golden if math.isfinite(loss) and loss > 0]
+    if kind != "loss" or not usual:
+        return axis
+    seen = [loss for _, _, trials in lines for one in trials for loss in one.seen.losses.values]
+    seen = [loss for loss in [*seen, *usual] if math.isfinite(loss) and 0 < loss <= 100 * max(usual)]
+    low, high = math.log10(min(seen)), math.log10(max(seen))
+    return {**axis, "range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
+
+
 def _down(data: StudyData) -> str:
     varying = [name for name in varying_axes(data.results) if name != "seed"]
     return data.results.rows if data.results.rows in varying else next(iter(varying), "")
@@ -126,7 +139,7 @@ def _traces(
                     "%{x}: %{y:.4g}<extra></extra>",
                 }
             )  # fmt: skip
-            if one.outcome is Outcome.NEV:
+            if one.seen.nonfinite_at is not None:
                 last = max(place for place, value in enumerate(y) if math.isfinite(value))
                 end = {"x": [x[last]], "y": [y[last]], "mode": "markers", "showlegend": False, "hoverinfo": "skip"}
                 marker = {"symbol": "x", "size": 6, "color": colour}
@@ -179,6 +192,6 @@ _KINDS: tuple[tuple[str, str, str, Callable[[Observation], Points], bool], ...] 
 
 _CAPTIONS = {
     "metric": "; epoch 0 is the restart, before any step.",
-    "loss": " after the restart.",
+    "loss": " after the restart; losses beyond 100 times the golden run's are outside of the frame.",
     "distance": ": the Euclidean distance of the weights from the golden run's after the same step.",
 }

@@ -20,7 +20,7 @@ from evergrad.study.results import Cell, Results
 from evergrad.study.tally import CellTally, Tally, results_from, tally_of
 from evergrad.study.trials import Axes, Observation, Trial
 
-__all__ = ["MOST_CURVES", "StudyData", "TrialData", "place_text", "study_data"]
+__all__ = ["MOST_CURVES", "StudyData", "TrialData", "place_text", "place_words", "study_data"]
 
 MOST_CURVES = 240
 """Trials of the whole study that are drawn step by step; every cell has its share."""
@@ -102,6 +102,25 @@ def place_text(axes: Axes) -> str:
     'model alexnet, flips 10, where role:model'
     """
     return ", ".join(f"{name} {place}" for name, place in axes.items())
+
+
+def place_words(axes: Axes) -> str:
+    """The same as one would say it.
+
+    >>> place_words({"model": "alexnet", "flips": 1, "where": "role:model", "layer": "first"})
+    'alexnet, 1 flip, in the model, layer first'
+    """
+    return ", ".join(_words(name, str(place)) for name, place in axes.items())
+
+
+def _words(name: str, place: str) -> str:
+    if name == "model":
+        return place
+    if name in ("flips", "ranks"):
+        return f"{place} {name.removesuffix('s') if place == '1' else name}"
+    if name == "where" and place.startswith("role:") and place.removeprefix("role:").isidentifier():
+        return f"in the {place.removeprefix('role:')}"
+    return f"{name} {place}"
 
 
 def _trials(cell: CellTally) -> Iterator[TrialData]:

@@ -63,22 +63,32 @@ def _results_sections(data: StudyData, lead: str, published: Published | None) -
         for kind, title in _WATCHED_TITLES.items()
         if kind in kinds
     ]
-    if "costs" not in kinds:  # trainings without a fault: rates of outcomes say nothing
-        bits = bit_blocks(data, lead)
-        main: list[Block] = [] if bits else rate_blocks(results, lead, published)
-        for measure in measures_shown(lead):
-            main += published_blocks(results, measure, published)
-        sections.append(Section("The study's table", main, "table"))
-        sections.append(Section("Sensitivity by bit", bits, "bits"))
-        sections.append(Section("Sensitivity by place", heat_blocks(results, lead), "places"))
+    if "costs" in kinds:  # trainings without a fault: outcomes and their rates say nothing
+        return sections
+    if "guards" in kinds:
+        return [*sections, *_course_sections(data, lead)]
+    bits = bit_blocks(data, lead)
+    sections.append(Section("Sensitivity by bit", bits, "bits"))
+    main: list[Block] = [] if bits else rate_blocks(results, lead, published)
+    for measure in measures_shown(lead):
+        main += published_blocks(results, measure, published)
+    sections.append(Section("The study's table", main, "table"))
+    sections.append(Section("Sensitivity by place", heat_blocks(results, lead), "places"))
     if published is not None and published.table is not None:
         told = Prose(f"As published by {published.source}; models, data and scale are not those of this study.")
         sections.append(Section("As published", [told, published.table], "published", folded=True))
-    sections.append(Section("All columns", [data_table(summary_table(results))], "columns"))
-    sections.append(Section("Which cells differ", _comparisons(results, lead), "comparisons", folded=True))
-    sections.append(Section("How trainings went on", [*final_blocks(data), *curve_blocks(data)], "curves"))
-    sections.append(Section("The worst trials", worst_blocks(data), "worst"))
-    return sections
+    return [*sections, *_course_sections(data, lead)]
+
+
+def _course_sections(data: StudyData, lead: str) -> list[Section]:
+    """What every study of faults has: all its numbers, and its trainings."""
+    results = data.results
+    return [
+        Section("All columns", [data_table(summary_table(results))], "columns"),
+        Section("Which cells differ", _comparisons(results, lead), "comparisons", folded=True),
+        Section("How trainings went on", [*final_blocks(data), *curve_blocks(data)], "curves"),
+        Section("The worst trials", worst_blocks(data), "worst"),
+    ]
 
 
 def _comparisons(results: Results, lead: str) -> list[Block]:

@@ -34,10 +34,10 @@ def rate_blocks(results: Results, measure: str, published: Published | None) -> 
             f"{results.study} {measure} {name}".strip(),
             [*_ours(cells, results, measure, down, across), *_published(cells, published, measure, down, across)],
             {
-                "xaxis": {"title": {"text": down}, "type": "category"},
+                "xaxis": _place_axis(down, _places(cells, down)),
                 "yaxis": {"title": {"text": header}, "rangemode": "tozero", **_percent_range(header)},
             },
-            f"**{header}** by {down}{f', {name}' if name else ''}. Bars are intervals of {100 * results.confidence:g} %.",
+            f"**{header}** by {down}{f', {name}' if name else ''}. Bars are {_intervals(results)}.",
             height=400 if len(groups) == 1 else 340,
             half=len(groups) > 1,
         )
@@ -112,20 +112,21 @@ def _axes(results: Results) -> tuple[str, str]:
 
 def _ours(cells: Sequence[Cell], results: Results, measure: str, down: str, across: str) -> list[dict[str, Any]]:
     entry = PUBLISHED[measure][1]
-    order = short_places(_places(cells, down))
+    places = _places(cells, down)
     tops = _places(cells, across) if across else [""]
     traces = []
     for index, (top, name) in enumerate(zip(tops, short_places(tops), strict=True)):
         line = [cell for cell in cells if not across or str(cell.axes.get(across)) == top]
         found = [(cell, quantity) for cell in line if (quantity := entry(cell, results)) is not None]
-        places = dict(zip(_places(cells, down), order, strict=True))
         traces.append(
             {
                 "type": "scatter", "mode": "lines+markers", "name": name or "ours",
-                "x": [places[str(cell.axes.get(down))] for cell, _ in found],
+                "x": [places.index(str(cell.axes.get(down))) + _aside(index, tops) for cell, _ in found],
                 "y": [quantity.value for _, quantity in found],
                 "error_y": _errors([quantity for _, quantity in found]),
-                "text": [f"{quantity}, {cell.known:,} trainings" for cell, quantity in found],
+                "text": [
+                    f"{down} {cell.axes.get(down)}: {quantity}<br>{cell.known:,} trainings" for cell, quantity in found
+                ],
                 "hovertemplate": "%{text}",
                 "line": {"color": series_colour(index), "width": 2},
                 "marker": {"size": 9, "symbol": _SYMBOLS[index % len(_SYMBOLS)]},
@@ -141,7 +142,7 @@ def _published(
     """Open marks, one trace a series; only where the unit is that of ours."""
     if published is None or published.measure != measure or not published.is_percent:
         return []
-    places = dict(zip(_places(cells, down), short_places(_places(cells, down)), strict=True))
+    places, tops = _places(cells, down), _places(cells, across) if across else [""]
     traces = []
     for index, series in enumerate(published.series):
         found = [
@@ -155,7 +156,11 @@ def _published(
                 {
                     "type": "scatter", "mode": "markers",
                     "name": "published" if series == "published" else f"published, {series}",
-                    "x": [places[str(cell.axes.get(down))] for cell, _ in found],
+                    "x": [
+                        places.index(str(cell.axes.get(down)))
+                        + _aside(tops.index(str(cell.axes.get(across, ""))), tops)
+                        for cell, _ in found
+                    ],
                     "y": [float(value) for _, value in found],
                     "text": [f"published, {one}: {value} %" for one, (_, value) in zip(of, found, strict=True)],
                     "hovertemplate": "%{text}<extra></extra>",
@@ -168,10 +173,25 @@ def _published(
     return traces
 
 
+def _intervals(results: Results) -> str:
+    return f"intervals of {100 * results.confidence:g} %"
+
+
+def _aside(index: int, tops: Sequence[str]) -> float:
+    """How far a line's points stand beside their place, so that intervals do not cover each other."""
+    return (index - (len(tops) - 1) / 2) * min(0.12, 0.6 / len(tops))
+
+
 def _errors(quantities: Sequence[Quantity]) -> dict[str, Any]:
     highs = [0.0 if one.high is None else one.high - one.value for one in quantities]
     lows = [0.0 if one.low is None else one.value - one.low for one in quantities]
     return {"type": "data", "symmetric": False, "array": highs, "arrayminus": lows, "thickness": 1.2, "width": 4}
+
+
+def _place_axis(down: str, places: Sequence[str]) -> dict[str, Any]:
+    """Places at equal distances, whatever they are."""
+    ticks = {"tickvals": list(range(len(places))), "ticktext": short_places(places)}
+    return {"title": {"text": down}, **ticks, "range": [-0.5, len(places) - 0.5], "zeroline": False, "showgrid": False}
 
 
 def _percent_range(header: str) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _cell(entry: Entry) -> Cell:
         return Cell(str(entry), entry.value)
     if isinstance(entry, str):
         return Cell(entry, entry, _VERDICTS.get(entry, ""))
-    return Cell(f"{entry:,}" if isinstance(entry, int) else f"{entry:g}", float(entry))
+    return Cell(str(entry) if isinstance(entry, int) else f"{entry:g}", float(entry))
 
 
 def _meanings(table: Table) -> dict[str, str]:
