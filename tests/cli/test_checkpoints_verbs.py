@@ -256,7 +256,7 @@ def test_help_and_ls_import_no_torch(run: Path) -> None:
     code = (
         "import sys\nfrom evergrad.cli import main\nmain(['checkpoints', '--help'])\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)\n"
-        f"for verb in ('ls', 'verify', 'lineage'): assert main(['checkpoints', verb, {str(run)!r}]) == 0\n"
+        f"for verb in ('ls', 'verify', 'lineage', 'report'): assert main(['checkpoints', verb, {str(run)!r}]) == 0\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
