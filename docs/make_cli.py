@@ -108,7 +108,7 @@ def _codes(text: str | None) -> str:
     for each in found[1].removesuffix(".").split(" · "):
         code = re.match(r"(\d+(?:, \d+)*) (.*)", each)
         rows.append(f"| {code[1]} | {_text(code[2])} |" if code else f"| | {_text(each)} |")
-    return "\n".join(["| exit code | |", "|---|---|", *rows]) + "\n"
+    return "\n".join(["| exit\u00a0code | |", "|---|---|", *rows]) + "\n"
 
 
 def _usage(param: Any) -> str:
