@@ -109,6 +109,8 @@ def see_recovery(shown: str) -> None:
     assert "rank 1 died (SIGKILL): generation 1 goes on with 2 ranks (rollback)" in shown
     assert "with the spare the very weights of the undisturbed run: yes" in shown
     assert all(found(r"next applied step: (\d+) ms on two ranks, (\d+) ms with a spare", shown))
+    assert re.search(r"rank 1 died \(SIGKILL\)\s+13 .* redo, spare 3\n", shown)
+    assert "job-spare/timeline.html: the same as a page, with pictures" in shown
     assert re.search(r"what the flip changed \(model/4\.weight on rank 2\) was found and healed", shown)
     assert shown.count("The very weights of the undisturbed run: yes") == 1
 

@@ -72,7 +72,7 @@ def test_the_page_goes_where_it_is_told(run: Path, say: Any, tmp_path: Path) -> 
         (["."], "There is one in begun, garbage, kill."),
         (["begun"], "no event in it"),
         (["garbage"], "line 1 is no event of a timeline"),
-        (["kill", "--out", "nowhere/x.html"], "cannot be written"),
+        (["kill", "--out", "nowhere/x.html"], "nowhere/x.html: there is no folder 'nowhere'"),
         (["kill", "--out", "x.html", "--no-page"], "expected one of them, found both"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -12,6 +12,7 @@ from evergrad.cli.output import JsonOption, console, near, print_json, printable
 from evergrad.errors import UsageError
 
 if TYPE_CHECKING:
+    from evergrad.report.run_reading import RunFolder
     from evergrad.report.run_story import Interruption, RunStory
 
 __all__ = ["EPILOG", "timeline"]
@@ -39,23 +40,27 @@ def timeline(
 
     if out is not None and no_page:
         raise UsageError("--out and --no-page: expected one of them, found both")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"{out}: there is no folder {str(out.parent)!r}")
     folder = read_run(run)
     story = analyse(folder.events, folder.notes)
-    page = None
-    if not no_page:
-        from evergrad import __version__
-        from evergrad.report.page import write_page
-        from evergrad.report.run_page import run_page
-
-        made = f"evergrad timeline {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
-        page = write_page(run_page(story, folder, made), out if out is not None else run / "timeline.html")
+    if not as_json:
+        _print(story)
+    page = None if no_page else _write(story, folder, out if out is not None else run / "timeline.html")
     if as_json:
         print_json({"run": str(run), "page": None if page is None else str(page), **story.to_json()})
-        return 0
-    _print(story)
-    if page is not None:
+    elif page is not None:
         print(printable(f"{near(page)}: the same as a page, with pictures"))
     return 0
+
+
+def _write(story: RunStory, folder: RunFolder, path: Path) -> Path:
+    from evergrad import __version__
+    from evergrad.report.page import write_page
+    from evergrad.report.run_page import run_page
+
+    made = f"evergrad timeline {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+    return write_page(run_page(story, folder, made), path)
 
 
 def _print(story: RunStory) -> None:
