@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from evergrad.cli import main
 from evergrad.report.checkpoints_page import checkpoints_page
 from evergrad.report.checkpoints_reading import JobVersions, look
 from evergrad.report.checkpoints_words import answer, problems
-from evergrad.report.page import Figure, page_html
+from evergrad.report.page import Figure, page_html, write_page
+
+OpenPage = Callable[..., Any]
 
 
 def save(folder: Path, *attempts: tuple[int, ...], source: Path | None = None, tiers: Any = None) -> Path:
@@ -141,3 +144,14 @@ def test_a_tier_by_its_url_needs_a_place_for_the_page(
     assert "Name a file: --out FILE" in capsys.readouterr().err
     assert main(["checkpoints", "report", url, "--out", str(tmp_path / "x.html")]) == 0
     assert any("by a tier's URL" in line for line in answer(seen(url)))
+
+
+def test_a_browser_draws_tiers_lineage_and_sizes(run: Path, tmp_path: Path, open_page: OpenPage) -> None:
+    Catalogue(run).pins.tag(eg.Version(3, 1), "best")
+    page = write_page(checkpoints_page(seen(run), "made by a test"), tmp_path / "x.html")
+    opened = open_page(page, width=390)
+    assert opened.drawn() == 3
+    assert (opened.errors, opened.requests, opened.overflow()) == ([], [], 0)
+    steps = "#versions tbody td:nth-child(2)"
+    opened.page.click("#versions th:nth-child(2) button")
+    assert opened.page.locator(steps).all_text_contents() == ["1", "2", "3", "4", "5"]

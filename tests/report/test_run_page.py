@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tapes import Tape
 
-from evergrad.report.page import page_html
+from evergrad.report.page import page_html, write_page
 from evergrad.report.run_analysis import analyse
 from evergrad.report.run_page import run_page
 from evergrad.report.run_reading import RunFolder, read_run
 from evergrad.report.run_story import RunStory
 from evergrad.report.run_words import answer, summary
 from evergrad.timeline import Event
+
+OpenPage = Callable[..., Any]
 
 REAL = Path(__file__).parent.parent / "data" / "run_kill"
 
@@ -252,3 +256,23 @@ def test_a_long_run_makes_a_small_page_and_says_what_it_leaves_out(tmp_path: Pat
     assert sum(len(json.dumps(figure.traces)) for figure in figures) < 600_000
     assert "48 of 174 processes are drawn" in figures[0].caption
     assert any("more failures: see the table" in line for line in page.answer)
+
+
+def test_a_browser_draws_every_picture_and_asks_nobody(tmp_path: Path, open_page: OpenPage) -> None:
+    bad = "<img src='https://x.invalid'><b>"
+    tape = Tape(spares=2)
+    for number, rank in enumerate((2, 1)):
+        tape.kill(rank, 10 * (number + 1))
+        tape.replace(rank, 4 + number)
+        tape.go_on(10 * (number + 1) + 1)
+    tape.tell("uid 0", "not saved", 1, step=30, reason=bad)
+    tape.end(40)
+    folder = read_run(tape.write(tmp_path))
+    page = write_page(run_page(analyse(folder.events), folder, "made by a test"), tmp_path / "timeline.html")
+    opened = open_page(page, width=390, dark=True)
+    assert opened.drawn() == 5  # processes, both failures compared, each by itself, steps
+    assert (opened.errors, opened.requests, opened.overflow()) == ([], [], 0)
+    rows = opened.page.locator("#figure-1 .ytick text").all_text_contents()
+    assert rows[::-1] == ["rank 0", "rank 1", "rank 2", "rank 3", "spare 4 → rank 2", "spare 5 → rank 1"]
+    assert bad in opened.page.inner_text("#noticed")
+    assert opened.page.locator("#failures tbody tr").count() == 2
