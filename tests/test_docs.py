@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -105,11 +104,9 @@ class _Head(HTMLParser):
             self.asked.append(found.get("src", ""))
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The site, built as `make docs` builds it."""
+def built(folder: Path) -> Path:
+    """The site, as `make docs` builds it."""
     pytest.importorskip("material", reason="mkdocs-material is not installed: pip install 'evergrad[docs]'")
-    folder = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -117,27 +114,26 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return folder
 
 
-def test_the_site_builds_strictly_and_has_every_page(site: Path) -> None:
-    built = {path.stem for path in site.glob("*.html")}
-    assert built >= {path.stem for path in DOCS.glob("*.md")}
+def head_of(path: Path) -> _Head:
+    head = _Head()
+    head.feed(path.read_text())
+    return head
+
+
+# One test, because building takes longer than looking.
+def test_the_site_builds_strictly_is_whole_and_asks_nothing_of_the_network(tmp_path: Path) -> None:
+    site = built(tmp_path / "site")
+    assert {path.stem for path in site.glob("*.html")} >= {path.stem for path in DOCS.glob("*.md")}
     assert not list(site.rglob("*.py")), "scripts of the documentation are no part of the site"
     assert (site / "search" / "search_index.js").exists(), "pages that are read from disk search by it"
 
-
-def test_built_pages_ask_nothing_of_the_network(site: Path) -> None:
     for path in site.rglob("*.html"):
-        head = _Head()
-        head.feed(path.read_text())
-        for asked in head.asked:
+        for asked in head_of(path).asked:
             assert not re.match(r"([a-z]+:)?//", asked), f"{path.name} asks for {asked}"
     for path in (site / "assets").rglob("*.css"):
         assert not re.search(r"url\(\s*['\"]?(https?:)?//", path.read_text()), path.name
 
-
-def test_links_to_the_repository_lead_to_files_of_the_site(site: Path) -> None:
-    head = _Head()
-    head.feed((site / "checkpointing.html").read_text())
-    copies = [link for link in head.links if link.startswith("repository/")]
+    copies = [link for link in head_of(site / "checkpointing.html").links if link.startswith("repository/")]
     assert any(link.startswith("repository/benchmarks/") for link in copies)
     assert any(link.startswith("repository/src/") for link in copies)
     for link in copies:
