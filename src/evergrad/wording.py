@@ -19,8 +19,8 @@ def checked_choice(name: str, value: Any, known: Sequence[str], near: Sequence[s
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+    """`a, b or c`; of no names, `none`."""
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names) or "none"
 
 
 def meant(asked: str, known: Iterable[str], more: str = "") -> str:

@@ -500,7 +500,7 @@ def test_what_each_process_is_told(jobs: Jobs) -> None:
         (["--fail", "kill rank=1 step=2", "train.py"], "rank=1"),
         (["--failures", "no.toml", "train.py"], "no.toml"),
         (["--out", "full", "train.py"], "--out full: expected a new or an empty folder, found something in it"),
-        (["--out", "train.py", "train.py"], "train.py: no folder for the run: File exists"),
+        (["--out", "train.py", "train.py"], "train.py: no folder for the run: file exists"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -36,6 +36,7 @@ from evergrad.cli import (
     verify,
 )
 from evergrad.cli.completion import check_shell
+from evergrad.cli.mistakes import parser_line
 from evergrad.cli.output import printable, safe_streams
 from evergrad.errors import EvergradError
 
@@ -95,8 +96,8 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     safe_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
         check_shell(words)
         result = app(args=words, prog_name="evergrad", standalone_mode=False)
         sys.stdout.flush()
@@ -123,12 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(f"{os.fsdecode(error.filename)}: {(error.strerror or str(error)).lower()}")
         if not hasattr(error, "format_message"):  # not a usage error of the parser's
             return _report()
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "evergrad"
-        message = " ".join(str(error.format_message()).split())
-        if not message:  # no verb at all: the help has been shown
-            return 2
-        return _fail(message.rstrip(".") + f". See '{command} --help'.")
+        line = parser_line(error, words)
+        return _fail(line) if line else 2  # no verb at all: the help has been shown
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -20,17 +20,15 @@ def check_shell(words: Sequence[str]) -> None:
     """`UsageError` if completion is asked for in a shell that it is not made for; the parser has no next step then."""
     if not words or words[0] not in _OPTIONS:
         return
-    import shellingham
+    import shellingham  # type: ignore[import-untyped]
 
     try:
         shell = str(shellingham.detect_shell()[0])
     except shellingham.ShellDetectionFailure:
         shell = ""
     if shell not in _SHELLS:
-        found = f"found {shell}" if shell else "found none"
-        raise UsageError(
-            f"{words[0]}: expected to be started by bash, zsh or fish, {found}. Start it from one of them."
-        )
+        found = shell or "none"
+        raise UsageError(f"{words[0]}: expected to be started by bash, zsh or fish, found {found}. Start one of them.")
 
 
 def one_of(*words: str) -> Callable[[str], list[str]]:

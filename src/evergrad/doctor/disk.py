@@ -97,10 +97,10 @@ def _read_back(fd: int, size: int, block: bytes, flags: int, most_s: float) -> i
 def _look(folder: Path) -> Iterator[Check]:
     name = "disk"
     elsewhere = "choose another folder: --folder DIR"
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
     place = f"{folder} ({filesystem_of(folder) or 'file system not known'})"
     try:
+        room = os.statvfs(folder)
+        free = room.f_bavail * room.f_frsize
         found = measure(folder)
     except OSError as error:
         yield Check(name, "failed", f"{place}: cannot be written: {(error.strerror or str(error)).lower()}", elsewhere)

@@ -97,7 +97,7 @@ def look(found: Probe) -> Iterator[Check]:
 
 def _cuda(found: Probe) -> Iterator[Check]:
     facts = found["cuda"]
-    there = any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/kfd"))
+    there = _has_gpu()
     if "error" in facts:
         yield Check("cuda", "failed" if there and "error" not in found["torch"] else "unknown", facts["error"])
         return
@@ -143,6 +143,10 @@ def _nccl(found: Probe) -> Check:
         return Check("nccl", "degraded", "torch was built without it: ranks exchange gradients through gloo",
                      "install torch's build for CUDA: https://pytorch.org/get-started")  # fmt: skip
     return Check("nccl", "ok", "not built in, and not needed without a GPU")
+
+
+def _has_gpu() -> bool:
+    return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/kfd"))
 
 
 def _ending(code: int) -> str:

@@ -66,5 +66,6 @@ def _target_format(target: Path, to: str | None) -> Format:
             return format
     endings = ", ".join(suffix for format in writable.values() for suffix in format.suffixes)
     raise UsageError(
-        f"{target}: no format is written with the ending {target.suffix!r} (expected {endings}). Or name it: to=…"
+        f"{target}: no format is written with the ending {target.suffix!r} (expected {endings}). "
+        "Or name it: to=…, or --to."
     )

@@ -149,7 +149,8 @@ def _unknown(probe: Probe) -> UnknownFormat:
     if probe.is_folder:
         names = sorted(probe.names)
         found = f"a folder with {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else "an empty folder"
-        return UnknownFormat(probe.path, "no checkpoint recognised", expected=known, found=found)
+        hint = f"It is a job's run folder: evergrad checkpoints ls {probe.path}" if "job.json" in names else ""
+        return UnknownFormat(probe.path, "no checkpoint recognised", expected=known, found=found, hint=hint)
     if not probe.head:
         return UnknownFormat(probe.path, "is empty", expected=known, found="0 bytes")
     if b"ustar" in probe.head[250:270]:

@@ -29,6 +29,7 @@ def check_bits(bits: object) -> Bitspec:
     >>> check_bits("1-8"), check_bits(" 12 "), check_bits("exponent")
     (range(1, 9), 12, 'exponent')
     """
+    asked = bits
     if isinstance(bits, str):
         text = bits.strip().lower()
         if text in FIELDS:
@@ -42,7 +43,7 @@ def check_bits(bits: object) -> Bitspec:
     if isinstance(bits, range) and bits and all(0 <= end < 64 for end in (bits[0], bits[-1])):
         return bits
     expected = f"a number from 0 (the sign) to 63, a range such as 1-8, or one of {', '.join(FIELDS)}"
-    raise UsageError(f"bits {bits!r:.60}: expected {expected}")
+    raise UsageError(f"bits {asked!r:.60}: expected {expected}")
 
 
 def places(bits: Bitspec, dtype: DType, burst: int = 1) -> list[int]:

@@ -212,7 +212,7 @@ def _hex(bits: Bits) -> str:
 def _parse(path: Path, text: bytes) -> InjectionLog:
     if not text.startswith(MAGIC):
         beside = default_place(path)
-        hint = f"Did you mean {str(beside)!r}?" if beside.exists() else ""
+        hint = f"Did you mean {str(beside)!r}?" if beside.exists() else "evergrad inject writes one: OUT.faults.jsonl."
         raise DamagedFile(path, "is no injection log", expected=f"a first line that begins {MAGIC.decode()}", hint=hint)
     place = text.rfind(END)
     if place < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +17,7 @@ from evergrad.training.settings import Training
 __all__ = ["Estimate", "default_workers", "estimate", "time_rank"]
 
 _STEPS = 3
+_SLOW_S = 0.5  # a step that takes so long is not the one that warms up
 _TYPICAL, _WORST = 0.05, 0.5
 """Rates whose intervals are told: a rare outcome's, and the widest that there is."""
 _START_S = 4.0
@@ -53,8 +54,8 @@ class Estimate:
         }
 
 
-def estimate(plan: Plan, workers: int | None = None) -> Estimate:
-    """Work it out; each training is tried for a few steps, in this process."""
+def estimate(plan: Plan, workers: int | None = None, *, tell: Callable[[str], None] = lambda what: None) -> Estimate:
+    """Work it out; each training is tried for a few steps, in this process. `tell` hears of each, before it is."""
     count = workers or default_workers(plan)
     total, known = 0.0, True
     for cells in plan.by_training().values():
@@ -62,6 +63,7 @@ def estimate(plan: Plan, workers: int | None = None) -> Estimate:
         if isinstance(training, Command):
             known = False
             continue
+        tell(f"trying {training.model} for a few steps")
         prepare, trial = _timed(training) if training.mechanism == "single" else _timed_by_ranks(training)
         # Every worker repeats the golden run once; the golden run itself is made by one.
         total += prepare + trial * (count + sum(cell.trainings for cell in cells))
@@ -110,18 +112,25 @@ def _timed(training: Training) -> tuple[float, float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as workers have
     try:
-        session = make_session(training, make_workload(training))
+        workload = make_workload(training)
+        session = make_session(training, workload)
+        first = perf_counter()
         for number in range(min(_STEPS, session.steps_per_epoch)):
             began = perf_counter()
+            if began - first > _SLOW_S:
+                break
             session.step(number)
             session.magnitude().item()
             step = perf_counter() - began
         began = perf_counter()
-        session.evaluate()
+        if step < _SLOW_S:
+            session.evaluate()
         judged = perf_counter() - began
     finally:
         torch.set_num_threads(threads)
     epoch = step * session.steps_per_epoch
+    if step >= _SLOW_S:  # nobody wants to wait for it: a forward is a third of a step
+        judged = epoch / 3 * len(workload.data.test_x) / len(workload.data.train_x)
     return epoch * training.checkpoint, epoch * training.epochs + judged * (1 + training.epochs)
 
 

@@ -100,7 +100,7 @@ class StudyFolder:
             source, overrides = parse(told["plan"], told["name"], told["base"]), told["overrides"]
             if not isinstance(overrides, dict):
                 raise ValueError("overrides are a table")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise UsageError(f"{self.path}: holds no study. 'evergrad study run NAME --out DIR' makes one.") from None
         except OSError as error:
             raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error

@@ -17,7 +17,7 @@ from evergrad.study.plan_settings import command_of, training_of
 from evergrad.study.plan_trials import TRIAL_KEYS, check_aim, check_moment, corrupt_of, saving_of, where_of
 from evergrad.study.trials import WATCHES, Axes, Command, Rules
 from evergrad.training.settings import Training
-from evergrad.wording import meant, shown
+from evergrad.wording import listed, meant, shown
 
 __all__ = ["PlanReader"]
 
@@ -43,7 +43,7 @@ class PlanReader:
         if scale is None:
             scale = "" if not scales else "tiny" if "tiny" in scales else scales[0]
         elif scale not in scales:
-            raise UsageError(f"{source.name}: scale: expected {' or '.join(scales) or 'none'}, found {shown(scale)}")
+            raise UsageError(f"{source.name}: scale: expected {listed(scales)}, found {shown(scale)}")
         self.scale = scale
 
     def plan(self) -> Plan:

@@ -105,7 +105,7 @@ def export_version(
     target = Path(out)
     format = _target_format(target, str(out), format)
     if not 0 <= rank < entry.world_size:
-        raise UsageError(f"{entry.version.name}: there is no rank {rank}: {entry.world_size} ranks saved it, from 0")
+        raise UsageError(f"{entry.version.name}: there is no rank {rank}: {entry.world_size} saved it, from 0 on")
     _check_free(target, format, overwrite)
     with (
         tempfile.TemporaryDirectory(prefix="evergrad-") as folder,

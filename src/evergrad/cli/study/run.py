@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,13 +74,15 @@ def run(
     from evergrad.study.plan import Plan
     from evergrad.study.plan_files import read_plan_text
 
-    checked_choice("executor", executor, _EXECUTORS)
+    checked_choice("--executor", executor, _EXECUTORS)
     if scheduler is not None and executor != "dask":
-        raise UsageError("scheduler: goes with --executor dask")
+        raise UsageError("--scheduler: goes with --executor dask")
     of_slurm = {"partition": partition, "minutes": minutes, "sbatch": sbatch, "host": host}
     for option, found in of_slurm.items():
         if found and executor != "slurm":
-            raise UsageError(f"{option}: goes with --executor slurm")
+            raise UsageError(f"--{option}: goes with --executor slurm")
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UsageError(f"--device: expected cpu, cuda or cuda:1, found {shown(device)}")
     jobs = _jobs(partition, minutes, sbatch or [], host)
     given: dict[str, Json] = {"device": device, "trainings": trainings, "seed": seed}
     overrides: dict[str, Json] = {key: value for key, value in given.items() if value is not None}
@@ -88,7 +91,7 @@ def run(
     if dry_run:
         return _dry_run(plan, workers, as_json)
     if out is None:
-        raise UsageError("out: expected --out DIR, the folder that the study goes to (or --dry-run)")
+        raise UsageError("--out: expected --out DIR, the folder that the study goes to (or --dry-run)")
     from evergrad.study.runner import run_study
 
     folder = out
@@ -140,7 +143,7 @@ def _jobs(partition: str | None, minutes: int | None, sbatch: list[str], host: s
     for word in sbatch:
         name, is_given, value = word.removeprefix("--").partition("=")
         if not name or not is_given:
-            raise UsageError(f"sbatch: expected NAME=VALUE, as in account=physics, found {shown(word)}")
+            raise UsageError(f"--sbatch: expected NAME=VALUE, as in account=physics, found {shown(word)}")
         options[name] = value
     return {"partition": partition, "minutes": minutes or 60, "options": options, "host": host}
 
@@ -169,7 +172,7 @@ def _executor(
 def _dry_run(plan: Plan, workers: int | None, as_json: bool) -> int:
     from evergrad.study.estimates import estimate
 
-    found = estimate(plan, workers)
+    found = estimate(plan, workers, tell=lambda what: print(printable(f"{what} …"), file=sys.stderr, flush=True))
     if as_json:
         print_json(found.to_json())
         return 0

@@ -40,8 +40,8 @@ def table(
 ) -> int:
     """Show the cells of a study: outcomes, rates with intervals, accuracies; or tests between cells."""
     if kind is not None:
-        checked_choice("kind", kind, _KINDS)
-    checked_choice("format", form, _FORMS)
+        checked_choice("--kind", kind, _KINDS)
+    checked_choice("--format", form, _FORMS)
     from evergrad.study import tables
     from evergrad.study.rendering import written
     from evergrad.study.tally import results_of

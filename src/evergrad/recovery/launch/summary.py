@@ -98,7 +98,8 @@ def make_folder(settings: LaunchSettings) -> Path:
         except FileExistsError:  # another launcher was quicker by a moment
             raise UsageError(f"--out {run}: expected a new or an empty folder, found {_found_in(run)}") from None
     except OSError as error:
-        raise FileAccessError(error.filename or str(run), f"no folder for the run: {error.strerror}") from None
+        why = (error.strerror or str(error)).lower()
+        raise FileAccessError(error.filename or str(run), f"no folder for the run: {why}") from None
     return run.absolute()
 
 
