@@ -103,6 +103,9 @@
     closed = [...document.querySelectorAll("details:not([open])")];
     closed.forEach((details) => { details.open = true; });
     document.body.style.width = "180mm";
+    for (const table of document.querySelectorAll("table.data")) { // paper does not scroll
+      table.style.zoom = Math.min(1, document.body.clientWidth / table.scrollWidth);
+    }
     apply();
   };
   const afterPrint = () => {
@@ -110,6 +113,7 @@
     printing = false;
     closed.forEach((details) => { details.open = false; });
     document.body.style.width = "";
+    document.querySelectorAll("table.data").forEach((table) => { table.style.zoom = ""; });
     apply();
   };
   window.addEventListener("beforeprint", beforePrint);

@@ -1,0 +1,191 @@
+"""Pages in a real browser: nothing leaves, nothing hostile runs, everything draws, sorts, fits and prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from browsing import OpenPage
+
+from evergrad.errors import UsageError
+from evergrad.report import plots
+from evergrad.report.page import (
+    PALETTE,
+    Cell,
+    Column,
+    Commands,
+    DataTable,
+    Facts,
+    Figure,
+    Page,
+    Prose,
+    Section,
+    page_html,
+    write_page,
+)
+
+BAD = "</script><img src=https://example.org/x onerror=alert(1)>\"'`${alert(1)}"
+
+
+def figure(label: str = "line", **given: str) -> Figure:
+    """A small one."""
+    return Figure(label, [{"type": "scatter", "x": [1, 2, 3], "y": [1, float("nan"), 3], "name": "a", **given}], {})
+
+
+def table(*rows: tuple[str, float | None]) -> DataTable:
+    """Names and numbers."""
+    return DataTable(
+        [Column("name"), Column("value", "number", "what it is")], [[Cell(a), Cell(str(b), b)] for a, b in rows]
+    )
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page whose every text tries something."""
+    wide = Figure("<map>", [{"type": "heatmap", "z": [[1, 2], [3, 4]], "x": [BAD, "b"]}], {"title": {"text": BAD}}, BAD)
+    sections = [
+        Section(BAD, [Prose(BAD), figure(BAD, name="<a href='https://example.org'>link</a>"), wide], anchor=BAD),
+        Section(
+            "Table",
+            [
+                DataTable(
+                    [Column(BAD, help=BAD), Column("value", "number")],
+                    [
+                        [Cell(BAD), Cell("10", 10)],
+                    ],
+                    BAD,
+                )
+            ],
+        ),
+        Section("Folded", [figure("z"), Facts([(BAD, "long" * 100)]), Commands([(BAD, f"echo {BAD}")])], folded=True),
+    ]
+    page = Page(f"Title {BAD}", "test", BAD, [BAD, "**bold** and `code`"], sections, BAD)
+    return write_page(page, tmp_path_factory.mktemp("page") / "page.html")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A page with a table alone: there at once."""
+    rows = [("a", 10.0), ("b", 9.0), ("c", None), ("d", float("inf"))]
+    return write_page(Page("t", "k", "q", ["a"], [Section("Table", [table(*rows)])]), tmp_path / "plain.html")
+
+
+def test_hostile_texts_are_only_texts_and_no_request_leaves(hostile: Path, open_page: OpenPage) -> None:
+    opened = open_page(hostile)
+    assert opened.drawn() == 3
+    page = opened.page
+    assert page.title() == f"Title {BAD}"
+    assert page.locator("body img").count() == 0
+    assert page.locator("a[href^='http'], svg a").count() == 0
+    assert page.locator("h2").first.inner_text() == BAD
+    assert page.locator("pre code").first.text_content() == f"echo {BAD}"
+    assert (opened.errors, opened.requests) == ([], [])
+
+
+def test_the_policy_lets_nothing_out_and_no_other_script_run(plain: Path, open_page: OpenPage) -> None:
+    opened = open_page(plain)
+    tried = opened.page.evaluate(
+        """async () => {
+          const script = document.createElement("script");
+          script.textContent = "window.ran = true";
+          document.body.append(script);
+          const image = new Image();
+          image.src = "https://example.org/image";
+          document.body.append(image);
+          const fetched = await fetch("https://example.org/data").then(() => "sent", () => "refused");
+          return [fetched, window.ran === undefined];
+        }"""
+    )
+    assert tried == ["refused", True]
+    assert opened.requests == []
+
+
+def test_tables_sort_by_click_and_key_and_what_has_no_value_stays_last(plain: Path, open_page: OpenPage) -> None:
+    page = open_page(plain).page
+    head = page.locator("#table th").nth(1)
+
+    def values() -> list[str]:
+        return [str(text) for text in page.locator("#table tbody td:nth-child(2)").all_inner_texts()]
+
+    head.locator("button").click()
+    assert (values(), head.get_attribute("aria-sort")) == (["9.0", "10.0", "inf", "None"], "ascending")
+    head.locator("button").press("Enter")
+    assert (values(), head.get_attribute("aria-sort")) == (["inf", "10.0", "9.0", "None"], "descending")
+    page.locator("#table th").first.locator("button").click()
+    assert head.get_attribute("aria-sort") is None
+    assert page.locator("#table tbody td:first-child").last.inner_text() == "d"
+
+
+def test_the_button_switches_light_and_dark_and_it_fits_a_telephone(hostile: Path, open_page: OpenPage) -> None:
+    opened = open_page(hostile, dark=True)
+    opened.drawn()
+    page = opened.page
+    colour = "getComputedStyle(document.querySelector('.canvas .xtick text')).fill"
+    dark = page.evaluate(colour)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+    page.locator("#theme").click()
+    opened.until(f"{colour} !== '{dark}'")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.set_viewport_size({"width": 390, "height": 800})
+    opened.until("document.querySelector('.canvas svg').getBoundingClientRect().width < 390")
+    assert opened.overflow() == 0
+    assert opened.errors == []
+
+
+def test_it_prints_light_with_every_section_open(tmp_path: Path, open_page: OpenPage) -> None:
+    many = DataTable([Column(f"column {place}") for place in range(30)], [[Cell("word")] * 30])
+    sections = [Section("Seen", [figure("a"), many]), Section("Folded away", [figure("b")], folded=True)]
+    path = write_page(Page("Printed", "test", "?", ["Yes."], sections), tmp_path / "page.html")
+    opened = open_page(path, width=794, dark=True)
+    opened.drawn()
+    opened.page.emulate_media(media="print")
+    printed = opened.page.pdf(tagged=True, outline=True)
+    assert [b"Seen" in printed, b"Folded away" in printed] == [True, True]
+    opened.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert opened.page.locator("details:not([open])").count() == 0
+    assert not opened.page.locator("#theme").is_visible()
+    assert opened.overflow() <= 0
+    opened.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert opened.page.locator("details:not([open])").count() == 1
+
+
+def test_plotly_is_in_a_page_once_or_not_at_all() -> None:
+    mark = "plotly.js v"
+    three = page_html(Page("t", "k", "q", ["a"], [Section("s", [figure("a"), figure("b"), figure("c")])]))
+    none = page_html(Page("t", "k", "q", ["a"], [Section("s", [table(("a", 1.0))])]))
+    assert three.count(mark) == 1
+    assert mark not in none
+    assert len(none) < 40_000
+    assert not re.search(r"(?:src|href)=\"?(?:https?:)?//", none)
+
+
+def test_missing_plotly_is_one_line_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'evergrad\[report\]'"):
+        plots.plotly_script()
+    assert "<table" in page_html(Page("t", "k", "q", ["a"], [Section("s", [table(("a", 1.0))])]))
+
+
+def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_page(Page("old", "k", "q", ["a"]), path)
+    torn = DataTable([Column("one"), Column("two")], [[Cell("alone")]])
+    with pytest.raises(ValueError, match="zip"):
+        write_page(Page("new", "k", "q", ["a"], [Section("s", [torn])]), path)
+    assert "<title>old</title>" in path.read_text()
+    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_colours_can_be_seen_on_light_and_on_dark() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for name, colour in PALETTE.items():
+        for ground in ("#ffffff", "#14171c"):
+            low, high = sorted((luminance(colour), luminance(ground)))
+            assert (high + 0.05) / (low + 0.05) >= 3, f"{name} on {ground}"
