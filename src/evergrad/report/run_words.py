@@ -22,7 +22,7 @@ def duration(seconds: float | None) -> str:
     """A length of time in a person's units.
 
     >>> duration(0.0031), duration(0.0972), duration(1.5), duration(75.2), duration(7300), duration(None)
-    ('3.1 ms', '97 ms', '1.50 s', '75.2 s', '2 h 1 min', '?')
+    ('3.1 ms', '97 ms', '1.50 s', '75.2 s', '2 h 2 min', '?')
     """
     if seconds is None:
         return "?"
