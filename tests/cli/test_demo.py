@@ -121,6 +121,7 @@ def see_study(shown: str) -> None:
     for rate, low, high in rates.values():
         assert 0 <= low <= rate <= high <= 100
     assert rates[1][0] <= rates[10][0] <= rates[100][0] > rates[1][0]
+    assert "study/report.html: the same as a page" in shown
     replayed = shown.split("$ evergrad study replay study ")[1]
     assert re.search(r"model/\S+\[\S+\] bit \d+ ", replayed)
     assert "the same bits as in the study: yes" in replayed

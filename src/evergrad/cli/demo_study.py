@@ -103,8 +103,23 @@ def _study(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
     )
     say(_table(results))
     say(f"'evergrad study table {out.name}' shows every column, and how it was made.")
+    say(_page(out))
     found: dict[str, Json] = {str(cell.axes["flips"]): cell.counts[Outcome.NEV] for cell in results.cells}
     return {"study_trials": results.trials, "study_nev": found}
+
+
+def _page(out: Path) -> str:
+    """Write the report beside the study, where plotly is installed."""
+    from rich.markup import escape
+
+    from evergrad.errors import UsageError
+    from evergrad.report.study_page import write_study_report
+
+    try:
+        written = write_study_report(out)
+    except UsageError as error:
+        return escape(str(error))
+    return escape(f"{out.name}/{written.name}: the same as a page, with the answer in words and pictures.")
 
 
 def _ranks(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
