@@ -143,7 +143,7 @@ def test_the_gallery_is_listed_and_shown(say: Say) -> None:
     [
         (["run", "bitflip-nev"], "expected --out DIR"),
         (["run", "bitflip-nevv", "--out", "x"], "Did you mean 'bitflip-nev'"),
-        (["run", "bitflip-nev", "--scale", "huge", "--out", "x"], "expected tiny or small or paper"),
+        (["run", "bitflip-nev", "--scale", "huge", "--out", "x"], "expected tiny, small, gpu or paper"),
         (["run", "bitflip-nev", "--executor", "cloud", "--out", "x"], "--executor: expected local, dask or slurm"),
         (["run", "bitflip-nev", "--scheduler", "tcp://h:1", "--out", "x"], "goes with --executor dask"),
         (["table", "nowhere"], "holds no study"),
