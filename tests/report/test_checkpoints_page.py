@@ -150,7 +150,7 @@ def test_a_browser_draws_tiers_lineage_and_sizes(run: Path, tmp_path: Path, open
     Catalogue(run).pins.tag(eg.Version(3, 1), "best")
     page = write_page(checkpoints_page(seen(run), "made by a test"), tmp_path / "x.html")
     opened = open_page(page, width=390)
-    assert opened.drawn() == 3
+    assert opened.drawn() == len(figures(seen(run)))
     assert (opened.errors, opened.requests, opened.overflow()) == ([], [], 0)
     steps = "#versions tbody td:nth-child(2)"
     opened.page.click("#versions th:nth-child(2) button")

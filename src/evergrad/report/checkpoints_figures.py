@@ -74,7 +74,7 @@ def tiers_figure(seen: JobVersions) -> Figure | None:
 def sizes_figure(seen: JobVersions) -> Figure | None:
     """The size of each version, when it was saved."""
     known = [(saved, entry) for entry in seen.entries if (saved := saved_s(entry)) is not None][:_VERSIONS]
-    if len(known) < 2:
+    if len({saved for saved, _ in known}) < 2:
         return None
     points = [(_stamp(saved), entry.size_bytes / 1e6, _hover(entry)) for saved, entry in reversed(known)]
     trace = _scatter("size", points, {"size": 7, "color": PALETTE["faulty"]})

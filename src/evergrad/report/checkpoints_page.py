@@ -53,9 +53,8 @@ def _versions(seen: JobVersions) -> list[Block]:
     if not seen.entries:
         return []
     columns = [
-        Column("version"),
+        Column("version", help="its step, and after the hyphen its attempt"),
         Column("step", "number"),
-        Column("attempt", "number"),
         Column("captured", help="when it was copied from the trainer, UTC"),
         Column("ranks", "number"),
         Column("size", "number", "of all ranks' shards"),
@@ -82,7 +81,6 @@ def _row(entry: CatalogueEntry) -> list[Cell]:
     return [
         Cell(version.name),
         Cell(f"{version.step:,}", version.step),
-        Cell(str(version.attempt), version.attempt),
         Cell(entry.time.replace("T", " ").removesuffix("Z") or "?", saved),
         Cell(str(entry.world_size or "?"), entry.world_size or None),
         Cell(size(entry.size_bytes), entry.size_bytes),

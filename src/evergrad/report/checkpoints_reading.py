@@ -50,6 +50,8 @@ def look(catalogue: Catalogue) -> JobVersions:
     entries = tuple(catalogue.entries(seen))
     home = catalogue.home
     kinds = tuple(dict.fromkeys(tier.kind for tier in home.tiers))
+    if not any(found.copy.tier == "memory" for copies in seen.shards.values() for found in copies):
+        kinds = tuple(kind for kind in kinds if kind != "memory")  # it is looked at always, and had by few
     return JobVersions(
         job=home.job,
         where=catalogue.label,

@@ -61,9 +61,11 @@ def processes_figure(story: RunStory) -> Figure | None:
 
 def steps_figure(story: RunStory) -> Figure | None:
     """Applied steps over time, with the time between a failure and the next step shaded."""
-    points = list(story.progress)
-    if len(points) < 2:
+    if len(story.progress) < 2:
         return None
+    # Nobody gets past a step without the gradients of all, so what survivors report they had when it failed.
+    stopped = [(each.failed_s, each.step) for each in story.failures if each.failed_s is not None]
+    points = sorted([*story.progress, *((at_s, step) for at_s, step in stopped if step is not None)])
     drawn = points[:: max(1, len(points) // _POINTS)]
     if drawn[-1] != points[-1]:
         drawn.append(points[-1])
@@ -75,7 +77,7 @@ def steps_figure(story: RunStory) -> Figure | None:
         "y": [step for _, step in drawn],
         "hovertext": hover,
         "hoverinfo": "text",
-        "line": {"color": PALETTE["training"], "width": 2},
+        "line": {"color": PALETTE["training"], "width": 1.5, "dash": "dot" if len(drawn) <= 200 else "solid"},
         "marker": {"size": 6},
         "name": "applied steps",
         "showlegend": False,
@@ -92,7 +94,9 @@ def steps_figure(story: RunStory) -> Figure | None:
     ]  # fmt: skip
     said = ["Applied steps, at the moments at which the timeline says how many: in between lines are straight."]
     if shapes:
-        said.append("Red: from a failure to the next applied step.")
+        said.append("Shaded: from a failure to the next applied step.")
+    if len(points) > len(story.progress):
+        said.append("At a failure on purpose stand the steps that survivors reported, which may be one too many.")
     if len(drawn) < len(points):
         said.append(f"{len(drawn):,} of {len(points):,} moments are drawn.")
     layout = {

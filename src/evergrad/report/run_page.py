@@ -67,7 +67,6 @@ def _failures(story: RunStory) -> list[Block]:
         Column("agreeing", "number", "from then until the plan for the next generation"),
         Column("recovering", "number", "from the plan until the first rank had applied a step again"),
         Column("in all", "number", "from the failure, or from when it was seen, to that step"),
-        Column("seen by"),
         Column(
             "then", help="what survivors did (redo, repair, retry, restart), who joined, and the ranks left if fewer"
         ),
@@ -88,7 +87,6 @@ def _failure(number: int, each: Interruption) -> list[Cell]:
         _number(each.step),
         *(_time(took.get(name)) for name in ("unseen", "agreeing", "recovering")),
         _time(each.seconds),
-        Cell(each.seen_by),
         Cell(then(each), mark="bad" if each.ranks is None else ""),
         _number(redone),
         Cell(exact, mark="good" if exact == "yes" else ""),
