@@ -73,7 +73,9 @@ def test_what_is_damaged_comes_right_after_the_head(run: Path) -> None:
     assert answer(found)[1].startswith("v0000000004-01 is damaged in local: ")
     assert checkpoints_page(found, "").sections[0].title == "What is wrong"
     assert points(figures(found)["versions-and-tiers"], "damaged, when last checked") == [(3, "local")]
-    assert "2 of 3 were found intact when last checked." in answer(found)
+    assert answer(found)[1].endswith(", and no other tier has all of it.")
+    assert "2 can be restored" in answer(found)[0]
+    assert "2 of 2 were found intact when last checked." in answer(found)
 
 
 def test_versions_stand_in_the_rows_of_the_tiers_that_hold_them(run: Path) -> None:

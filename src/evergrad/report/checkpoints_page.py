@@ -7,7 +7,7 @@ from shlex import quote
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.report.checkpoints_figures import lineage_figure, saved_s, sizes_figure, tiers_figure
 from evergrad.report.checkpoints_reading import JobVersions
-from evergrad.report.checkpoints_words import answer, problems, size
+from evergrad.report.checkpoints_words import answer, is_usable, problems, size
 from evergrad.report.page import Block, Cell, Column, Commands, DataTable, Facts, Figure, Mark, Page, Prose, Section
 
 __all__ = ["checkpoints_page"]
@@ -94,7 +94,7 @@ def _row(entry: CatalogueEntry) -> list[Cell]:
 
 
 def _facts(seen: JobVersions) -> list[tuple[str, str]]:
-    usable = [entry for entry in seen.entries if entry.restorable]
+    usable = [entry for entry in seen.entries if is_usable(entry)]
     return [
         ("job", seen.job),
         ("looked up by", seen.where),
@@ -108,7 +108,7 @@ def _facts(seen: JobVersions) -> list[tuple[str, str]]:
 def _commands(seen: JobVersions) -> list[tuple[str, str]]:
     where = quote(seen.where)
     commands = [("Check every digest of every copy, and note it", f"evergrad checkpoints verify {where}")]
-    newest = next((entry for entry in seen.entries if entry.restorable), None)
+    newest = next((entry for entry in seen.entries if is_usable(entry)), None)
     if newest is not None:
         name = newest.version.name
         commands.append(("All that is known of the newest", f"evergrad checkpoints show {where} {name}"))

@@ -8,7 +8,7 @@ from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.report.checkpoints_reading import JobVersions
 from evergrad.report.run_words import counted
 
-__all__ = ["answer", "problems", "size"]
+__all__ = ["answer", "is_usable", "problems", "size"]
 
 _TOLD = 6
 
@@ -17,7 +17,7 @@ def answer(seen: JobVersions) -> list[str]:
     """Paragraphs for the head of the page, the one to remember first."""
     if not seen.entries:
         return [f"**{seen.job} has no version yet.**", *problems(seen)]
-    usable = [entry for entry in seen.entries if entry.restorable]
+    usable = [entry for entry in seen.entries if is_usable(entry)]
     told = f"{counted(len(seen.entries), 'version')} in {counted(seen.attempts, 'attempt')}"
     if not usable:
         return [f"**{told}, and none of them can be restored from what is seen here.**", *problems(seen)]
@@ -25,6 +25,12 @@ def answer(seen: JobVersions) -> list[str]:
     where = ", ".join(newest.tiers) or "several tiers together"
     head = f"**{told}; {len(usable)} can be restored, the newest is {newest.version} in {where}.**"
     return [head, *problems(seen), *_state(seen, usable)]
+
+
+def is_usable(entry: CatalogueEntry) -> bool:
+    """Whether it is whole somewhere, and not only in copies that were damaged when last checked."""
+    damaged = {verdict.tier for verdict in entry.verdicts if verdict.verdict == "failed"}
+    return entry.restorable and (not damaged or any(tier not in damaged for tier in entry.tiers))
 
 
 def problems(seen: JobVersions) -> list[str]:
@@ -48,6 +54,7 @@ def size(count: float) -> str:
 def _failed(seen: JobVersions) -> Iterator[str]:
     found = [
         f"{entry.version.name} is damaged in {verdict.tier}: {verdict.why.rstrip('.') or 'its digests are wrong'}"
+        f"{'' if is_usable(entry) else ', and no other tier has all of it'}"
         for entry in seen.entries
         for verdict in entry.verdicts
         if verdict.verdict == "failed" and (entry.version, verdict.tier) in seen.holdings
