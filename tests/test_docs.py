@@ -193,3 +193,27 @@ def test_what_the_page_on_extending_shows_keeps_its_contract(suite: str, passed:
     count = re.search(r"(\d+) passed", done.stdout)
     assert count is not None
     assert int(count[1]) >= passed, done.stdout
+
+
+# Figures
+
+
+COMPARED = [
+    line.split("|")[1:-1]
+    for line in (ROOT / "README.md").read_text().partition("## Beside others")[2].partition("\n## ")[0].splitlines()
+    if "benchmarks/results/" in line
+]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("what", "ours", "others", "measured"), COMPARED, ids=[row[0].strip(" …") for row in COMPARED])
+def test_every_figure_beside_others_is_in_the_results_with_its_command(
+    what: str, ours: str, others: str, measured: str
+) -> None:
+    (path,) = re.findall(r"\]\((benchmarks/results/[^)]*)\)", measured)
+    results = (ROOT / path).read_text()
+    assert re.search(r"^- command: `python benchmarks/\w+/main.py", results, re.MULTILINE), path
+    figures = re.findall(r"[\d.,]*\d(?: (?:µs|ms|s)\b)?(?=\s*(?:·|,|$))", f"{ours.strip()} · {others.strip()}")
+    assert len(figures) > others.count("·") + 1, (what, figures)
+    for figure in figures:
+        assert re.search(rf"\| {re.escape(figure)}(?: \(| \|)", results), f"{what}: {figure} is not in {path}"
