@@ -106,10 +106,10 @@ def see_checkpoints(shown: str) -> None:
 
 
 def see_recovery(shown: str) -> None:
-    assert "rank 1 died (SIGKILL): generation 1 goes on with 2 ranks (rollback)" in shown
+    assert "rank 1 died (SIGKILL): generation 1 goes on with 3 ranks (rollback)" in shown
     assert "with the spare the very weights of the undisturbed run: yes" in shown
-    assert all(found(r"next applied step: (\d+) ms on two ranks, (\d+) ms with a spare", shown))
-    assert re.search(r"rank 1 died \(SIGKILL\)\s+13 .* redo, spare 3\n", shown)
+    assert all(found(r"next applied step: (\d+) ms on 3 ranks, (\d+) ms with a spare", shown))
+    assert re.search(r"rank 1 died \(SIGKILL\)\s+13 .* redo, spare 4\n", shown)
     assert "job-spare/timeline.html: the same as a page, with pictures" in shown
     assert re.search(r"what the flip changed \(model/4\.weight on rank 2\) was found and healed", shown)
     assert shown.count("The very weights of the undisturbed run: yes") == 1
@@ -140,7 +140,11 @@ def test_trainers_are_killed_and_preempted_and_training_goes_on(tmp_path: Path) 
 
 
 def test_ranks_are_lost_and_training_goes_on(tmp_path: Path) -> None:
-    see_recovery(demo("recovery", "--keep", tmp_path / "kept"))
+    shown = demo("recovery", "--keep", tmp_path / "kept")
+    see_recovery(shown)
+    page = tmp_path / "kept" / "job-spare" / "timeline.html"
+    assert shown.splitlines()[-1] == f"To look at, in a browser: {page}"
+    assert page.is_file()
     assert kept(tmp_path / "kept") == JOBS
 
 
@@ -158,7 +162,7 @@ def test_all_chapters_are_told_in_their_order_if_none_is_named(tmp_path: Path) -
     see_checkpoints(done.stdout)
     see_recovery(done.stdout)
     see_study(done.stdout)
-    assert re.findall(r"(?m)^(\d+)\. ", done.stdout) == [str(part) for part in range(1, 16)]
+    assert re.findall(r"(?m)^(\d+)\. ", done.stdout) == [str(part) for part in range(1, 17)]
     assert kept(tmp_path / "kept") == FILES | CHECKPOINTS | JOBS | STUDY
     facts = json.loads(demo("--json"))
     check_files(facts)

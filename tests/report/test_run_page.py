@@ -216,6 +216,18 @@ def test_every_state_lasts_until_the_next_and_the_dead_stay_dead() -> None:
     assert states["spare 4 → rank 2"] == ["spare", "recovering", "training"]
 
 
+def test_nobody_trains_before_it_has_started() -> None:
+    tape = Tape(ranks=2, spares=0)
+    first, *_, late = (event for event in tape.events if event.event == "start")
+    tape.events.remove(late)
+    tape.events.append(Event(late.time + 2, late.mono + 2, "launcher n1", "start", late.fields))
+    tape.tell("uid 0", "epoch", 5000, epoch=0, step=5, lost=0)
+    story = analyse(tape.events)
+    assert_sound(story)
+    assert first.mono < late.mono
+    assert [(span.state, span.begin_s > 2) for span in story.processes[1].spans] == [("training", True)]
+
+
 def test_fields_that_are_not_what_they_should_be_do_no_harm(tmp_path: Path) -> None:
     draw = random.Random(5)
     odd = [None, True, -1, 10**12, 2.5, "x", [], [None, "1", -3], {}, {"a": 1}]

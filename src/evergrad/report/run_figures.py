@@ -45,7 +45,7 @@ def processes_figure(story: RunStory) -> Figure | None:
     traces = bars(shown, thinned, 0.0, 1.0)
     traces += _marks(story, shown)
     said = [f"What each process did. The first plan came {duration(first_s)} after the launcher had begun."]
-    said.append("A rank that waits for another one within a step counts as training: the timeline cannot tell.")
+    said.append("Who has a plan counts as training, also while it still imports or waits for another rank.")
     if len(shown) < len(story.processes):
         said.append(f"{len(shown)} of {len(story.processes):,} processes are drawn: those that failed or joined first.")
     if sum(map(len, thinned.values())) < sum(len(process.spans) for process in shown):

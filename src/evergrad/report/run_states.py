@@ -26,7 +26,8 @@ def spans(course: Course, found: Sequence[Interruption], end_s: float) -> None:
         for rank, uid in enumerate(plan.members):
             process = course.processes[uid]
             what = f"rank {rank} of generation {generation}"
-            trains_s = plan.at_s
+            # The first plan may be there before a process is: on another machine, or where imports take long.
+            trains_s = max(plan.at_s, process.started_s or plan.at_s)
             if before is not None:
                 again_s = _going_on(course, uid, generation, before)
                 if again_s is not None:

@@ -144,7 +144,7 @@ def _result(story: RunStory) -> Iterator[str]:
     if bad:
         yield f"{counted(bad, 'other thing')} to look at, under “What else was noticed”."
     if story.is_spread:
-        yield "Several machines: durations are differences of their wall clocks, which may be apart by milliseconds."
+        yield "Several machines: durations are differences of their wall clocks, which may not agree."
 
 
 def _and(names: Sequence[str]) -> str:
