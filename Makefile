@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: install  ## see it work, in under a minute
+demo: install  ## see it work, in about a minute
 	@$(BIN)/evergrad demo
 
 # One more worker than CI has cores: many tests wait for processes, disks and time limits.

@@ -1,7 +1,8 @@
-"""`evergrad demo`: what there is, with real files and real output, in chapters; all of them in under a minute."""
+"""`evergrad demo`: what there is, with real files and real output, in chapters; all of them in about a minute."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -65,11 +66,15 @@ def demo(
     prepare(sum(chapter.num_processes for chapter in chosen))
     if keep is not None:
         _tell(chosen, keep, as_json)
+        pages = [page for page in _pages(keep) if not as_json]
     else:
         with tempfile.TemporaryDirectory(prefix="evergrad-demo-") as folder:
             _tell(chosen, Path(folder), as_json)
+            pages = [] if as_json else _left(_pages(Path(folder)))
         if not as_json:
             console().print(f"\n{folder} is removed again; 'evergrad demo --keep FOLDER' leaves everything in FOLDER.")
+    if pages:
+        console().print("To look at, in a browser: " + ", ".join(map(str, pages)), soft_wrap=True)
 
 
 def _chosen(names: list[str]) -> list[Chapter]:
@@ -94,6 +99,19 @@ def _make_folder(folder: Path) -> None:
     except OSError as error:
         what = f"cannot be made: {(error.strerror or str(error)).lower()}"
         raise FileAccessError(folder, what) from error
+
+
+def _pages(folder: Path) -> list[Path]:
+    """The reports that the chapters have written."""
+    return sorted(folder.glob("*/*.html"))
+
+
+def _left(pages: list[Path]) -> list[Path]:
+    """These, in a folder that stays."""
+    if not pages:
+        return []
+    folder = Path(tempfile.mkdtemp(prefix="evergrad-demo-pages-"))
+    return [Path(shutil.copy(page, folder / f"{page.parent.name}-{page.name}")) for page in pages]
 
 
 def _tell(chapters: list[Chapter], folder: Path, as_json: bool) -> None:

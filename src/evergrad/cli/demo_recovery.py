@@ -24,6 +24,7 @@ __all__ = ["PROCESSES", "tell"]
 PROCESSES = 4
 """The launchers: undisturbed, with a rank less, with a spare, and in trouble."""
 
+_RANKS = 4
 _KILL = "kill rank=1 step=13"
 _STOP = "stop rank=1 step=13"
 _FLIP = "flip rank=2 step=19 phase=optimizer where=model/4.weight bits=exponent"
@@ -54,12 +55,12 @@ def tell(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> 
 def _lose_a_rank(folder: Path, say: Callable[[str], None]) -> dict[str, Json]:
     """Run a job undisturbed, with a rank killed, and with a rank killed and a spare."""
     clean = _run(folder / "job", (), lambda _: None)
-    say(f"three ranks and nothing fails: {clean.steps} steps, final weights {clean.weights}")
+    say(f"{_RANKS} ranks and nothing fails: {clean.steps} steps, final weights {clean.weights}")
     fewer = _run(folder / "job-fewer", ("--fail", _KILL), say)
     same = _run(folder / "job-spare", ("--spares", "1", "--fail", _KILL), say)
     is_exact = same.weights == clean.weights
     say(
-        f"from SIGKILL to the next applied step: {fewer.seconds * 1000:.0f} ms on two ranks, "
+        f"from SIGKILL to the next applied step: {fewer.seconds * 1000:.0f} ms on {_RANKS - 1} ranks, "
         f"{same.seconds * 1000:.0f} ms with a spare;\nwith the spare the very weights of the undisturbed run: "
         f"{'yes' if is_exact else 'no'}"
     )
@@ -90,10 +91,10 @@ def _run(run: Path, options: tuple[str, ...], say: Callable[[str], None]) -> _Ru
     from evergrad.cli.demo_forks import start
     from evergrad.timeline import read
 
-    command = ["run", "-n", "3", *options]
+    command = ["run", "-n", str(_RANKS), *options]
     say(f"\n[bold]$ evergrad {shlex.join(command)} demo_job.py[/bold]")
     script = Path(__file__).with_name("demo_job.py")
-    environment = {"EVERGRAD_RECORD_WEIGHTS": "1", "EVERGRAD_AWAITED": "3" if "--spares" in options else ""}
+    environment = {"EVERGRAD_RECORD_WEIGHTS": "1", "EVERGRAD_AWAITED": str(_RANKS) if "--spares" in options else ""}
     job = start(_launch, [*command, "--fork", "--out", str(run), str(script)], environment, is_heard=True)
     lines = []
     with job.output, open(job.output.fileno(), encoding="utf-8", errors="replace", closefd=False) as output:
