@@ -11,12 +11,14 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from evergrad import __version__
 from evergrad.cli import (
@@ -48,8 +50,18 @@ _VERBS = (
 )
 
 
+class _Interrupted(Exception):
+    """Ctrl-C, under a name that the parser does not take for the end of the command."""
+
+
 class _Workflow(TyperGroup):
     """Names the verbs in the order of the workflow; else those that have verbs of their own would come last."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
 
     def list_commands(self, ctx: object) -> list[str]:
         return [_name_of(verb) for verb in _VERBS]
@@ -93,13 +105,19 @@ def root(
     """Nothing happens before a verb is chosen."""
 
 
+@cache
+def _command() -> Callable[..., object]:
+    """The parser, made once: tests and notebooks call `main` more than once."""
+    return get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     safe_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         check_shell(words)
-        result = app(args=words, prog_name="evergrad", standalone_mode=False)
+        result = _command()(args=words, prog_name="evergrad", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except EvergradError as error:
@@ -108,18 +126,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_.exit_code
     except typer.Abort:
         return _fail("stopped")
-    except KeyboardInterrupt:
+    except (_Interrupted, KeyboardInterrupt):
         return _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read our output has enough. Python would complain again when it flushes at exit.
         _drop_output()
         return 0
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # the parser makes a 1 of it, which is a finding's
+            raise
+        _drop_output()
+        return 0
     except MemoryError:
         return _fail("out of memory")
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # on stdout
-            _drop_output()
-            return _fail("the output cannot be written: no space left on device")
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            return _fail(f"{'the output cannot be written: ' if _output_is_full() else ''}no space left on device")
         if isinstance(error, OSError) and error.filename is not None:  # the file system refuses: no bug of ours
             return _fail(f"{os.fsdecode(error.filename)}: {(error.strerror or str(error)).lower()}")
         if not hasattr(error, "format_message"):  # not a usage error of the parser's
@@ -138,6 +160,15 @@ def _report() -> int:
     for line in traceback.format_exc().splitlines():
         print(printable(line), file=sys.stderr)
     return _fail("internal error, please report", 3)
+
+
+def _output_is_full() -> bool:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        return True
+    return False
 
 
 def _drop_output() -> None:

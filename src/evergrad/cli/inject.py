@@ -172,7 +172,7 @@ def report(log: InjectionLog, as_json: bool, out: Path) -> None:
         f"{log.nonfinite:,} non-finite; {how}, seed {settings.get('seed')}"
     )
     for reason, names in log.left_out.items():
-        shown = ", ".join(printable(name) for name in names[:3]) + (" …" if len(names) > 3 else "")
+        shown = ", ".join(_short(printable(name)) for name in names[:3]) + (" …" if len(names) > 3 else "")
         print(f"left out, {reason}: {len(names)} tensor{'s' if len(names) != 1 else ''} ({shown})")
     if log.path is None:
         print("dry run: nothing was changed")
@@ -181,6 +181,10 @@ def report(log: InjectionLog, as_json: bool, out: Path) -> None:
             f"to undo it, evergrad undo {printable(shlex.quote(str(log.path)))}" if log.injected else "nothing was hit"
         )
         print(f"{printable(out)}: {undo}")
+
+
+def _short(name: str, most: int = 40) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _changed(fault: Fault, given: dict[str, Any]) -> Fault:

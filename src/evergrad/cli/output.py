@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,18 @@ if TYPE_CHECKING:
 
     from evergrad.records import Json
 
-__all__ = ["JsonOption", "console", "near", "print_json", "printable", "progress", "safe_streams", "shape", "size"]
+__all__ = [
+    "JsonOption",
+    "console",
+    "near",
+    "print_json",
+    "printable",
+    "progress",
+    "safe_streams",
+    "shape",
+    "size",
+    "told",
+]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -51,7 +63,11 @@ def near(path: Path) -> Path:
 
 
 def safe_streams() -> None:
-    """Let stdout and stderr spell out what their encoding lacks, rather than fail over it."""
+    """Let stdout and stderr spell out what their encoding lacks, rather than fail; closed ones swallow all."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -62,6 +78,17 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def told(label: str, text: object, *, indent: int = 0) -> str:
+    """A line `label  text` that a person reads, folded at words where a terminal would fold it anywhere."""
+    line = printable(f"{label}{text}")
+    if not sys.stdout.isatty():
+        return line
+    from textwrap import fill
+
+    width = max(40, console().width)
+    return fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager

@@ -18,6 +18,9 @@ EPILOG = (
     "Examples:\n\n  evergrad checkpoints ls runs/r50\n\n  evergrad checkpoints ls s3://bucket/r50 --json\n\n"
     "Exit codes: 0 listed · 2 usage or unreadable input."
 )
+_WIDE = 120
+_SPARED = ("step", "attempt", "parent")
+_WHOLE = ("version", "age", "ranks", "size", "verified")
 
 
 def ls(
@@ -48,16 +51,23 @@ def _print(entries: list[CatalogueEntry]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("version", "step", "attempt", "age", "ranks", "size", "tiers", "verified", "guard", "kept", "parent"):
-        right = name in ("step", "attempt", "age", "ranks", "size")
-        table.add_column(name, overflow="fold", justify="right" if right else "left")
+    out = console()
+    rows = []
     for entry in entries:
         version = entry.version
-        cells = (
-            version.name, version.step, version.attempt, age(entry.time), entry.world_size or "?",
-            size(entry.size_bytes), where_it_is(entry), entry.verified, "ok" if entry.guarded else "", kept(entry),
-            entry.parent or "",
-        )  # fmt: skip
-        table.add_row(*(Text(printable(cell)) for cell in cells), style="dim" if entry.retired else None)
-    console().print(table)
+        rows.append({
+            "version": version.name, "step": version.step, "attempt": version.attempt, "age": age(entry.time),
+            "ranks": entry.world_size or "?", "size": size(entry.size_bytes), "tiers": where_it_is(entry),
+            "verified": entry.verified, "guard": "ok" if entry.guarded else "", "kept": kept(entry),
+            "parent": entry.parent or "",
+        })  # fmt: skip
+    columns = list(rows[0])
+    if out.width < _WIDE:  # what the name says too, what nobody has, and what show tells
+        columns = [name for name in columns if name not in _SPARED and any(row[name] != "" for row in rows)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        right = name in ("step", "attempt", "age", "ranks", "size")
+        table.add_column(name, overflow="fold", justify="right" if right else "left", no_wrap=name in _WHOLE)
+    for entry, row in zip(entries, rows, strict=True):
+        table.add_row(*(Text(printable(row[name])) for name in columns), style="dim" if entry.retired else None)
+    out.print(table)

@@ -7,6 +7,7 @@ from evergrad.cli.output import JsonOption, console, print_json, printable
 __all__ = ["EPILOG", "list_"]
 
 EPILOG = "Example:\n\n  evergrad study list --json\n\nExit codes: 0 listed · 2 usage."
+_WIDE = 110  # columns of a terminal, from which on there is room for the axes
 
 
 def list_(as_json: JsonOption = False) -> int:
@@ -36,14 +37,18 @@ def list_(as_json: JsonOption = False) -> int:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("study", "question", "axes"):
-        table.add_column(column, overflow="fold")
+    out = console()
+    columns = ("study", "question", "axes") if out.width >= _WIDE else ("study", "question")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == "study")
     for scale in SCALES:
         table.add_column(scale, justify="right")
     for name, scales in plans.items():
         plan = scales["tiny"]
-        cells = (name, plan.question, ", ".join(plan.axes), *(f"{scales[scale].trials:,}" for scale in SCALES))
+        words = (name, plan.question, ", ".join(plan.axes))[: len(columns)]
+        cells = (*words, *(f"{scales[scale].trials:,}" for scale in SCALES))
         table.add_row(*(Text(printable(cell)) for cell in cells))
-    console().print(table)
-    print("\nNumbers are trials. 'evergrad study show NAME' tells more; a plan of your own is a file like those.")
+    out.print(table)
+    print("\nNumbers are trials. 'evergrad study show NAME' tells more, 'study run NAME' runs it.")
+    print("A plan of your own is a file like those: evergrad study show NAME --plan > mine.toml")
     return 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, print_json, printable
+from evergrad.cli.output import JsonOption, print_json, printable, told
 from evergrad.cli.study.arguments import Name, Scale
 
 if TYPE_CHECKING:
@@ -44,16 +44,16 @@ def show(
         return 0
     print(printable(f"{plan.study}: {plan.title}"))
     if plan.question:
-        print(printable(plan.question))
+        print(told("", plan.question))
     print()
     for axis, values in plan.axes.items():
-        print(printable(f"  {axis:10} {', '.join(map(str, values))}"))
+        print(told(f"  {axis:10} ", ", ".join(map(str, values)), indent=13))
     each = plan.cells[0].trainings
     most = "at most " if plan.sampling.stop else ""
     print(printable(f"  {'trials':10} {len(plan.cells)} cells × {most}{each:,} trainings = {plan.trials:,}"))
     print()
     for key, text in facts.items():
-        print(printable(f"  {key:12} {text}"))
+        print(told(f"  {key:12} ", text, indent=15))
     return 0
 
 
