@@ -150,7 +150,12 @@ def test_every_verb_has_json_an_example_and_its_exit_codes_in_its_help(verb: str
 
 def test_help_tells_every_exit_code_and_every_format() -> None:
     text = " ".join(evergrad("--help").stdout.split())
-    for words in ("1 found something (diff", "verify: something is wrong", "convert --dry-run", "3 internal error"):
+    for words in (
+        "1 found something (diff",
+        "verify, doctor: something is wrong",
+        "convert --dry-run",
+        "3 internal error",
+    ):
         assert words in text
     text = evergrad("inspect", "--help").stdout
     formats = "Lightning safetensors sharded Trainer DeepSpeed DCP HDF5 Keras Chainer .keras TensorFlow npz npy Orbax"
