@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from evergrad.errors import UsageError
 from evergrad.recovery import coordinator as module
+from evergrad.recovery import endurance
 from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
 from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
 from evergrad.recovery.stores import StoreClient
@@ -296,7 +297,7 @@ def test_a_generation_that_broke_by_itself_is_made_again(jobs: Callable[..., Job
 
 
 def test_a_job_that_comes_to_no_point_ends(jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FUTILE", 3)
+    monkeypatch.setattr(endurance, "_FUTILE", 3)
     job = jobs(2)
     plan = job.begin()
     for generation in range(3):

@@ -1,31 +1,33 @@
 """The launcher's part in a recovery: it learns who died, hears what the others saw, and writes the next plan.
 
 Nothing is decided anywhere else, so whoever reaches the store goes on in one and the same generation. The launcher
-calls `exited` as soon as a child is reaped; all the rest happens in a thread of the coordinator's own. It only ever
-looks into the store and never waits in it: a wait that ends without result fills the terminal with torch's warnings.
+calls `exited` as soon as a child is reaped; all the rest happens in a thread of the coordinator's own.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Literal, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import UsageError
-from evergrad.recovery.membership import LEFT_TOGETHER, Keys, Plan, Report
+from evergrad.recovery.endurance import Endurance
+from evergrad.recovery.membership import LEFT_TOGETHER, Plan, Report
+from evergrad.recovery.notices import Notices
+from evergrad.recovery.roster import Roster
 from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.stores import PREFIX, Sealed
-from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact
+from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
 
 __all__ = ["Coordinator", "Outcome", "SpawnRequest", "Tell"]
 
@@ -35,10 +37,6 @@ _NEWS_S = 0.1
 """How often to look for what is not urgent: a fatal message, progress."""
 _LATE_S = 10.0
 _PATIENCE_S = 10.0
-_FUTILE = 20
-"""So many generations in a row that lose nobody and come to no point are enough."""
-_RETURNS = 5
-_LEAVE = -1
 _LOST = -9
 """As a code: it will be killed, or cannot be."""
 _EXIT_CODES = {"finished": 0, "failed": 1, "fatal": 2, "too-few": 4, "left": LEFT_TOGETHER}
@@ -94,27 +92,21 @@ class Coordinator:
             raise UsageError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, found {min_ranks}")
         self._num_ranks, self._strategy, self._min_ranks = num_ranks, strategy, min_ranks
         self._max_ranks = num_ranks if max_ranks is None else max_ranks
-        self._max_restarts, self._tell, self._spawn = max_restarts, tell, spawn
+        self._tell, self._spawn, self._endurance = tell, spawn, Endurance(max_restarts)
         # Not a client that can be cut: it would count connections of ranks, which end in this process, as its own.
-        self._store = Sealed(
-            PrefixStore(PREFIX, TCPStore(host, port, None, False, timedelta(seconds=60), False)), secret
-        )
+        store = PrefixStore(PREFIX, TCPStore(host, port, None, False, timedelta(seconds=60), False))
+        self._notices = Notices(Sealed(store, secret))
         self._lock = threading.Lock()
-        """Over all that follows up to the outcome."""
+        """Over plan, roster and outcome."""
         self._plan: Plan | None = None
-        self._uids: list[int] = []
-        self._codes: dict[int, int] = {}
-        self._hows: dict[int, str] = {}
-        """What became of those who are out, as in "rank 2 …"."""
-        self._left: set[int] = set()
+        self._roster = Roster()
         self._outcome: Outcome | None = None
         self._ended = threading.Event()
         self._stir = threading.Event()
         """Somebody has exited, or the coordinator is to close."""
         self._closing = False
-        self._restarts = self._survived = self._step = self._futile = 0
+        self._survived = self._step = 0
         self._changing = -1
-        self._returns: Counter[str] = Counter()
         """The generation that has been asked to let somebody in."""
         self._has_checkpointer = False
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
@@ -127,7 +119,7 @@ class Coordinator:
     @property
     def generation(self) -> int:
         """The number of the present generation."""
-        return self._plan.generation if self._plan is not None else 0
+        return self.membership[0]
 
     @property
     def membership(self) -> tuple[int, tuple[int, ...]]:
@@ -143,14 +135,12 @@ class Coordinator:
     @property
     def alive(self) -> int:
         """How many ranks of the present generation live."""
-        plan = self._plan
-        return sum(uid not in self._codes for uid in plan.members) if plan is not None else 0
+        return sum(not self.is_out(uid) for uid in self.membership[1])
 
     @property
     def spares(self) -> int:
         """How many processes live that have no rank."""
-        members = self._plan.members if self._plan is not None else ()
-        return sum(uid not in members and uid not in self._codes for uid in list(self._uids))
+        return len(self._roster.spares(self.membership[1]))
 
     @property
     def step(self) -> int:
@@ -167,17 +157,17 @@ class Coordinator:
         assert self._plan is None, "a coordinator begins once"
         assert len(set(uids)) == len(uids) >= self._num_ranks, f"cannot begin with {uids}"
         with self._lock:
-            self._uids = list(uids)
+            self._roster.uids = list(uids)
         self._install(Plan(0, tuple(uids[: self._num_ranks])))
         self._thread.start()
 
     def started(self, uid: int) -> None:
         """The launcher has started one more spare."""
         with self._lock:
-            self._uids.append(uid)
+            self._roster.uids.append(uid)
             over = self._outcome is not None
         if over and not self._closing:
-            self._store.set(Keys.called(uid), str(_LEAVE))
+            self._notices.dismiss(uid)
 
     def exited(self, uid: int, code: int) -> None:
         """A process is gone: with 0 it has finished, with anything else it is dead (negative: the signal)."""
@@ -192,24 +182,35 @@ class Coordinator:
 
     def has_left(self, uid: int) -> bool:
         """Whether a process has left the job in good order, before its end."""
-        return uid in self._left
+        return uid in self._roster.left
 
     def is_out(self, uid: int) -> bool:
         """Whether a process has exited, or was lost."""
-        return uid in self._codes
+        return uid in self._roster.codes
 
     def interrupt(self, reason: str) -> None:
         """Let the present generation break: it does not get any further, and nobody is to blame."""
         plan = self._plan
         if plan is not None and self._goes_on():
-            self._break(plan, -1, reason)
+            self._notices.break_off(plan, -1, reason)
             self._stir.set()
+
+    def wait(self, timeout: float | None = None) -> Outcome | None:
+        """The outcome, once there is one; None if that takes longer than this many seconds."""
+        self._ended.wait(timeout)
+        return self._outcome
+
+    def close(self) -> None:
+        """Decide nothing any more. Twice is fine."""
+        self._closing = True
+        self._stir.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE_S)
 
     def _count_out(self, uid: int, code: int, how: str, fields: dict[str, str]) -> None:
         with self._lock:
-            if uid in self._codes:
+            if not self._roster.count_out(uid, code, how):
                 return
-            self._codes[uid], self._hows[uid] = code, how
             plan, goes_on = self._plan, self._goes_on()
         try:
             self._miss(uid, code, plan, goes_on, fields)
@@ -225,27 +226,15 @@ class Coordinator:
         elif code == 0:
             self._finish_if_all_have(plan)
         elif code == LEFT_TOGETHER:
-            if all(self._codes.get(uid) == code for uid in plan.members):
+            if self._roster.have_all(plan.members, LEFT_TOGETHER):
                 self._end("left", "all ranks were asked to leave, and did so together. Start it again to go on there")
         else:
-            can_go_on = plan.generation > 0 or self._has(Keys.joined(uid))
+            can_go_on = plan.generation > 0 or self._notices.has_joined(uid)
             if can_go_on:
                 self._break(plan, uid)  # before anything slow: survivors wait for it
             self._tell("death", uid=uid, rank=rank, code=code, generation=plan.generation, **fields)
             if not self._is_fatal() and not can_go_on:
-                self._end("failed", f"rank {rank} {self._hows[uid]} before it joined: see what it printed")
-
-    def wait(self, timeout: float | None = None) -> Outcome | None:
-        """The outcome, once there is one; None if that takes longer than this many seconds."""
-        self._ended.wait(timeout)
-        return self._outcome
-
-    def close(self) -> None:
-        """Decide nothing any more. Twice is fine."""
-        self._closing = True
-        self._stir.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE_S)
+                self._end("failed", f"{self._roster.fate(plan, uid)} before it joined: see what it printed")
 
     def _run(self) -> None:
         try:
@@ -262,17 +251,16 @@ class Coordinator:
 
     def _await_break(self, plan: Plan) -> bool:
         """Whether this generation has broken; False if there is nothing more to do."""
-        key, news_s = Keys.broken(plan.generation), 0.0
+        news_s = 0.0
         while self._goes_on():
-            if self._has(key):
-                self._spread_news(plan, self._find(key) or "{}")
-                self._tell("broken", generation=plan.generation, reason=self._reason(plan))
+            if self._notices.is_broken(plan):
+                self._notices.spread_break(plan)
+                self._tell("broken", generation=plan.generation, reason=self._notices.reason(plan))
                 return True
             if time.monotonic() >= news_s:
                 self._look_for_news(plan)
                 news_s = time.monotonic() + _NEWS_S
-            self._stir.wait(_LOOK_S)
-            self._stir.clear()
+            self._pause(_LOOK_S)
         return False
 
     def _gather(self, plan: Plan) -> dict[int, Report] | None:
@@ -284,11 +272,11 @@ class Coordinator:
         begun_s, is_said = time.monotonic(), False
         while self._goes_on():
             for uid in plan.members:
-                if uid not in reports and uid not in self._codes:
-                    text = self._find(Keys.report(plan.generation, uid))
-                    if text is not None:
-                        reports[uid] = Report.from_json(text)
-            missing = [uid for uid in plan.members if uid not in reports and uid not in self._codes]
+                if uid not in reports and not self.is_out(uid):
+                    report = self._notices.report(plan, uid)
+                    if report is not None:
+                        reports[uid] = report
+            missing = [uid for uid in plan.members if uid not in reports and not self.is_out(uid)]
             if not missing:
                 return reports
             waited_s = time.monotonic() - begun_s
@@ -297,8 +285,7 @@ class Coordinator:
                 self._tell("late", generation=plan.generation, uids=missing, waited_s=round(waited_s, 3))
             if waited_s >= 1.0:
                 self._look_for_news(plan)
-            self._stir.wait(0.001 if waited_s < 1.0 else 0.02)
-            self._stir.clear()
+            self._pause(0.001 if waited_s < 1.0 else 0.02)
         return None
 
     def _go_on(self, plan: Plan, reports: dict[int, Report]) -> None:
@@ -306,21 +293,11 @@ class Coordinator:
         if self._is_fatal():
             return
         with self._lock:
-            codes, uids = dict(self._codes), list(self._uids)
-        finished = {uid for uid in plan.members if codes.get(uid) == 0}
-        dead = {uid for uid in plan.members if codes.get(uid, 0) != 0}
+            roster = self._roster.copy()
         self._step = max([self._step, *(report.step for report in reports.values())])
-        if dead == set(plan.members) and LEFT_TOGETHER in codes.values():
-            died = self._deaths(plan, {uid for uid in dead if codes[uid] != LEFT_TOGETHER})
-            self._end("left", f"all ranks were asked to leave, and one died meanwhile ({died}): its work may be lost")
+        if self._end_if_nobody_is_left(plan, roster):
             return
-        if finished and finished | dead == set(plan.members):
-            # Whatever a dead one alone did after the training, such as a last save, may be missing.
-            self._finish_if_all_have(plan)
-            self._end("failed", f"{self._deaths(plan, dead)}; the others had finished by then")
-            return
-        spares = self._waiting(plan, uids, codes)
-        hindrance = self._hindrance(plan)
+        spares, hindrance = self._callable(roster.spares(plan.members)), self._hindrance(plan)
         decision = decide(
             plan,
             reports,
@@ -329,69 +306,65 @@ class Coordinator:
             min_ranks=self._min_ranks,
             max_ranks=self._max_ranks,
             can_restart=not hindrance,
-            finished=finished,
-            dead=dead,
+            finished=roster.finished(plan.members),
+            dead=roster.dead(plan.members),
         )
         if isinstance(decision, Stop):
-            # Where every rank ended by itself, it is the script that failed.
-            deaths = self._deaths(plan, dead) or "nobody died"
-            if dead == set(plan.members) and all(codes[uid] > 0 for uid in dead):
-                self._end("failed", f"no rank is left ({deaths}): see what they printed. No restart: {hindrance}")
-            else:
-                message = f"{decision.reason} ({deaths}). No restart: {hindrance}. {decision.advice}"
-                self._end("too-few", message)
+            self._stop(plan, roster, decision, hindrance)
             return
-        if decision.dead or decision.left or decision.joiners or decision.point > plan.point:
-            self._futile = 0
-        elif (futile := self._futile + 1) < _FUTILE:
-            self._futile = futile
-        else:
-            self._end("failed", f"{futile} generations in a row came to no point; the last: {self._reason(plan)}")
-            return
-        if decision.version and not self._may_go_back(decision.version, plan):
+        if objection := self._endurance.objection(plan, decision):
+            self._end("failed", f"{objection}: {self._notices.reason(plan)}")
             return
         if decision.relaunch:
-            self._restarts += 1
-            decision = self._complete(decision, spares)
+            self._endurance.restarted()
+            start = partial(self._start, decision.generation)
+            decision = relaunched(decision, self._num_ranks, spares, start)
         self._install(decision)
         for uid in decision.joiners:
             if uid not in plan.members:
-                self._store.set(Keys.called(uid), str(decision.generation))
+                self._notices.call(uid, decision.generation)
 
-    def _may_go_back(self, version: str, plan: Plan) -> bool:
-        """Not for ever to the same version: what comes again is no soft error."""
-        self._returns[version] += 1
-        if self._returns[version] > _RETURNS:
-            times = f"{_RETURNS} times to {version}"
-            self._end("failed", f"the job has gone back {times}, and its ranks differ again: {self._reason(plan)}")
-        return self._outcome is None
+    def _end_if_nobody_is_left(self, plan: Plan, roster: Roster) -> bool:
+        """Whether every member is out, some of them in good order: then there is nothing to decide."""
+        finished, dead = roster.finished(plan.members), roster.dead(plan.members)
+        if dead == set(plan.members) and LEFT_TOGETHER in roster.codes.values():
+            died = roster.fates(plan, [uid for uid in dead if roster.codes[uid] != LEFT_TOGETHER])
+            self._end("left", f"all ranks were asked to leave, and one died meanwhile ({died}): its work may be lost")
+            return True
+        if finished and finished | dead == set(plan.members):
+            # Whatever a dead one alone did after the training, such as a last save, may be missing.
+            self._finish_if_all_have(plan)
+            self._end("failed", f"{roster.fates(plan, dead)}; the others had finished by then")
+            return True
+        return False
 
-    def _complete(self, plan: Plan, spares: Sequence[int]) -> Plan:
-        """The members of a relaunch: who lives keeps its place, spares and new processes take the others."""
+    def _stop(self, plan: Plan, roster: Roster, decision: Stop, hindrance: str) -> None:
+        """The job cannot go on, and cannot be relaunched."""
+        dead = roster.dead(plan.members)
+        deaths = roster.fates(plan, dead) or "nobody died"
+        # Where every rank ended by itself, it is the script that failed.
+        if dead == set(plan.members) and all(roster.codes[uid] > 0 for uid in dead):
+            self._end("failed", f"no rank is left ({deaths}): see what they printed. No restart: {hindrance}")
+        else:
+            self._end("too-few", f"{decision.reason} ({deaths}). No restart: {hindrance}. {decision.advice}")
+
+    def _start(self, generation: int, rank: int, before: int | None) -> int:
+        """Start a process that a relaunch lacks; its uid."""
         assert self._spawn is not None, "asked for by _hindrance"
-        places: list[int | None] = [*plan.previous, *[None] * (self._num_ranks - len(plan.previous))]
-        waiting, members = iter(spares), []
-        for rank, before in enumerate(places):
-            if before is not None and before in plan.verdicts:
-                members.append(before)
-            elif (spare := next(waiting, None)) is not None:
-                members.append(spare)
-            else:
-                uid = self._spawn(SpawnRequest(rank, plan.generation, before))
-                with self._lock:
-                    self._uids.append(uid)
-                self._tell("spawn", uid=uid, rank=rank, replaces=before, generation=plan.generation)
-                members.append(uid)
-        return replace(plan, members=tuple(members), joiners=tuple(uid for uid in members if uid not in plan.verdicts))
+        uid = self._spawn(SpawnRequest(rank, generation, before))
+        with self._lock:
+            self._roster.uids.append(uid)
+        self._tell("spawn", uid=uid, rank=rank, replaces=before, generation=generation)
+        return uid
 
     def _install(self, plan: Plan) -> None:
         """Make this the present generation."""
-        self._store.set(Keys.plan(plan.generation), plan.to_json())
+        self._notices.publish(plan)
         with self._lock:
             self._plan = plan
-            self._left |= set(plan.left)
+            self._roster.left |= set(plan.left)
             self._survived += len(plan.dead)
-            codes = {uid: self._codes[uid] for uid in plan.members if uid in self._codes}
+            dead = self._roster.dead(plan.members)
         self._tell(
             "plan",
             generation=plan.generation,
@@ -408,37 +381,40 @@ class Coordinator:
             relaunch=plan.relaunch,
             exact=is_exact(plan) if plan.generation else True,
         )
-        for uid, code in codes.items():  # exited while the plan was made
-            if code != 0:
+        for uid in plan.members:
+            if uid in dead:  # exited while the plan was made
                 self._break(plan, uid)
         self._finish_if_all_have(plan)
 
+    def _break(self, plan: Plan, uid: int) -> None:
+        """This generation is over because a member is out."""
+        self._notices.break_off(plan, uid, self._roster.fate(plan, uid))
+
     def _finish_if_all_have(self, plan: Plan) -> None:
-        if all(self._codes.get(uid) == 0 for uid in plan.members):
+        if self._roster.have_all(plan.members, 0):
             self._end("finished", f"all ranks have finished, {plan.world_size} of {self._num_ranks} in the end")
 
     def _is_fatal(self) -> bool:
         """Whether a rank says that nobody shall go on; the outcome says so too then."""
-        message = self._find(Keys.fatal)
+        message = self._notices.fatal()
         if message is not None:
             self._end("fatal", message)
         return message is not None
 
     def _note_progress(self) -> None:
-        progress = self._find(Keys.progress)
-        if progress is not None:
-            self._step = max(self._step, int(json.loads(progress).get("step", 0)))
+        self._step = max(self._step, self._notices.progress())
 
     def _look_for_news(self, plan: Plan) -> None:
         if self._is_fatal():
             return
         self._note_progress()
         self._let_in(plan)
-        if plan.generation > 0 or not any(self._codes.get(uid) == 0 for uid in plan.members):
+        finished = self._roster.finished(plan.members)
+        if plan.generation > 0 or not finished:
             return
         # Generation 0 needs them all: the others would wait for one that left without joining.
-        joined = {uid for uid in plan.members if self._has(Keys.joined(uid))}
-        left = [uid for uid in plan.members if self._codes.get(uid) == 0 and uid not in joined]
+        joined = {uid for uid in plan.members if self._notices.has_joined(uid)}
+        left = [uid for uid in plan.members if uid in finished - joined]
         if left and joined:
             self._break(plan, left[0])
 
@@ -446,13 +422,9 @@ class Coordinator:
         """Why the job cannot be relaunched; empty if it can."""
         if self._spawn is None:
             return "no process can be started"
-        if self._restarts >= self._max_restarts:
-            return f"{self._restarts} of {self._max_restarts} were used"
-        for uid in plan.members:
-            if self._has_checkpointer:
-                break
-            joined = self._find(Keys.joined(uid))
-            self._has_checkpointer = joined is not None and bool(json.loads(joined).get("checkpointer"))
+        if used_up := self._endurance.no_restart:
+            return used_up
+        self._has_checkpointer = self._has_checkpointer or any(map(self._notices.has_checkpointer, plan.members))
         return "" if self._has_checkpointer else "there is no checkpointer to restart from"
 
     def _let_in(self, plan: Plan) -> None:
@@ -460,42 +432,24 @@ class Coordinator:
         if len(plan.members) >= self._max_ranks or plan.calls or self._changing == plan.generation:
             return
         with self._lock:
-            codes, uids = dict(self._codes), list(self._uids)
-        waiting = self._waiting(plan, uids, codes)
-        if waiting and not self._has(Keys.broken(plan.generation)):
+            spares = self._roster.spares(plan.members)
+        waiting = self._callable(spares)
+        if waiting and not self._notices.is_broken(plan):
             self._changing = plan.generation
-            self._store.set(Keys.change(plan.generation), json.dumps({"uids": waiting}))
+            self._notices.ask_for_change(plan, waiting)
             self._tell("change", generation=plan.generation, waiting=waiting)
 
-    def _waiting(self, plan: Plan, uids: Sequence[int], codes: Mapping[int, int]) -> list[int]:
-        """The spares that can be called, in order."""
-        spares = [uid for uid in uids if uid not in plan.members and uid not in codes]
-        return [uid for uid in spares if self._has(Keys.waiting(uid)) and not self._has(Keys.called(uid))]
+    def _callable(self, spares: Sequence[int]) -> list[int]:
+        """Of these spares, those that can be called, in order."""
+        return [uid for uid in spares if self._notices.can_be_called(uid)]
 
-    def _break(self, plan: Plan, uid: int, reason: str = "") -> None:
-        """This generation is over because a member is out."""
-        text = json.dumps({"uid": uid, "reason": reason or f"rank {plan.rank_of(uid)} {self._hows[uid]}"})
-        self._store.claim(Keys.broken(plan.generation), text)
-        self._spread_news(plan, text)
-
-    def _spread_news(self, plan: Plan, text: str) -> None:
-        """Wake every member that may be waiting for someone who will never come."""
-        self._store.set_all({Keys.news(uid, plan.generation): text for uid in plan.members})
-
-    def _reason(self, plan: Plan) -> str:
-        return str(json.loads(self._find(Keys.broken(plan.generation)) or "{}").get("reason", ""))
-
-    def _has(self, key: str) -> bool:
-        return self._store.has(key)
-
-    def _find(self, key: str) -> str | None:
-        return self._store.find(key)
+    def _pause(self, seconds: float) -> None:
+        """Until something stirs, or so long."""
+        self._stir.wait(seconds)
+        self._stir.clear()
 
     def _goes_on(self) -> bool:
         return self._outcome is None and not self._closing
-
-    def _deaths(self, plan: Plan, dead: set[int]) -> str:
-        return ", ".join(f"rank {plan.rank_of(uid)} {self._hows[uid]}" for uid in sorted(dead))
 
     def _end(self, kind: Literal["finished", "failed", "fatal", "too-few", "left"], message: str) -> None:
         """Settle the outcome, once, and let everyone know who waits for a plan or to be called."""
@@ -503,14 +457,13 @@ class Coordinator:
             if self._outcome is not None:
                 return
             self._outcome = Outcome(kind, message, _EXIT_CODES[kind], self._survived)
-            members = self._plan.members if self._plan is not None else ()
-            waiting = [uid for uid in self._uids if uid not in members and uid not in self._codes]
+            spares = self._roster.spares(self.membership[1])
         with suppress(RuntimeError):  # the store may be what failed
             self._note_progress()
             if kind != "finished":
-                self._store.set(Keys.fatal, message)  # whatever is there: it may not be ours
-            for uid in waiting:
-                self._store.set(Keys.called(uid), str(_LEAVE))
+                self._notices.forbid(message)
+            for uid in spares:
+                self._notices.dismiss(uid)
         self._tell(kind, message=message, generation=self.generation, failures_survived=self._survived, step=self._step)
         self._ended.set()
         self._stir.set()

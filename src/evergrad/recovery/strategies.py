@@ -14,13 +14,13 @@ in good order does so between two steps, with its work done: nothing of it is lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from evergrad.recovery.membership import Plan, Point, Report, Verdict
 
-__all__ = ["STRATEGIES", "Stop", "Strategy", "decide", "is_exact"]
+__all__ = ["STRATEGIES", "Stop", "Strategy", "decide", "is_exact", "relaunched"]
 
 Strategy = Literal["rollback", "forward", "restart"]
 STRATEGIES: tuple[Strategy, ...] = ("rollback", "forward", "restart")
@@ -60,93 +60,145 @@ def decide(
     gone = tuple(uid for uid in plan.members if uid not in present and uid not in finished)
     left = tuple(uid for uid, report in present.items() if report.leaves)
     if finished and present and all(_may_be_passed(report) for report in present.values()):
-        return Plan(
-            plan.generation + 1,
-            tuple(present),
-            previous=plan.members,
-            point=max(report.point for report in present.values()) + 1,
-            kind=Point.END,
-            verdicts=dict.fromkeys(present, Verdict.PROCEED),
-            dead=gone,
-        )
+        return _last(plan, present, gone)
 
     # Of those without the job's state nothing can be learnt, and nothing be had.
     able = {uid: report for uid, report in present.items() if report.has_state}
-    furthest = max((report.point for report in able.values()), default=plan.point)
-    # A restart of which nobody has passed the first point is begun again: some may have restored, and others not.
-    begun_again = plan.restart and furthest <= plan.point
-    back_to = next((report.back_to for report in able.values() if report.back_to), plan.version if begun_again else "")
-    is_planned = not gone and all(report.planned for report in present.values())
-    restarts = (strategy == "restart" and not is_planned) or begun_again or bool(back_to)
-    if restarts:
-        kind = next((report.kind for report in able.values() if report.point == furthest), plan.kind)
-        furthest = max(plan.point, furthest)
-        verdicts = dict.fromkeys(present, Verdict.RESTART)
-    else:
-        kind = _kind(able, furthest)
-        # A step of several points is done again as a whole, or not at all.
-        first = min((report.begun_at for report in able.values() if report.point == furthest), default=furthest)
-        tries = {report.tries for report in able.values() if report.point == furthest}
-        # Gradients of different tries are of different numbers: none can be kept.
-        goes_back = kind is Point.STEP and (strategy == "rollback" or len(tries) > 1)
-        redone: Strategy = "rollback" if goes_back else strategy
-        verdicts = {uid: _verdict(report, first if goes_back else furthest, redone) for uid, report in present.items()}
-        furthest = first if goes_back else furthest
-
-    repairs = Verdict.REPAIR in verdicts.values()
     staying = {uid: report for uid, report in able.items() if uid not in left}
+    is_planned = not gone and all(report.planned for report in present.values())
+    way = _way(plan, present, able, strategy, is_planned=is_planned)
     seats = _seats(plan, present.keys() - left, (*gone, *left), spares)
-    if not (repairs or restarts):
+    if not (way.repairs or way.restarts):
         waiting = [uid for uid in spares if uid not in {seat.uid for seat in seats}]
         seats += [_Seat(uid, uid, is_new=True) for uid in waiting[: max(0, max_ranks - len(seats))]]
-    members = tuple(seat.uid for seat in seats if not (repairs and seat.is_new))
-    calls = tuple(seat.uid for seat in seats if repairs and seat.is_new)
-    if not (present.keys() - left if restarts else staying) or len(members) + len(calls) < min_ranks:
+    # Nobody comes in during a repair.
+    members = tuple(seat.uid for seat in seats if not (way.repairs and seat.is_new))
+    calls = tuple(seat.uid for seat in seats if way.repairs and seat.is_new)
+    if not (present.keys() - left if way.restarts else staying) or len(members) + len(calls) < min_ranks:
         if can_restart:
-            return Plan(
-                plan.generation + 1,
-                (),
-                previous=plan.members,
-                point=max(plan.point, furthest),
-                verdicts=dict.fromkeys(present.keys() - left, Verdict.RESTART),
-                dead=gone,
-                left=left,
-                restart=True,
-                version=back_to,
-                relaunch=True,
-            )
+            return _relaunch(plan, way, present.keys() - left, gone, left)
         return _too_few(plan, len(staying), len(spares), min_ranks)
 
-    joiners = tuple(uid for uid in members if uid not in able and not (restarts and uid in present))
+    joiners = tuple(uid for uid in members if uid not in able and not (way.restarts and uid in present))
     after = {seat.uid: seat.after for seat in seats}
-    held = {} if restarts else _held(plan, staying, furthest, {uid: after[uid] for uid in members})
+    held = {} if way.restarts else _held(plan, staying, way.point, {uid: after[uid] for uid in members})
     return Plan(
         plan.generation + 1,
         members,
         previous=plan.members,
         joiners=joiners,
-        source=_source(members, verdicts, staying, furthest) if joiners and not restarts else None,
-        point=furthest,
+        source=_source(members, way.verdicts, staying, way.point) if joiners and not way.restarts else None,
+        point=way.point,
         step=max((report.step for report in able.values()), default=plan.step),
-        kind=kind,
-        verdicts=verdicts,
+        kind=way.kind,
+        verdicts=way.verdicts,
         takes={uid: plan.members.index(after[uid]) for uid in joiners if after[uid] in plan.members},
         keepers={uid: held[uid] for uid in joiners if uid in held},
-        todo=_todo(members, verdicts, present) if repairs else (),
+        todo=_todo(members, way.verdicts, present) if way.repairs else (),
         dead=gone,
         left=left,
-        restart=restarts,
-        version=back_to if restarts else "",
+        restart=way.restarts,
+        version=way.version,
         calls=calls,
-        vacant=tuple((place, seat.after) for place, seat in enumerate(seats) if repairs and seat.is_new),
+        vacant=tuple((place, seat.after) for place, seat in enumerate(seats) if way.repairs and seat.is_new),
         held=held,
     )
+
+
+def relaunched(plan: Plan, num_ranks: int, spares: Sequence[int], start: Callable[[int, int | None], int]) -> Plan:
+    """A plan to relaunch with its members: who lives keeps its place, spares and new processes take the others.
+
+    `start` is told the rank that a new process is for, and the uid that had it before, if any has; it gives its uid.
+    """
+    places: list[int | None] = [*plan.previous, *[None] * (num_ranks - len(plan.previous))]
+    waiting, members = iter(spares), []
+    for rank, before in enumerate(places):
+        if before is not None and before in plan.verdicts:
+            members.append(before)
+        elif (spare := next(waiting, None)) is not None:
+            members.append(spare)
+        else:
+            members.append(start(rank, before))
+    return replace(plan, members=tuple(members), joiners=tuple(uid for uid in members if uid not in plan.verdicts))
 
 
 def is_exact(plan: Plan) -> bool:
     """Whether training goes on as if nothing had been lost: every place is taken, with all that was there."""
     whole = plan.restart or all(uid in plan.keepers for uid in plan.joiners)
     return whole and len(plan.members) == len(plan.previous) and Verdict.REPAIR not in plan.verdicts.values()
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Where the job goes on, and what each survivor does to get there."""
+
+    point: int
+    kind: Point
+    verdicts: dict[int, Verdict]
+    restarts: bool = False
+    version: str = ""
+    """What all go back to, if that is agreed; else the newest checkpoint."""
+
+    @property
+    def repairs(self) -> bool:
+        """Whether some keep what they have reduced."""
+        return Verdict.REPAIR in self.verdicts.values()
+
+
+def _way(
+    plan: Plan,
+    present: Mapping[int, Report],
+    able: Mapping[int, Report],
+    strategy: Strategy,
+    *,
+    is_planned: bool,
+) -> _Way:
+    """The way on of those who are present, by the reports of the able; `is_planned`: nobody was lost."""
+    furthest = max((report.point for report in able.values()), default=plan.point)
+    there = [report for report in able.values() if report.point == furthest]
+    # A restart of which nobody has passed the first point is begun again: some may have restored, and others not.
+    begun_again = plan.restart and furthest <= plan.point
+    back_to = next((report.back_to for report in able.values() if report.back_to), plan.version if begun_again else "")
+    if (strategy == "restart" and not is_planned) or begun_again or back_to:
+        kind = next((report.kind for report in there), plan.kind)
+        return _Way(max(plan.point, furthest), kind, dict.fromkeys(present, Verdict.RESTART), True, back_to)
+    kind = _kind(there, furthest)
+    # Gradients of different tries are of different numbers: none can be kept.
+    goes_back = kind is Point.STEP and (strategy == "rollback" or len({report.tries for report in there}) > 1)
+    if goes_back:
+        strategy = "rollback"
+        # A step of several points is done again as a whole, or not at all.
+        furthest = min((report.begun_at for report in there), default=furthest)
+    return _Way(furthest, kind, {uid: _verdict(report, furthest, strategy) for uid, report in present.items()})
+
+
+def _last(plan: Plan, present: Mapping[int, Report], gone: tuple[int, ...]) -> Plan:
+    """Others have finished, so the last point counts as passed: those who are left proceed."""
+    return Plan(
+        plan.generation + 1,
+        tuple(present),
+        previous=plan.members,
+        point=max(report.point for report in present.values()) + 1,
+        kind=Point.END,
+        verdicts=dict.fromkeys(present, Verdict.PROCEED),
+        dead=gone,
+    )
+
+
+def _relaunch(plan: Plan, way: _Way, staying: Set[int], gone: tuple[int, ...], left: tuple[int, ...]) -> Plan:
+    """All over again, as far as the newest checkpoint; `relaunched` gives it its members."""
+    return Plan(
+        plan.generation + 1,
+        (),
+        previous=plan.members,
+        point=max(plan.point, way.point),
+        verdicts=dict.fromkeys(staying, Verdict.RESTART),
+        dead=gone,
+        left=left,
+        restart=True,
+        version=way.version,
+        relaunch=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +233,8 @@ def _may_be_passed(report: Report) -> bool:
     return report.has_state and report.kind is Point.END
 
 
-def _kind(able: Mapping[int, Report], furthest: int) -> Point:
-    kinds = {report.kind for report in able.values() if report.point == furthest}
+def _kind(there: Sequence[Report], furthest: int) -> Point:
+    kinds = {report.kind for report in there}
     points = kinds - {Point.JOIN}  # who stopped before it has not begun it
     assert len(points) <= 1, f"point {furthest} is of kinds {sorted(kinds)}"
     return next(iter(points or kinds), Point.BEGIN)
