@@ -226,6 +226,11 @@ class Checkpoint(ABC):
             raise UnknownTensor(name, self.tensors, where=str(self.path)) from None
 
 
+def aliases_of(skeleton: Skeleton, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Tensors that are another one under a second name, with the first."""
+    return skeleton.sharing.aliases({name: (info.shape, info.dtype) for name, info in tensors.items()})
+
+
 def losses_of(source: Checkpoint, *, notes_kept: bool = False) -> list[str]:
     """What no target keeps: objects, attributes, and the container's notes unless the target has a place for them."""
     losses = [f"{name} ({what})" for name, what in (*source.others.items(), *source.unkept.items())]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
 from evergrad.formats.addressed import describe
-from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
 from evergrad.formats.hdf5_attributes import Unkept
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors
 from evergrad.formats.hdf5_listing import Entry, Listing, list_file
@@ -22,7 +22,7 @@ from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, find_sharing, role_of
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Hdf5", "Hdf5Checkpoint", "aliases"]
+__all__ = ["Hdf5", "Hdf5Checkpoint"]
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_ATTRIBUTE_BYTES = 1 << 20
@@ -65,7 +65,7 @@ class Hdf5(Format):
         """Write tensor by tensor, as `save_hdf5` does, with one block in memory at a time."""
         if not tensors_only:
             refuse_losses(source.path, self.name, self.losses(source))
-        tied = {} if tensors_only else aliases(source.skeleton, source.tensors)
+        tied = {} if tensors_only else aliases_of(source.skeleton, source.tensors)
         tensors = {name: _source(source, info) for name, info in source.tensors.items() if name not in tied}
         skeleton = Skeleton.of_names(source.tensors) if tensors_only else source.skeleton
         write_hdf5(path, tensors, tied, skeleton, source.metadata)
@@ -153,18 +153,6 @@ def _kept(metadata: Mapping[str, str], listing: Listing, notes: Notes | None) ->
     if notes is None:
         return {f"/@{key}" for key in metadata}
     return {f"{name}@dtype" for name, entry in listing.entries.items() if entry.dtype.numpy is None}
-
-
-def aliases(skeleton: Skeleton, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Tensors that are another one under a second name."""
-    first: dict[object, str] = {}
-    found: dict[str, str] = {}
-    for name, view in skeleton.sharing.views.items():
-        if name in tensors:
-            original = first.setdefault((view, tensors[name].shape, tensors[name].dtype), name)
-            if original != name:
-                found[name] = original
-    return found
 
 
 def _source(source: Checkpoint, info: TensorInfo) -> Source:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evergrad.dtypes import DType
-from evergrad.formats.contract import Bits, blocks
+from evergrad.formats.contract import Bits, aliases_of, blocks
 from evergrad.formats.durable import replacing
-from evergrad.formats.hdf5 import aliases
 from evergrad.formats.hdf5_file import library
 from evergrad.formats.hdf5_notes import Source, write_hdf5
 from evergrad.formats.registry import open_checkpoint
@@ -37,7 +36,7 @@ def save_hdf5(state: object, path: str | PathLike[str]) -> Path:
     library(target)  # before anything is written
     flat = flatten(state)
     infos = {name: _info(name, tensor) for name, tensor in flat.tensors.items()}
-    tied = aliases(flat.skeleton, infos)
+    tied = aliases_of(flat.skeleton, infos)
     sources = {name: _source(infos[name], flat.tensors[name]) for name in infos if name not in tied}
     with replacing(target) as temporary:
         write_hdf5(temporary, sources, tied, flat.skeleton, {})

@@ -16,7 +16,7 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
 from evergrad.formats.region import DataFile, Region, closed_on_error
 from evergrad.records import TensorInfo
 from evergrad.state import Placement, Skeleton
@@ -211,7 +211,7 @@ def _header(source: Checkpoint, tensors_only: bool) -> tuple[bytes, list[TensorI
     """The header, and the tensors in the order of their bytes: wide elements first, so that all are aligned."""
     if "__metadata__" in source.tensors:
         raise StateError("a tensor cannot be called '__metadata__' in a safetensors file")
-    aliases = {} if tensors_only else _aliases(source)
+    aliases = {} if tensors_only else aliases_of(source.skeleton, source.tensors)
     stored = [info for name, info in source.tensors.items() if name not in aliases]
     order = sorted(stored, key=lambda info: -info.dtype.itemsize)
     offsets: dict[str, int] = {}
@@ -243,19 +243,6 @@ def _header(source: Checkpoint, tensors_only: bool) -> tuple[bytes, list[TensorI
         )
         raise ConversionLoss(f"{source.path}: as safetensors this needs {what}", [what])
     return text + b" " * (-len(text) % 8), order
-
-
-def _aliases(source: Checkpoint) -> dict[str, str]:
-    """Tensors that are another one under a second name."""
-    first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, view in source.skeleton.sharing.views.items():
-        if name in source.tensors:
-            info = source.tensors[name]
-            original = first.setdefault((view, info.shape, info.dtype), name)
-            if original != name:
-                aliases[name] = original
-    return aliases
 
 
 def _little_endian(bits: Bits) -> memoryview:

@@ -13,8 +13,8 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.formats.opcodes import Global, PickleError, check_key
 from evergrad.state import Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
+from evergrad.state.encoding import array_node, numpy_scalar_node
 from evergrad.state.sharing import contiguous_strides
-from evergrad.state.skeleton import array_node, numpy_scalar_node
 from evergrad.state.tree import EXTRA
 
 __all__ = ["PickledTensors", "StorageRef", "TensorRef", "TorchBuilder"]

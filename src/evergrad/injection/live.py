@@ -83,7 +83,7 @@ class LiveState(Checkpoint):
         known = [(name, tensor, DType.of_torch(tensor.dtype)) for name, tensor in state.items()]
         # Of `data`: a soft error is no operation, and must not count as one that autograd has to know of.
         self._live = {name: tensor.data for name, tensor, dtype in known if dtype is not None and _is_dense(tensor)}
-        places = [(_placement(name, self._live[name]), dtype) for name, _, dtype in known if name in self._live]
+        places = [(Placement.of(name, self._live[name]), dtype) for name, _, dtype in known if name in self._live]
         self.tensors = describe((place, dtype) for place, dtype in places if dtype is not None)
         if roles:
             named = self.tensors.items()
@@ -140,14 +140,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     import torch
 
     return tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _placement(name: str, tensor: torch.Tensor) -> Placement:
-    return Placement(
-        name,
-        (str(tensor.device), tensor.untyped_storage().data_ptr()),
-        int(tensor.storage_offset()) * tensor.element_size(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.element_size(),
-    )

@@ -37,6 +37,18 @@ class Placement:
     stride: tuple[int, ...]
     itemsize: int
 
+    @classmethod
+    def of(cls, path: str, tensor: torch.Tensor) -> Placement:
+        """Where a live tensor lies."""
+        return cls(
+            path,
+            (str(tensor.device), tensor.untyped_storage().data_ptr()),
+            int(tensor.storage_offset()) * tensor.element_size(),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.element_size(),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -69,6 +81,20 @@ class Sharing:
             raise ValueError("sharing is not a list of sizes and a table of views")
         read = {str(p): View(int(s), int(o), tuple(int(n) for n in stride)) for p, (s, o, stride) in views.items()}
         return cls(tuple(int(size) for size in sizes), read)
+
+    def aliases(self, forms: Mapping[str, Hashable]) -> dict[str, str]:
+        """Tensors that are another one under a second name: path → the first path of the same view.
+
+        `forms` says what a view does not, the shape and the type of each tensor that is asked about.
+        """
+        first: dict[Hashable, str] = {}
+        found: dict[str, str] = {}
+        for path, view in self.views.items():
+            if path in forms:
+                original = first.setdefault((view, forms[path]), path)
+                if original != path:
+                    found[path] = original
+        return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors with their sharing; those that already share as recorded are kept as they are."""

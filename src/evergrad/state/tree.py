@@ -14,14 +14,27 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json, Role
+from evergrad.state.encoding import array_node, decode, encode_scalar, supports
 from evergrad.state.paths import MAX_PATH_CHARS, ROOT, join, segments
 from evergrad.state.sharing import Placement, find_sharing
-from evergrad.state.skeleton import Skeleton, array_node, decode, encode_scalar, supports
+from evergrad.state.skeleton import Skeleton
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FlatState", "Opaque", "Outline", "Ready", "flatten", "outline", "unflatten"]
+__all__ = [
+    "MAX_DEPTH",
+    "FlatState",
+    "Opaque",
+    "Outline",
+    "Ready",
+    "array_as_tensor",
+    "flatten",
+    "is_stateful",
+    "is_tensor_like",
+    "outline",
+    "unflatten",
+]
 
 MAX_DEPTH = 128
 
@@ -82,17 +95,7 @@ def flatten(state: object, *, local: Callable[[torch.Tensor], torch.Tensor] | No
     walked = outline(state, _is_tensor)
     leaves = walked.leaves if local is None else {path: local(leaf) for path, leaf in walked.leaves.items()}
     tensors = {path: _checked(path, leaf) for path, leaf in leaves.items()}
-    sharing = find_sharing(
-        Placement(
-            path,
-            (str(tensor.device), tensor.untyped_storage().data_ptr()),
-            int(tensor.storage_offset()) * tensor.element_size(),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.element_size(),
-        )
-        for path, tensor in tensors.items()
-    )
+    sharing = find_sharing(Placement.of(path, tensor) for path, tensor in tensors.items())
     return FlatState(tensors, Skeleton(walked.root, sharing, walked.roles))
 
 
@@ -127,6 +130,25 @@ def outline(
     walker = _Walker(is_tensor, max_nodes, max_chars, live)
     root = walker.node(tree, None, 0)
     return Outline(root, walker.leaves, walker.roles)
+
+
+def is_stateful(value: object) -> bool:
+    """Whether a value is an object that describes itself by `state_dict()`."""
+    return not isinstance(value, type) and callable(getattr(value, "state_dict", None))
+
+
+def is_tensor_like(array: np.ndarray) -> bool:
+    """Whether a NumPy array is kept as a tensor; others are values."""
+    return supports(array.dtype) and array.dtype.isnative
+
+
+def array_as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A NumPy array as a tensor: as it lies if torch can, else as a copy."""
+    import torch
+
+    plain = array.flags.writeable and array.flags.aligned
+    plain = plain and all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
+    return torch.from_numpy(array if plain else array.copy())
 
 
 class _Walker:
@@ -176,7 +198,7 @@ class _Walker:
         if isinstance(value, (set, frozenset)):
             name = "frozenset" if isinstance(value, frozenset) else "set"
             return {name: self._sequence(sorted(value, key=repr), path, depth)}
-        if self.live and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        if self.live and is_stateful(value):
             return self._stateful(value, path, depth)
         try:
             return encode_scalar(value)
@@ -221,16 +243,12 @@ class _Walker:
     def _array(self, value: np.ndarray, path: str | None) -> Json:
         if isinstance(value, np.ma.MaskedArray):
             raise StateError(f"{path or ROOT}: a masked array has no form that can be stored: split data and mask")
-        if not supports(value.dtype) or not value.dtype.isnative:
+        if not is_tensor_like(value):
             try:
                 return array_node(value)
             except TypeError as error:
                 raise StateError(f"{path or ROOT}: {error} has no form that can be stored") from None
-        import torch
-
-        plain = value.flags.writeable and value.flags.aligned
-        plain = plain and all(step >= 0 and step % value.itemsize == 0 for step in value.strides)
-        return self._leaf("ndarray", torch.from_numpy(value if plain else value.copy()), path)
+        return self._leaf("ndarray", array_as_tensor(value), path)
 
     def _stateful(self, value: Any, path: str | None, depth: int) -> Json:
         before = len(self.leaves)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -95,7 +95,7 @@ class Plan:
             if texts is None:
                 raise StateError("the state changed while it was read: state_dict() gives something else each time")
             specs = _specs(flat.tensors)
-            aliases = _aliases(skeleton, specs)
+            aliases = skeleton.sharing.aliases({path: spec[1:] for path, spec in specs.items()})
             stored = [spec for path, spec in specs.items() if path not in aliases]
             assert leaves is not None
             raw = dict(zip(template.paths, leaves.tensors, strict=True))
@@ -220,17 +220,6 @@ def _around(skeleton: Skeleton, root: Sequence[str]) -> list[str]:
     pieces[0] = before + pieces[0]
     pieces[-1] += after
     return pieces
-
-
-def _aliases(skeleton: Skeleton, specs: Mapping[str, Spec]) -> dict[str, str]:
-    """Tensors that are another one under a second name: path → path of the one that is stored."""
-    first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for path, view in skeleton.sharing.views.items():
-        original = first.setdefault((view, *specs[path][1:]), path)
-        if original != path:
-            aliases[path] = original
-    return aliases
 
 
 def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:

@@ -20,13 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.checkpoint.capture.device import Device
 from evergrad.checkpoint.capture.spread import local_of
+from evergrad.state.tree import MAX_DEPTH
 
 __all__ = ["SETTLED_BYTES", "Gate", "Settled", "gate"]
 
 SETTLED_BYTES = 64 << 10
 """Smaller tensors are not worth a wait: many of them are copied at once, before training goes on."""
-
-_MAX_DEPTH = 128
 
 Held = tuple[Device, Any]
 """A device, and a mark on its side stream behind copies of settled tensors."""
@@ -132,10 +131,10 @@ def _optimizers(value: object, path: tuple[Any, ...], depth: int) -> Iterator[tu
     """Every optimizer in the containers of a state, with the keys that lead to it."""
     if isinstance(value, torch.optim.Optimizer):
         yield path, value
-    elif depth < _MAX_DEPTH and isinstance(value, Mapping):
+    elif depth < MAX_DEPTH and isinstance(value, Mapping):
         for key, child in value.items():
             yield from _optimizers(child, (*path, key), depth + 1)
-    elif depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
+    elif depth < MAX_DEPTH and isinstance(value, (list, tuple)):
         for index, child in enumerate(value):
             yield from _optimizers(child, (*path, index), depth + 1)
 

@@ -18,12 +18,11 @@ from json.encoder import encode_basestring_ascii as quote
 from operator import itemgetter, methodcaller
 from typing import Any
 
-import numpy as np
 import torch
 
 from evergrad.errors import StateError
 from evergrad.records import Json
-from evergrad.state.skeleton import supports
+from evergrad.state.tree import array_as_tensor, is_stateful, is_tensor_like
 
 __all__ = ["Leaves", "Template"]
 
@@ -107,9 +106,9 @@ class Template:
                 elif part.kind == "stateful":
                     below.extend(thing.state_dict() for thing in found)
                 elif part.kind == "ndarray":
-                    if not all(_is_numeric(array) for array in found):
+                    if not all(map(is_tensor_like, found)):
                         return None
-                    leaves.tensors.extend(map(_as_tensor, found))
+                    leaves.tensors.extend(map(array_as_tensor, found))
                 elif [*map(len, found)] != part.lengths:
                     return None
                 elif part.kind == "sequence":
@@ -271,9 +270,9 @@ def _picker(positions: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 def _is_stateful(value: object) -> bool:
     """Whether `flatten` asks this for its `state_dict()`."""
-    if type(value) in (dict, OrderedDict, list, tuple) or isinstance(value, (set, frozenset, type)):
+    if type(value) in (dict, OrderedDict, list, tuple) or isinstance(value, (set, frozenset)):
         return False
-    return callable(getattr(value, "state_dict", None))
+    return is_stateful(value)
 
 
 def _as_good(tensors: Sequence[Any], types: list[type]) -> bool:
@@ -281,14 +280,3 @@ def _as_good(tensors: Sequence[Any], types: list[type]) -> bool:
     return all(
         type(tensor) is kind or type(tensor) in _PLAIN_TENSORS for tensor, kind in zip(tensors, types, strict=True)
     )
-
-
-def _is_numeric(array: np.ndarray) -> bool:
-    return supports(array.dtype) and array.dtype.isnative
-
-
-def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    """An array as `flatten` takes it: as it lies if torch can, else as a copy."""
-    plain = array.flags.writeable and array.flags.aligned
-    plain = plain and all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
-    return torch.from_numpy(array if plain else array.copy())

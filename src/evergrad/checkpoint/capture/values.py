@@ -14,13 +14,13 @@ import torch
 from evergrad.checkpoint.layout import escaped
 from evergrad.errors import StateError
 from evergrad.state import outline
+from evergrad.state.tree import MAX_DEPTH
 
 __all__ = ["Values"]
 
 # Of these, equal values of the same type have the same text, and none can change in place.
 _SETTLED = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _KEYS = {str, int, bool, bytes, type(None)}
-_MAX_DEPTH = 128
 
 
 class Values:
@@ -60,7 +60,7 @@ def _trace(value: object) -> list[object] | None:
     """
     trace: list[object] = []
     level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         kinds = [*map(type, level)]
         trace.append(kinds)
         below: list[Any] = []

@@ -63,7 +63,7 @@ def gather_whole(shards: Mapping[int, Shard], *, rank: int = 0, where: Where = N
         root = _pruned(root, frozenset(chosen)) or {"dict": []}
     roles = {path: role for path, role in source.skeleton.roles.items() if path in tensors}
     ordered = {path: tensors[path] for path in source.shapes if path in tensors}
-    return FlatState(ordered, Skeleton(root, _sharing_of(ordered), roles))
+    return FlatState(ordered, Skeleton(root, find_sharing(Placement.of(*item) for item in ordered.items()), roles))
 
 
 class _Source:
@@ -229,20 +229,6 @@ def _pruned(node: Json, chosen: frozenset[str]) -> Json:
 
 def _kept(rows: list[Any], change: Callable[[Any], Json]) -> list[Json]:
     return [changed for row in rows if (changed := change(row)) is not None]
-
-
-def _sharing_of(tensors: Mapping[str, torch.Tensor]) -> Any:
-    return find_sharing(
-        Placement(
-            path,
-            tensor.untyped_storage().data_ptr(),
-            int(tensor.storage_offset()) * tensor.element_size(),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.element_size(),
-        )
-        for path, tensor in tensors.items()
-    )
 
 
 def _ranks(ranks: Any) -> str:

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from evergrad.checkpoint.capture.spread import place_of
 from evergrad.checkpoint.placement import Place
-from evergrad.checkpoint.restore.objects import is_stateful
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import escape, join
+from evergrad.state.encoding import decode_value, encode_scalar
 from evergrad.state.paths import segments
-from evergrad.state.skeleton import decode, encode_scalar
+from evergrad.state.tree import is_stateful
 
 __all__ = ["Tree"]
 
@@ -237,7 +237,7 @@ def _regrouped(live: Optimizer, groups: Mapping[str, Mapping[str, Json]], number
 
 
 def _listed(node: Json) -> list[Any]:
-    value = decode(node, _no_tensor)
+    value = decode_value(node)
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
@@ -264,7 +264,3 @@ def _key(key: object) -> Json:
     if isinstance(key, tuple):
         return {"tuple": [encode_scalar(part) for part in key]}
     return encode_scalar(key)
-
-
-def _no_tensor(path: str) -> Any:
-    raise StateError(f"{path}: a tensor where the names of parameters belong")

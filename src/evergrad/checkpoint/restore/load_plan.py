@@ -14,7 +14,7 @@ from evergrad.checkpoint.restore.filling import Source, fill, fresh, is_expanded
 from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import Skeleton, join
-from evergrad.state.skeleton import decode
+from evergrad.state.encoding import decode, decode_value
 
 __all__ = ["Call", "LoadPlan", "Mismatch", "children", "describe", "rebuilding"]
 
@@ -154,7 +154,7 @@ def children(node: Json) -> dict[Any, Json] | None:
     """The entries of a dict's node by key; None if it is no dict."""
     if not isinstance(node, dict) or not node.keys() & {"dict", "odict"}:
         return None
-    return {key if isinstance(key, str) else decode(key, _no_tensor): child for key, child in _entries(node)}
+    return {key if isinstance(key, str) else decode_value(key): child for key, child in _entries(node)}
 
 
 def describe(node: Json) -> str:
@@ -167,8 +167,8 @@ def describe(node: Json) -> str:
 
 def rebuilding(node: Json) -> Callable[[], Any]:
     """Makes the value of a node that holds no tensor, anew each time."""
-    decode(node, _no_tensor)  # what cannot be rebuilt is found now, before anything is touched
-    return lambda: decode(node, _no_tensor)
+    decode_value(node)  # what cannot be rebuilt is found now, before anything is touched
+    return lambda: decode_value(node)
 
 
 def _spread(piece: torch.Tensor, model: Any) -> torch.Tensor:
@@ -189,7 +189,3 @@ def _entries(node: dict[str, Json]) -> list[Any]:
     entries = node["dict"] if "dict" in node else node["odict"]
     assert isinstance(entries, list)
     return entries
-
-
-def _no_tensor(path: str) -> Any:
-    raise ValueError(f"{path}: a tensor where a value belongs")

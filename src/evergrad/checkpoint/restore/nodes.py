@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import ROOT, escape, join
-from evergrad.state.skeleton import decode
+from evergrad.state.encoding import decode_value
 
 __all__ = ["differences", "replaced", "value_at", "without"]
 
@@ -32,7 +31,7 @@ def value_at(root: Json, path: str) -> Any:
         below = _below(node)
         assert below is not None, "the path was found in it"
         node = below[segment]
-    return decode(node, _no_tensor)
+    return decode_value(node)
 
 
 def replaced(root: Json, path: str, new: Json) -> Json:
@@ -88,8 +87,4 @@ def _below(node: Json) -> dict[str, Json] | None:
 
 
 def _segment(key: Json) -> str:
-    return escape(str(key if isinstance(key, str) else decode(key, _no_tensor)))
-
-
-def _no_tensor(path: str) -> Any:
-    raise StateError(f"{path}: a tensor where a value was expected")
+    return escape(str(key if isinstance(key, str) else decode_value(key)))

@@ -24,16 +24,11 @@ from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import ROOT, Skeleton, join, outline
 
-__all__ = ["Shapes", "compare", "is_stateful", "live_tensors", "optimizer_call", "owns_loading"]
+__all__ = ["Shapes", "compare", "live_tensors", "optimizer_call", "owns_loading"]
 
 Shapes: TypeAlias = Mapping[str, tuple[DType, tuple[int, ...]]]
 
 _DTYPES = {dtype.torch: dtype for dtype in DType}
-
-
-def is_stateful(value: object) -> bool:
-    """Whether a value is an object that describes itself by `state_dict()`."""
-    return not isinstance(value, type) and callable(getattr(value, "state_dict", None))
 
 
 def compare(path: str, tensor: torch.Tensor, node: Json, shapes: Shapes) -> Mismatch | None:

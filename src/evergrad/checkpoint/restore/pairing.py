@@ -16,12 +16,13 @@ import torch
 from evergrad.checkpoint.capture.spread import local_of
 from evergrad.checkpoint.restore.filling import Source
 from evergrad.checkpoint.restore.load_plan import Call, LoadPlan, Mismatch, children, describe, rebuilding
-from evergrad.checkpoint.restore.objects import compare, is_stateful, live_tensors, optimizer_call, owns_loading
+from evergrad.checkpoint.restore.objects import compare, live_tensors, optimizer_call, owns_loading
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import ROOT, Skeleton, join, outline
 from evergrad.state.paths import segments
+from evergrad.state.tree import is_stateful
 
 __all__ = ["pair"]
 

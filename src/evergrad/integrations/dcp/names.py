@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from evergrad.errors import StateError
 from evergrad.records import Json
-from evergrad.state.skeleton import decode
+from evergrad.state.encoding import decode_value
 
 __all__ = ["Keys", "Leaf", "leaves"]
 
@@ -54,7 +54,7 @@ def _walk(keys: Keys, node: Json) -> Iterator[Leaf]:
     entries = _entries(node)
     if entries is not None:
         for key, child in entries:
-            yield from _walk((*keys, str(decode(key, _no_tensor))), child)
+            yield from _walk((*keys, str(decode_value(key))), child)
     elif _is_taken_apart(node):
         for index, child in enumerate(_items(node)):
             yield from _walk((*keys, index), child)
@@ -81,7 +81,3 @@ def _entries(node: Json) -> list[Any] | None:
 def _items(node: Json) -> list[Json]:
     items = node.get("list") if isinstance(node, dict) else None
     return items if isinstance(items, list) else []
-
-
-def _no_tensor(path: str) -> Any:
-    raise StateError(f"{path}: a tensor is used as a key")
