@@ -94,7 +94,7 @@ def page_html(page: Page) -> str:
 <button type="button" id="theme" hidden>Dark</button>
 <p class="kind">{escaped(page.kind)}</p>
 <h1>{escaped(page.title)}</h1>
-<p class="question">{inline(page.question)}</p>
+{f'<p class="question">{inline(page.question)}</p>' if page.question else ""}
 <div class="answer">{"".join(f"<p>{inline(part)}</p>" for part in page.answer)}</div>
 {missing}</header>
 {contents_html(page, anchors)}<main>

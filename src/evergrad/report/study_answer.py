@@ -9,7 +9,7 @@ from evergrad.report.study_data import StudyData, place_words
 from evergrad.study.columns import PUBLISHED
 from evergrad.study.comparisons import DIFFERS, Comparison, Trend, compare_cells, trend
 from evergrad.study.outcomes import Outcome
-from evergrad.study.rendering import Quantity, Table
+from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.watched_tables import watched_kinds, watched_table
@@ -177,12 +177,21 @@ def _spread(table: Table, results: Results) -> list[str]:
     rows = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
     last = {tuple(str(row[name]) for name in axes): row for row in rows}
     told = [
-        f"{place_words(dict(zip(axes, place, strict=True))) or 'in all'}: {row['elements %']} % of elements, "
-        f"{row['layers %']} % of layers, {row['ranks %']} % of ranks after {row['steps']} steps"
+        f"{place_words(dict(zip(axes, place, strict=True))) or 'in all'}: {_short(row['elements %'])} % of elements, "
+        f"{_short(row['layers %'])} % of layers, {_short(row['ranks %'])} % of ranks after {row['steps']} steps"
         for place, row in list(last.items())[:6]
     ]
     more = f" The table has {len(last) - 6} more." if len(last) > 6 else ""
-    return [f"What differs from the fault-free run: {'; '.join(told)}.{more} Means, with intervals."] if told else []
+    return (
+        [f"What differs from the fault-free run: {'; '.join(told)}.{more} Means; the table has intervals."]
+        if told
+        else []
+    )
+
+
+def _short(entry: Entry) -> str:
+    """One digit, and no interval: the table has them."""
+    return f"{entry.value:.1f}" if isinstance(entry, Quantity) else "–"
 
 
 def _guards(table: Table, results: Results) -> list[str]:

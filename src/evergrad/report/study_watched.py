@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evergrad.report.blocks import Block, Figure
-from evergrad.report.palette import series_colour
+from evergrad.report.palette import PALETTE, series_colour
 from evergrad.report.study_rates import short_places
 from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Results
@@ -45,7 +45,7 @@ def _costs(results: Results, table: Table) -> list[Block]:
                     {
                         "type": "bar", "name": str(_at(table, mine[0], across)) if across else header,
                         "x": [str(_at(table, row, down)) if down else header for row, _ in found],
-                        "y": [value.value for _, value in found], "error_y": _errors([value for _, value in found]),
+                        "y": [value.value for _, value in found], "error_y": _bar_errors([value for _, value in found]),
                         "text": [str(value) for _, value in found], "textposition": "none",
                         "hovertemplate": f"{top or header}, {down} %{{x}}<br>{header} %{{text}}<extra></extra>",
                         "marker": {"color": series_colour(index)}, "showlegend": bool(across),
@@ -106,7 +106,7 @@ def _guards(results: Results, table: Table) -> list[Block]:
             traces.append(
                 {
                     "type": "bar", "name": cell or "all", "x": [str(_at(table, row, "guard")) for row, _ in found],
-                    "y": [value.value for _, value in found], "error_y": _errors([value for _, value in found]),
+                    "y": [value.value for _, value in found], "error_y": _bar_errors([value for _, value in found]),
                     "text": [str(value) for _, value in found], "textposition": "none",
                     "hovertemplate": f"%{{x}}, {cell}<br>{header} %{{text}}<extra></extra>",
                     "marker": {"color": series_colour(index)}, "showlegend": bool(cell),
@@ -155,3 +155,8 @@ def _errors(quantities: Sequence[Quantity]) -> dict[str, Any]:
     highs = [0.0 if one.high is None else one.high - one.value for one in quantities]
     lows = [0.0 if one.low is None else one.value - one.low for one in quantities]
     return {"type": "data", "symmetric": False, "array": highs, "arrayminus": lows, "thickness": 1.2, "width": 4}
+
+
+def _bar_errors(quantities: Sequence[Quantity]) -> dict[str, Any]:
+    """Those of bars have no line to take their colour from, and plotly's own is lost on a dark page."""
+    return {**_errors(quantities), "color": PALETTE["muted"]}
