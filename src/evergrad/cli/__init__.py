@@ -76,7 +76,7 @@ app = typer.Typer(
     cls=_Workflow,
     help="Keep distributed PyTorch training alive through crashes and silent data corruption, "
     "and measure what both cost.",
-    epilog="Exit codes: 0 fine · 1 found something (diff: they differ; verify, doctor: something is wrong; "
+    epilog="Exit codes: 0 fine · 1 found something (diff: they differ; doctor, verify: something is wrong; "
     "convert --dry-run: something would be lost) · 2 usage or unreadable input · 3 internal error, a bug of ours.",
     no_args_is_help=True,
     rich_markup_mode="rich",
