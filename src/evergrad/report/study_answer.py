@@ -201,14 +201,14 @@ def _guards(table: Table, results: Results) -> list[str]:
     for guard in dict.fromkeys(str(row["guard"]) for row in rows):
         mine = [row for row in rows if row["guard"] == guard]
         seen = [row["RWC seen %"] for row in mine if isinstance(row["RWC seen %"], Quantity)]
-        false = [row["false"] for row in mine if row["false"]]
+        false = list(dict.fromkeys(str(row["false"]) for row in mine if row["false"]))
         if seen:
             low, high = (pick(seen, key=lambda one: one.value) for pick in (min, max))
             share = f"{low} %" if len(seen) == 1 or low.value == high.value else f"from {low} to {high} %"
-            told.append(f"**{guard}** {share}{f', false alarms {false[0]}' if false else ''}")
+            told.append(f"**{guard}** {share}{f', false alarms {_listed(false)}' if false else ''}")
     if not told:
         return []
-    return [f"Of trainings whose result changed, guards spoke up in: {'; '.join(told)}. The rows of the table differ."]
+    return [f"Of trainings whose result changed, guards spoke up in: {'; '.join(told)}. The table has each cell."]
 
 
 _WATCHED = {"costs": _costs, "spread": _spread, "guards": _guards}
