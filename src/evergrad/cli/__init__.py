@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -163,9 +164,13 @@ def _report() -> int:
 
 
 def _output_is_full() -> bool:
+    """Whether it was stdout that had no room: a file on a full disk, or /dev/full; never a terminal or a pipe."""
     try:
-        sys.stdout.flush()
-    except OSError:
+        there = os.fstat(sys.stdout.fileno())
+        full = os.fstatvfs(sys.stdout.fileno()).f_bavail == 0 if stat.S_ISREG(there.st_mode) else False
+    except (OSError, ValueError):
+        return False
+    if full or (stat.S_ISCHR(there.st_mode) and there.st_rdev == os.makedev(1, 7)):
         _drop_output()
         return True
     return False
