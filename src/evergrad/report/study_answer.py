@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from evergrad.report.study_data import StudyData, place_words
-from evergrad.study.columns import PUBLISHED
+from evergrad.study.columns import MEANINGS, PUBLISHED
 from evergrad.study.comparisons import DIFFERS, Comparison, Trend, compare_cells, trend
 from evergrad.study.outcomes import Outcome
 from evergrad.study.rendering import Entry, Quantity, Table
@@ -17,6 +17,8 @@ from evergrad.study.watched_tables import watched_kinds, watched_table
 __all__ = ["answer", "completeness"]
 
 _MOST = 4
+_OTHERS = "of this plan"
+"""How the note ends that other trials are in the journal too, which is no reason to doubt those of the plan."""
 
 
 def answer(data: StudyData, lead: str) -> list[str]:
@@ -33,7 +35,7 @@ def answer(data: StudyData, lead: str) -> list[str]:
     told += _along(results, lead)
     told += _trends(results, lead)
     told += _comparisons(results)
-    return told
+    return told + [f"Left out: {note}." for note in results.notes if note.endswith(_OTHERS)]
 
 
 def completeness(data: StudyData) -> list[str]:
@@ -47,7 +49,7 @@ def completeness(data: StudyData) -> list[str]:
             f"**Not complete**: {known:,} of {results.trials:,} trainings have a known outcome, and {open_cells} of "
             f"{len(results.cells)} cells have trials to come. What follows is of those that there are."
         )
-    others = [note for note in results.notes if not note.startswith("not complete")]
+    others = [note for note in results.notes if not (note.startswith("not complete") or note.endswith(_OTHERS))]
     if others:
         more = f" … and {len(others) - 2} more notes" if len(others) > 2 else ""
         told.append(f"**To be known**: {'; '.join(others[:2])}{more}.")
@@ -80,13 +82,13 @@ def _along(results: Results, lead: str) -> list[str]:
             ends += f" and {_with_unit(high, unit)} at {place_words({down: last.axes[down]})}"
         sentences.append(f"{where}**{label}** was {ends}.")
     more = f" The table has {len(lines) - _MOST} more." if len(lines) > _MOST else ""
-    return [" ".join(sentences) + more + _how(results)]
+    return [" ".join(sentences) + more + _how(results, label)]
 
 
 def _extremes(results: Results, found: Sequence[tuple[Cell, Quantity]], label: str, unit: str) -> str:
     """The highest and the lowest cell; several where they are the same."""
     if len(found) == 1:
-        return f"**{label}** was {_with_unit(found[0][1], unit)}.{_how(results)}"
+        return f"**{label}** was {_with_unit(found[0][1], unit)}.{_how(results, label)}"
     values = [quantity.value for _, quantity in found]
     parts = []
     for word, value in (("highest", max(values)), ("lowest", min(values))):
@@ -95,8 +97,10 @@ def _extremes(results: Results, found: Sequence[tuple[Cell, Quantity]], label: s
         more = f" and {len(same) - _MOST} more cells" if len(same) > _MOST else ""
         parts.append(f"{word}, {_with_unit(same[0][1], unit)}: {names}{more}")
     if min(values) == max(values):
-        return f"**{label}** was {_with_unit(found[0][1], unit)} in every one of {len(found)} cells.{_how(results)}"
-    return f"**{label}** was {parts[0]}. It was {parts[1]}.{_how(results)}"
+        return (
+            f"**{label}** was {_with_unit(found[0][1], unit)} in every one of {len(found)} cells.{_how(results, label)}"
+        )
+    return f"**{label}** was {parts[0]}. It was {parts[1]}.{_how(results, label)}"
 
 
 def _trends(results: Results, lead: str) -> list[str]:
@@ -235,8 +239,9 @@ def _listed(names: Sequence[str]) -> str:
     return "; ".join(shown) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
-def _how(results: Results) -> str:
-    return f" In brackets, intervals of {100 * results.confidence:g} %."
+def _how(results: Results, label: str) -> str:
+    meaning = f" {label}: {MEANINGS[label]}." if label in MEANINGS else ""
+    return f" In brackets, intervals of {100 * results.confidence:g} %.{meaning}"
 
 
 def _early(results: Results) -> str:
