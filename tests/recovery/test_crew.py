@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from evergrad.recovery.crew import Launched, Solo
+from evergrad.recovery.crew import Solo
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys, Plan, Point, Report
 from evergrad.recovery.sockets import Sockets
 from evergrad.recovery.transport import GroupBroken

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import FileAccessError, UsageError
-from evergrad.recovery.launch.hosts import Head, address_towards, await_head, expanded, listening, own_address, stand
+from evergrad.recovery.addresses import address_towards, listening, own_address
+from evergrad.recovery.launch.hosts import Head, await_head, expanded, stand
 from evergrad.recovery.launch.placing import Places
 from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings, Place
 

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery import nccl
-from evergrad.recovery.crew import Launched
 from evergrad.recovery.gloo import GlooGroup
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys, Plan
 from evergrad.recovery.nccl import NcclGroup, Transport
 from evergrad.recovery.stores import PREFIX, StoreClient

@@ -1,8 +1,8 @@
 """Survivors go on: membership, strategies, the training loop, and beside them failures, the guard, the launcher.
 
     membership ← strategies ← coordinator ← launch/           decides, outside of the ranks; roster, endurance, notices
-    membership ← crew ← engine ← arriving ← passage ← job     one rank's way: `eg.join()` makes a job
-    transport ← gloo, nccl · stores, sealing, sockets         how ranks talk, and what they believe
+    crew ← launched ← engine ← arriving ← passage ← job       one rank's way: `eg.join()` makes a job
+    transport ← gloo, nccl · stores, sealing, sockets, addresses  how ranks talk, and what they believe
     pulse ← vigil · departure                                 who lives, who is late, who leaves
     buckets ← gradients ← overlapping · optimizers, trained   what is computed together
     dealing, books, loading ← course · window                 which samples, and what became of each

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from evergrad.recovery.crew import Launched
 from evergrad.recovery.departure import Departure
 from evergrad.recovery.engine import Engine
 from evergrad.recovery.guard.guarding import Guarding
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Point, Report
 from evergrad.recovery.saving import Saves
 from evergrad.recovery.trained import Trained

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -174,7 +174,7 @@ class Epoch:
         began with. Where that is how it is dealt already, nothing changes, and padding stays: a spare took the place.
         """
         assert world_size >= 1, f"{world_size} ranks"
-        assert batch in ("shrink", "constant", "scale_lr"), f"unknown batch mode {batch!r}"
+        assert batch in get_args(BatchMode), f"unknown batch mode {batch!r}"
         assert self._booked <= index <= self.num_batches, f"batch {index} is not in {self._booked}..{self.num_batches}"
         while len(self._deals) > 1 and self._deals[-1].first >= index:
             self._deals.pop()  # nobody has applied a step of it

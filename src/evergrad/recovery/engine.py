@@ -17,9 +17,10 @@ import torch
 
 from evergrad.errors import UsageError
 from evergrad.recovery.course import Course
-from evergrad.recovery.crew import Crew, Launched
+from evergrad.recovery.crew import Crew
 from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.gradients import Gradients
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
 from evergrad.recovery.own import Keeping, Own
 from evergrad.recovery.parcels import receive_state, send_state

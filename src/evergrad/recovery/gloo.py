@@ -14,16 +14,16 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from evergrad.recovery.launch.hosts import address_towards
+from evergrad.recovery.addresses import LOOPBACK, address_towards, is_loopback
 from evergrad.recovery.sockets import Sockets
 from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
 
-__all__ = ["GlooGroup", "solitary"]
+__all__ = ["OPS", "GlooGroup", "solitary"]
 
-_OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+"""What torch calls them."""
 _SLICE = timedelta(seconds=0.5)
 _STUCK_S = 5.0
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class GlooGroup(Group):
@@ -53,14 +53,14 @@ class GlooGroup(Group):
         self._since: float | None = None
         """Since when this rank waits for one other."""
         self._reason: str | None = None
-        self._sockets = Sockets(is_local=host in _LOOPBACK)
+        self._sockets = Sockets(is_local=is_loopback(host))
         with self._sockets.opening():
             self._group: Any = _make(store, rank, size, host, timeout)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
         """Begin to combine a tensor of all ranks."""
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = OPS[op]
         return self._begin(lambda group: group.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
@@ -171,7 +171,7 @@ def _make(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> 
     options = gloo._Options()
     options._timeout = timeout
     # The interface by which the store is reached: on one machine the loopback, and never a name to be looked up.
-    own = "127.0.0.1" if host in _LOOPBACK else address_towards(host)
+    own = LOOPBACK if is_loopback(host) else address_towards(host)
     options._devices = [gloo.create_device(hostname=own) if own else gloo.create_default_device()]
     return gloo(store, rank, size, options)
 

@@ -24,7 +24,7 @@ from evergrad.errors import UsageError
 from evergrad.recovery.arriving import Arrival
 from evergrad.recovery.buckets import Hook
 from evergrad.recovery.course import Course
-from evergrad.recovery.crew import Crew, Launched
+from evergrad.recovery.crew import Crew
 from evergrad.recovery.dealing import BatchMode
 from evergrad.recovery.departure import Departure
 from evergrad.recovery.engine import Engine
@@ -34,6 +34,7 @@ from evergrad.recovery.fingerprints import tell_weights
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.guard.guarding import Guarding
 from evergrad.recovery.guard.settings import GuardSettings, Healing
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.loading import Source
 from evergrad.recovery.membership import Point
 from evergrad.recovery.overlapping import Overlap, refuse_overlap

@@ -18,7 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.distributed import distributed_c10d
@@ -26,24 +26,25 @@ from torch.distributed import distributed_c10d
 from evergrad.checkpoint import Checkpointer
 from evergrad.checkpoint.ranks import Ranks, follow
 from evergrad.errors import UsageError
-from evergrad.recovery.crew import Crew, Launched, Solo, Static
+from evergrad.recovery.crew import Crew, Solo, Static
 from evergrad.recovery.dealing import BatchMode
 from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.failures.sites import Sites
 from evergrad.recovery.job import Job
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.nccl import Transport
 from evergrad.recovery.pulse import Page
 from evergrad.recovery.saving import Saves
 from evergrad.recovery.sealing import Secret
 from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.strategies import STRATEGIES
 from evergrad.recovery.transport import Group
 from evergrad.timeline import Recorder
 
 __all__ = ["join"]
 
-_MODES: tuple[BatchMode, ...] = ("shrink", "constant", "scale_lr")
-_STRATEGIES = ("rollback", "forward", "restart")
+_MODES: tuple[BatchMode, ...] = get_args(BatchMode)
 _joined: Job | None = None
 
 
@@ -68,28 +69,20 @@ def join(
     if every is not None and checkpointer is None:
         raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
     env = os.environ
-    job = (_launched if "EVERGRAD_STORE" in env else _static if int(env.get("WORLD_SIZE", "1")) > 1 else _solo)(
-        env,
-        checkpointer,
-        Saves(checkpointer, every) if checkpointer is not None else None,
-        _mode(env, after_loss),
-        seed,
-    )
+    saves = Saves(checkpointer, every) if checkpointer is not None else None
+    make = _launched if "EVERGRAD_STORE" in env else _static if int(env.get("WORLD_SIZE", "1")) > 1 else _solo
+    job = make(env, saves, _mode(env, after_loss), seed)
     _joined = job
     atexit.register(job.close)
     return job
 
 
-def _solo(
-    env: Mapping[str, str], checkpointer: Checkpointer | None, saves: Saves | None, mode: BatchMode, seed: int
-) -> Job:
+def _solo(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
     Transport.of(env)  # there is nobody to talk to; but what cannot be had is refused at once
     return _job(Solo(), "rollback", mode, 1, saves, seed)
 
 
-def _static(
-    env: Mapping[str, str], checkpointer: Checkpointer | None, saves: Saves | None, mode: BatchMode, seed: int
-) -> Job:
+def _static(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
     if saves is None:
         raise UsageError(
             "eg.join: under torchrun a lost rank ends all of them, and only a restart helps, which needs a checkpoint: "
@@ -105,58 +98,56 @@ def _static(
     return _job(crew, "restart", mode, size, saves, seed)
 
 
-def _launched(
-    env: Mapping[str, str], checkpointer: Checkpointer | None, saves: Saves | None, mode: BatchMode, seed: int
-) -> Job:
+def _launched(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
     uid, strategy = int(env["EVERGRAD_UID"]), env.get("EVERGRAD_STRATEGY", "rollback")
-    if strategy not in _STRATEGIES:
-        raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(_STRATEGIES)}")
-    host, _, port = env["EVERGRAD_STORE"].rpartition(":")
+    if strategy not in STRATEGIES:
+        raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(STRATEGIES)}")
     timeline = env.get("EVERGRAD_TIMELINE") or os.path.join(env["EVERGRAD_RUN"], "timeline.jsonl")
-    recorder = Recorder(timeline, f"uid {uid}")
+    tell = Recorder(timeline, f"uid {uid}").record
+    crew = _connected(env, uid, strategy, tell, has_saves=saves is not None)
+    is_spare = env.get("EVERGRAD_SPARE") == "1" and "EVERGRAD_GENERATION" not in env
+    if not is_spare:
+        crew.begin(int(env.get("EVERGRAD_GENERATION", "0")))
+    follow(lambda: _ranks(crew))
+    failures = Failures.from_json(env["EVERGRAD_FAILURES"]) if env.get("EVERGRAD_FAILURES") else Failures()
+    return _job(
+        crew,
+        strategy,
+        mode,
+        int(env["EVERGRAD_RANKS"]),
+        saves,
+        seed,
+        tell=tell,
+        sites=Sites(failures, crew, json.loads(env.get("EVERGRAD_NODES", "[]")), tell),
+        is_spare=is_spare,
+        keeps=strategy != "restart" and env.get("EVERGRAD_KEEPS", "1") != "0",
+        can_grow=int(env.get("EVERGRAD_MAX_RANKS", "1")) > 1,
+    )
+
+
+def _connected(
+    env: Mapping[str, str], uid: int, strategy: str, tell: Callable[..., None], *, has_saves: bool
+) -> Launched:
+    """This process at the launcher's store, where it says that it has joined. What cannot work ends the whole job."""
+    host, _, port = env["EVERGRAD_STORE"].rpartition(":")
     secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
-    page = Page.inherited(env.get("EVERGRAD_PULSE", ""))
-    beat_s = float(env.get("EVERGRAD_BEAT_S", "0.25"))
+    page, beat_s = Page.inherited(env.get("EVERGRAD_PULSE", "")), float(env.get("EVERGRAD_BEAT_S", "0.25"))
     try:
         transport = Transport.of(env, confirms=strategy == "forward")
     except UsageError as refused:
         StoreClient(host, int(port), secret=secret).set(Keys.fatal, str(refused))
         raise
-    crew = Launched(
-        host, int(port), uid, secret=secret, tell=recorder.record, page=page, beat_s=beat_s, transport=transport
-    )
-    if strategy == "restart" and saves is None:
+    crew = Launched(host, int(port), uid, secret=secret, tell=tell, page=page, beat_s=beat_s, transport=transport)
+    if strategy == "restart" and not has_saves:
         error = UsageError(
             "eg.join: strategy 'restart' goes back to the newest checkpoint, and there is no checkpointer: "
             "eg.join(checkpointer=ck, every=100), or another strategy"
         )
         crew.client.set(Keys.fatal, str(error))
         raise error
-    can_grow = int(env.get("EVERGRAD_MAX_RANKS", "1")) > 1
-    about = {"pid": os.getpid(), "checkpointer": saves is not None, "node": env.get("EVERGRAD_NODE", "n0")}
+    about = {"pid": os.getpid(), "checkpointer": has_saves, "node": env.get("EVERGRAD_NODE", "n0")}
     crew.client.set(Keys.joined(uid), json.dumps(about))
-    is_spare = env.get("EVERGRAD_SPARE") == "1" and "EVERGRAD_GENERATION" not in env
-    if not is_spare:
-        crew.begin(int(env.get("EVERGRAD_GENERATION", "0")))
-    follow(lambda: _ranks(crew))
-    ranks = int(env["EVERGRAD_RANKS"])
-    failures = Failures.from_json(env["EVERGRAD_FAILURES"]) if env.get("EVERGRAD_FAILURES") else Failures()
-    nodes = json.loads(env.get("EVERGRAD_NODES", "[]"))
-    keeps = strategy != "restart" and env.get("EVERGRAD_KEEPS", "1") != "0"
-    sites = Sites(failures, crew, nodes, recorder.record)
-    return _job(
-        crew,
-        strategy,
-        mode,
-        ranks,
-        saves,
-        seed,
-        tell=recorder.record,
-        sites=sites,
-        is_spare=is_spare,
-        keeps=keeps,
-        can_grow=can_grow,
-    )
+    return crew
 
 
 def _job(

@@ -38,13 +38,12 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from evergrad.errors import RecoveryError, UsageError
-from evergrad.recovery.gloo import GlooGroup
+from evergrad.recovery.gloo import OPS, GlooGroup
 from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
 
 __all__ = ["NcclGroup", "Transport"]
 
 _log = logging.getLogger(__name__)
-_OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _PATIENCE_S = 60.0
 """How long an abort may take before this process gives itself up."""
 _ENTERING_S = 1.0
@@ -128,7 +127,7 @@ class NcclGroup(Group):
         if tensor.device.type == "cpu":
             return self._over_gloo(lambda: self._cpu.all_reduce(tensor, op))
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = OPS[op]
         return self._over_nccl(tensor, lambda nccl: nccl.allreduce([tensor], options), self._confirms)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:

@@ -6,7 +6,8 @@ import json
 import time
 
 from evergrad.recovery.course import Course
-from evergrad.recovery.crew import Crew, Launched
+from evergrad.recovery.crew import Crew
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys
 
 __all__ = ["Progress"]

@@ -7,12 +7,10 @@ the job that is under way.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,6 @@ __all__ = ["Nursery", "Request", "launch_plainly", "serve"]
 
 _SERVE = "from evergrad.testing.nursery import serve; serve()"
 _NO_CODE = 70
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +149,12 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     print("ready", flush=True)
     while line := sys.stdin.buffer.readline():
-        request = Request(**json.loads(line))
+        request, nursery = Request(**json.loads(line)), os.getpid()
         pid = os.fork()
         if pid == 0:
             code = _NO_CODE
             try:
-                code = _launch(request)
+                code = _launch(request, nursery)
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -168,13 +165,11 @@ def serve() -> None:
     os._exit(0)  # nothing is left to do, and taking torch apart takes its time
 
 
-def _launch(request: Request) -> int:
+def _launch(request: Request, nursery: int) -> int:
     from evergrad.cli import main
+    from evergrad.recovery.launch.forking import end_with_parent
 
-    nursery = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != nursery:
-        return _NO_CODE
+    end_with_parent(nursery)
     os.setsid()
     for fd, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{request.folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), fd)

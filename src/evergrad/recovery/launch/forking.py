@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Forked", "fork", "preload"]
+__all__ = ["Forked", "end_with_parent", "fork", "preload"]
 
 _PRELOADED = ("torch", "torch._dynamo", "torch.utils.data", "torch.nn.parallel", "evergrad.recovery.joining")
 _PR_SET_PDEATHSIG = 1
@@ -70,12 +70,17 @@ def fork(command: Sequence[str], environment: Mapping[str, str], kept: Collectio
     return Forked(pid), out, err
 
 
+def end_with_parent(parent: int) -> None:
+    """In a fork: the kernel kills this process when its parent ends, however it ends; if it has ended, so do we."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _detach(launcher: int, out: int, err: int, environment: Mapping[str, str], kept: Collection[int]) -> None:
     """Be a process like any other that was started: own group, own output, default signals, own chance."""
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(1)
+    end_with_parent(launcher)
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

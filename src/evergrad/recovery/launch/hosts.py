@@ -1,4 +1,4 @@
-"""Which of several machines this is, and where the job's head can be reached: options, Slurm, addresses, head.json.
+"""Which of several machines this is, and where the job's head can be reached: options, Slurm, head.json.
 
 One launcher runs on each machine. Node 0 is the head: it hosts the store, and when that listens it writes head.json
 into the run's folder, which all machines share. Everybody else waits for that file.
@@ -8,42 +8,22 @@ Argument > environment > Slurm: `--node-rank`, EVERGRAD_NODE_RANK, SLURM_PROCID;
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import socket
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.records import Json
 
-__all__ = [
-    "HEAD_FILE",
-    "LOOPBACK",
-    "Head",
-    "Stand",
-    "address_towards",
-    "await_head",
-    "expanded",
-    "listening",
-    "numbered",
-    "own_address",
-    "stand",
-]
+__all__ = ["HEAD_FILE", "Head", "Stand", "await_head", "expanded", "numbered", "stand"]
 
 HEAD_FILE = "head.json"
-LOOPBACK = "127.0.0.1"
 _SCHEMA_VERSION = 1
 _MOST_NAMES = 1 << 16
-_SIOCGIFADDR = 0x8915
-# Nothing is sent there (addresses for documentation): the kernel is asked by which interface it would be.
-_ELSEWHERE = "198.51.100.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,47 +139,6 @@ def expanded(text: str) -> list[str]:
     return names
 
 
-def address_towards(host: str) -> str:
-    """Our own address on the way to another machine; empty if there is no way."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def own_address(others: Sequence[str] = ()) -> str:
-    """The address by which the other nodes reach this one, as far as that can be known from here.
-
-    `others` are their names; those that cannot be looked up are passed over. Then the way to anywhere; then the first
-    interface, as in a cluster that leads nowhere else. The loopback is left where all nodes are on one machine.
-    """
-    for name in others:
-        with suppress(OSError, UnicodeError):
-            found = address_towards(str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0]))
-            if found and not found.startswith("127."):
-                return found
-    return address_towards(_ELSEWHERE) or next(_interfaces(), LOOPBACK)
-
-
-def listening(host: str | None, names: Sequence[str]) -> tuple[socket.socket, str]:
-    """A socket that other machines reach, and the address by which they do: `host`, or what can be found out."""
-    listener = socket.create_server(("", 0), backlog=1024)
-    if host is None:
-        return listener, own_address(names[1:])
-    try:
-        address = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except (OSError, UnicodeError) as error:
-        listener.close()
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(f"--host {host}: expected an IPv4 address or a name of this machine ({why})") from None
-    return listener, address
-
-
 def await_head(run: Path, timeout_s: float, pause: Callable[[float], None] = time.sleep) -> Head:
     """Wait until the head has written where it is; `pause` may raise to end that."""
     end_s = time.monotonic() + timeout_s
@@ -212,17 +151,6 @@ def await_head(run: Path, timeout_s: float, pause: Callable[[float], None] = tim
             )
         pause(0.05)
     return head
-
-
-def _interfaces() -> Iterator[str]:
-    """The address of each interface that has one, but the loopback's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                address = socket.inet_ntoa(asked[20:24])
-                if not address.startswith("127."):
-                    yield address
 
 
 def _range(piece: str) -> list[str]:

@@ -26,15 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.errors import EvergradError, UsageError
+from evergrad.recovery.addresses import LOOPBACK, listening
 from evergrad.recovery.launch.announcing import Announcer
 from evergrad.recovery.launch.crowd import Crowd, Everyone
 from evergrad.recovery.launch.forking import preload
-from evergrad.recovery.launch.hosts import LOOPBACK, Head, listening
+from evergrad.recovery.launch.hosts import Head
 from evergrad.recovery.launch.household import Household
 from evergrad.recovery.launch.lookout import Lookout
 from evergrad.recovery.launch.outpost import attend
 from evergrad.recovery.launch.placing import Places
-from evergrad.recovery.launch.processes import Children, Exit, Happenings
+from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children, Exit, Happenings
 from evergrad.recovery.launch.settings import LaunchSettings, Place
 from evergrad.recovery.launch.status import Relay, Status, counted
 from evergrad.recovery.launch.summary import Summary, make_folder, merge_timelines, write_record
@@ -50,11 +51,9 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-_SAME_NOTICE_S = 1.0
 _LOOK_S = 0.5
 _DECIDES_WITHIN_S = 60.0
 _DEATHS_IN_PLACE = 3
-_LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
@@ -347,7 +346,7 @@ class _Launch:
         """A signal that we were sent is meant for everyone."""
         name, now = signal.Signals(number).name, time.monotonic()
         self._recorder.record("signal", signal=name)
-        if number not in _LEAVING:
+        if number not in LEAVING:
             self._crowd.send(number)
         elif self._asked is None:
             self._asked = number, now
@@ -356,7 +355,7 @@ class _Launch:
             count = counted(len(self._crowd.living), "process", "processes")
             grace = f"{self._settings.grace_s:g} s"
             self._relay.say(f"{name}: passed on to {count}; those that still run in {grace} are killed")
-        elif now - self._asked[1] >= _SAME_NOTICE_S:  # not the same notice by another way: somebody insists
+        elif now - self._asked[1] >= SAME_NOTICE_S:  # not the same notice by another way: somebody insists
             self._crowd.send(signal.SIGKILL)
 
     def _look_for_outcome(self) -> None:

@@ -25,7 +25,7 @@ from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery.launch.forking import preload
 from evergrad.recovery.launch.hosts import Head, await_head
 from evergrad.recovery.launch.household import Household
-from evergrad.recovery.launch.processes import Children
+from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children
 from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings
 from evergrad.recovery.launch.status import Relay, counted
 from evergrad.recovery.launch.summary import Summary
@@ -44,8 +44,6 @@ CUT_OFF = 5
 _ANSWERS_WITHIN_S = 60.0
 _CONNECTS_WITHIN_S = 20.0
 _STACKS_EVERY = 4
-_SAME_NOTICE_S = 1.0
-_LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Interrupted(Exception):
@@ -279,16 +277,16 @@ class _Outpost:
         """Whether a signal for all has not just come by the other way: srun sends it to every launcher, as the head."""
         now, before = time.monotonic(), self._sent.get(number)
         self._sent[number] = now
-        return number == signal.SIGKILL or before is None or now - before >= _SAME_NOTICE_S
+        return number == signal.SIGKILL or before is None or now - before >= SAME_NOTICE_S
 
     def _heed(self, number: int) -> None:
         """A signal that this launcher was sent is meant for its node."""
         name, now = signal.Signals(number).name, time.monotonic()
         self._recorder.record("signal", signal=name)
-        if number in _LEAVING and self._asked is not None and now - self._asked[1] >= _SAME_NOTICE_S:
+        if number in LEAVING and self._asked is not None and now - self._asked[1] >= SAME_NOTICE_S:
             self._household.send(signal.SIGKILL)  # somebody insists
             return
-        if number in _LEAVING and self._asked is None:
+        if number in LEAVING and self._asked is None:
             self._asked = number, now
             grace = f"{self._settings.grace_s:g} s"
             count = counted(len(self._household.living), "process", "processes")
@@ -320,7 +318,7 @@ def _pausing(children: Children) -> Callable[[float], None]:
 
     def pause(seconds: float) -> None:
         for number in children.wait(seconds).signals:
-            if number in _LEAVING:
+            if number in LEAVING:
                 raise _Interrupted(number)
 
     return pause

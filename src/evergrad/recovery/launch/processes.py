@@ -30,10 +30,14 @@ from typing import Any, NamedTuple
 from evergrad.errors import UsageError
 from evergrad.recovery.launch.forking import Forked, fork
 
-__all__ = ["PASSED_ON", "Child", "Children", "Exit", "Happenings"]
+__all__ = ["LEAVING", "PASSED_ON", "SAME_NOTICE_S", "Child", "Children", "Exit", "Happenings"]
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask everyone to leave."""
+PASSED_ON = (*LEAVING, signal.SIGUSR1, signal.SIGUSR2)
 """What is heeded rather than died of."""
+SAME_NOTICE_S = 1.0
+"""A signal that comes again within this time is the same notice by another way; later, somebody insists."""
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 # Run between fork and the script. Not in the forked child itself: Python code there, in a process with threads, can

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from evergrad.errors import UsageError, nearest
 from evergrad.records import Json
+from evergrad.recovery.addresses import LOOPBACK
 from evergrad.recovery.failures.schedule import Failures
-from evergrad.recovery.launch.hosts import LOOPBACK, numbered
+from evergrad.recovery.launch.hosts import numbered
 from evergrad.recovery.strategies import STRATEGIES, Strategy
 from evergrad.recovery.vigil import Patience
 

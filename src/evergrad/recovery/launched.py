@@ -1,0 +1,283 @@
+"""A process that `evergrad run` has launched: after a loss it goes on, in the generation that the coordinator decides.
+
+    await_call (a spare) ─┐
+    begin (a rank) ───────┴▶ group ──broken──▶ next_plan: report, wait for the plan ──▶ group …
+
+The coordinator tells it through the store; a thread of its own, the watch, hears at once that a generation has broken,
+and interrupts whoever waits in the group for someone who will never come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+from evergrad.errors import RankLost, UsageError
+from evergrad.recovery.crew import FORMING, Crew
+from evergrad.recovery.membership import Keys, Plan, Report
+from evergrad.recovery.nccl import Transport
+from evergrad.recovery.pulse import Page, Pulse
+from evergrad.recovery.sealing import Forged, Secret
+from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.transport import Alone, Group, GroupBroken
+
+__all__ = ["Launched"]
+
+_GLANCE_S = 0.05
+_STUCK = 70
+
+
+class Launched(Crew):
+    """Under `evergrad run`: its coordinator decides who is in the next generation, and tells it through the store."""
+
+    survives = True
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        uid: int,
+        *,
+        secret: Secret | None,
+        tell: Callable[..., None],
+        page: Page | None = None,
+        beat_s: float = 0.25,
+        transport: Transport = Transport(),  # noqa: B008 (frozen)
+    ) -> None:
+        """Connect. Before `begin` or `await_call` this process is in no generation."""
+        self.uid = uid
+        self.client = StoreClient(host, port, secret=secret)
+        self._tell, self._transport = tell, transport
+        self._group: Group | None = None
+        self._broken: str | None = None
+        self.plan = Plan(-1, ())
+        self._news: tuple[int, str] = (-2, "")
+        """Which generation has broken, and why, as the watch's thread heard it."""
+        self._is_closed = False
+        self._group_of = -1
+        self._changing = -2
+        self.reported: Callable[[], None] = lambda: None
+        """Called when this rank has told what it saw of a broken generation, before it waits for the next one."""
+        self._watch = _Watch(uid, self.client.again(), self._heard)
+        self._page = page
+        self._pulse = Pulse(page, beat_s, self._ask(self.client.again())) if page is not None else None
+        if self._pulse is not None:
+            self._pulse.start()
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether the launcher wants everyone to stop before the next step."""
+        return self._changing == self.plan.generation
+
+    def begin(self, generation: int) -> None:
+        """Be a member of this generation from its beginning on."""
+        self._adopt(generation)
+
+    def await_spares(self) -> None:
+        """Wait until those spares wait that nobody shall begin without."""
+        for uid in filter(None, os.environ.get("EVERGRAD_AWAITED", "").split(",")):
+            self.client.wait(Keys.waiting(int(uid)))
+
+    def await_call(self) -> Plan | None:
+        """Wait to be called into a generation; None if the job has ended without a need for this process."""
+        self.client.set(Keys.waiting(self.uid), "1")
+        generation = int(self.client.get(Keys.called(self.uid)))
+        if generation < 0:
+            return None
+        self._adopt(generation)
+        return self.plan
+
+    def group(self) -> Group:
+        """The group of the present generation."""
+        self._check()
+        if self._group is None:
+            self._group_of = self.plan.generation
+            self._group = Alone() if self.world_size == 1 else self._form()
+            self._check()  # it may have broken while it was made
+        return self._group
+
+    def next_plan(self, report: Report) -> Plan:
+        """Leave the broken generation, say what was seen of it, and wait for the next one."""
+        generation = self.plan.generation
+        self._drop(report.reason)
+        if not self.client.has(Keys.broken(generation)):
+            self.client.set(Keys.broken(generation), json.dumps({"uid": self.uid, "reason": report.reason}))
+        self.client.set(Keys.report(generation, self.uid), report.to_json())
+        self.reported()
+        self._adopt(generation + 1)
+        return self.plan
+
+    def is_current(self) -> bool:
+        """Whether there is no generation after this one yet."""
+        return not self.client.has(Keys.plan(self.plan.generation + 1))
+
+    def leave_group(self) -> None:
+        """Let go of the group: this process is about to be another one, of the same number."""
+        self._fall_silent()
+        self._drop("begins anew")
+
+    def close(self) -> None:
+        """Leave: the group first, so that nobody waits for this rank."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._drop("closed")
+        self._fall_silent()
+        self._watch.close(self.client)
+
+    def _ask(self, client: StoreClient) -> Callable[[], None]:
+        """What the pulse's thread asks of the store, over a connection of its own."""
+
+        def ask() -> None:
+            generation = self.plan.generation
+            try:
+                if client.find(Keys.change(generation)) is not None:
+                    self._changing = generation
+            except Forged as error:
+                client.set(Keys.fatal, str(error))
+
+        return ask
+
+    def _fall_silent(self) -> None:
+        """From now on nothing can be said of this process: who has closed may take its time to end."""
+        if self._pulse is not None and self._page is not None:
+            self._pulse.close()
+            self._page.forget()
+
+    def _give_up(self) -> None:
+        """This process cannot leave its broken generation. It ends, so that nobody waits for it."""
+        self._tell("stuck", generation=self.plan.generation, why="gloo waits for a connection that is gone")
+        os._exit(_STUCK)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._page is None else self._page.waiting()
+
+    def _check(self) -> None:
+        if (why := self._why_broken()) is not None:
+            raise GroupBroken(why)
+
+    def _why_broken(self) -> str | None:
+        generation, reason = self._news
+        return self._broken or (reason if generation == self.plan.generation else None)
+
+    def _adopt(self, generation: int) -> None:
+        try:
+            with self._waiting():
+                plan = Plan.from_json(self.client.get(Keys.plan(generation)))
+        except Forged as error:
+            self.client.set(Keys.fatal, str(error))
+            raise
+        if plan.rank_of(self.uid) is None and self.uid not in plan.left:
+            raise RankLost(
+                f"process {self.uid} was taken for dead, and generation {generation} goes on without it: it ends here, "
+                "and nothing that it has done since counts"
+            )
+        self.plan, self._broken = plan, None
+        self._watch.follow(generation)
+
+    def _heard(self, generation: int, reason: str) -> None:
+        """The watch's thread: the generation broke, and this rank may be waiting for someone who will never come."""
+        self._news = generation, reason or "it broke"
+        group, of = self._group, self._group_of
+        if group is not None and of == generation:
+            group.interrupt(reason)
+
+    def _drop(self, reason: str) -> None:
+        self._broken = self._why_broken() or reason
+        group, self._group = self._group, None
+        if group is not None:
+            group.interrupt(self._broken)
+            group.close()
+
+    def _form(self) -> Group:
+        """Meet the others. A thread does it, and is left behind if the generation breaks meanwhile."""
+        client = self.client
+        made: list[Group] = []
+        failed: list[str] = []
+        refused: list[UsageError] = []
+        over = threading.Event()
+        rank, size, generation = self.rank, self.world_size, self.plan.generation
+        form = self._transport.former()
+
+        def meet() -> None:
+            try:
+                store = client.meeting(f"group/{generation}")
+                host, waiting = client.host, self._waiting
+                made.append(form(store, rank, size, host=host, timeout=FORMING, waiting=waiting, stuck=self._give_up))
+            except UsageError as error:
+                refused.append(error)
+            except (RuntimeError, Forged, GroupBroken) as error:
+                failed.append(str(error))
+            over.set()
+
+        threading.Thread(target=meet, name=f"evergrad-form-{generation}", daemon=True).start()
+        with self._waiting():
+            while not over.wait(_GLANCE_S):
+                if (why := self._why_broken()) is not None:
+                    # The thread waits in this connection, for one who will never come. Connecting may be slow where
+                    # addresses are looked up: only then is another one made.
+                    client.cut()
+                    self.client = client.again()
+                    raise GroupBroken(why)
+        if refused:  # in every generation it would be the same
+            client.set(Keys.fatal, str(refused[0]))
+            raise refused[0]
+        if not made:
+            raise GroupBroken(self._why_broken() or failed[0].splitlines()[0][:160])
+        return made[0]
+
+
+class _Watch:
+    """A thread that waits for a generation to break, and says so at once."""
+
+    def __init__(self, uid: int, client: StoreClient, heard: Callable[[int, str], None]) -> None:
+        self._uid, self._client, self._heard = uid, client, heard
+        self._generation = -1
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def follow(self, generation: int) -> None:
+        with self._changed:
+            self._generation = generation
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="evergrad-watch", daemon=True)
+            self._thread.start()
+
+    def close(self, client: StoreClient) -> None:
+        """End the thread, which waits in a connection of its own."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is None:
+            return
+        with suppress(RuntimeError):  # the launcher, and its store, may be gone
+            client.set(Keys.news(self._uid, self._generation), "{}")
+        # It must be gone before the interpreter is: a thread that comes back from C++ then would abort it.
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        seen = -1
+        while True:
+            with self._changed:
+                while self._generation == seen and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                seen = self._generation
+            try:
+                why = json.loads(self._client.get(Keys.news(self._uid, seen)))
+            except Forged as error:
+                self._client.set(Keys.fatal, str(error))
+                self._heard(seen, str(error))
+                return
+            except RuntimeError as error:
+                if not self._is_closed:
+                    self._heard(seen, f"the store is gone: {str(error).splitlines()[0][:100]}")
+                return
+            if not self._is_closed:
+                self._heard(seen, str(why.get("reason", "")))
