@@ -19,7 +19,7 @@ EPILOG = (
 
 
 def agent(
-    run_dir: Annotated[Path, typer.Argument(help="The job's run folder, as given to Checkpointer.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The job's run folder, as given to Checkpointer.")],
     node: Annotated[str | None, typer.Option(help="This node's name; EVERGRAD_NODE, or the host's.")] = None,
     linger: Annotated[
         float | None, typer.Option(min=0, help="Seconds to stay without work and trainers; EVERGRAD_LINGER, or 60.")

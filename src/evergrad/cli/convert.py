@@ -22,8 +22,8 @@ EPILOG = (
 
 
 def convert(
-    a: Annotated[Path, typer.Argument(help="A checkpoint: any file or folder.")],
-    b: Annotated[Path, typer.Argument(help="The file to write; its ending names the format.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint: any file or folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The file to write; its ending names the format.")],
     to: Annotated[
         str | None,
         typer.Option(

@@ -24,8 +24,8 @@ EPILOG = (
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint: any file or folder.")],
-    b: Annotated[Path, typer.Argument(help="Another one, in the same or another format.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint: any file or folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, in the same or another format.")],
     where: Annotated[list[str] | None, typer.Option(help="Only these tensors of A; as in inspect. Repeatable.")] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Show equal tensors too.")] = False,
     as_json: JsonOption = False,

@@ -44,7 +44,7 @@ _NEEDS = {"bitmask": "mask", "scale": "factor", "stuckat": "value", "setvalue": 
 
 
 def inject(
-    file: Annotated[Path | None, typer.Argument(help="A checkpoint: any file or folder.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A checkpoint: any file or folder.")] = None,
     fault: Annotated[
         str | None,
         typer.Option(

@@ -26,7 +26,7 @@ _SHOWN_OTHERS = 5
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A checkpoint: any file or folder.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint: any file or folder.")],
     where: Annotated[
         list[str] | None,
         typer.Option(help="Only these: a name (with all below it), a glob, role:ROLE or re:REGEX. Repeatable."),

@@ -28,8 +28,8 @@ EPILOG = (
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(help="The log of an injection.")],
-    other: Annotated[Path, typer.Argument(help="A checkpoint: any file or folder.")],
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="The log of an injection.")],
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="A checkpoint: any file or folder.")],
     rename: Annotated[
         str | None, typer.Option(help="auto: match tensors across frameworks; or a TOML file of names.")
     ] = None,

@@ -31,8 +31,10 @@ EPILOG = (
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python script; with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Everything after it is passed on to it.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Everything after it is passed on to it.")
+    ] = None,
     num_ranks: Annotated[int, typer.Option("-n", "--ranks", help="How many ranks.")] = 1,
     nodes: Annotated[
         int | None,
@@ -56,7 +58,7 @@ def run(
             autocompletion=one_of("rollback", "forward", "restart"),
         ),
     ] = "rollback",
-    min_ranks: Annotated[int, typer.Option(help="With fewer the job goes back to its newest checkpoint, or ends.")] = 1,
+    min_ranks: Annotated[int, typer.Option(help="With fewer the job goes back to its newest version, or ends.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="How often it may go back so.")] = 3,
     max_ranks: Annotated[
         int | None, typer.Option(help="Grow to this many ranks where spares wait; as many as it began with by default.")

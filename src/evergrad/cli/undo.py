@@ -18,8 +18,10 @@ EPILOG = (
 
 
 def undo(
-    log: Annotated[Path, typer.Argument(help="The log of the injection.")],
-    file: Annotated[Path | None, typer.Argument(help="The altered file or folder, if it has moved since.")] = None,
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="The log of the injection.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The altered file or folder, if it has moved since.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Bring a file back, byte for byte, to what it was before an injection.

@@ -23,7 +23,7 @@ EPILOG = (
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(help="A checkpoint: any file or folder.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint: any file or folder.")],
     where: Annotated[list[str] | None, typer.Option(help="Only these tensors; as in inspect. Repeatable.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="A tensor without a checksum counts as wrong.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Show sound tensors too.")] = False,
