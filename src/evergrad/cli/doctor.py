@@ -63,10 +63,9 @@ def _print(groups: list[tuple[str, list[Check]]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    out = console()
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(min_width=max(len(printable(check.name)) for _, found in groups for check in found[:1]))
+    table.add_column(no_wrap=True, max_width=16)
     table.add_column(overflow="fold")
     for number, (name, found) in enumerate(groups):
         if number:
@@ -77,7 +76,7 @@ def _print(groups: list[tuple[str, list[Check]]]) -> None:
             if check.todo:
                 told.append(f"\n→ {printable(check.todo)}", style="" if check.verdict == "ok" else "bold")
             table.add_row(Text(check.verdict, style=_STYLES[check.verdict]), Text(printable(check.name)), told)
-    out.print(table)
+    console().print(table)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _LITTLE = 1e9  # docker gives 64 MB unless told otherwise
 def look() -> Iterator[Check]:
     """The room for arenas, below EVERGRAD_SHM or /dev/shm."""
     place = Path(os.environ.get("EVERGRAD_SHM") or "/dev/shm")
-    yield from checked(str(place), lambda: _look(place))
+    yield from checked("shared memory", lambda: _look(place))
 
 
 def filesystem_of(path: Path, mounts: str | None = None) -> str:
@@ -40,7 +40,7 @@ def filesystem_of(path: Path, mounts: str | None = None) -> str:
 
 
 def _look(place: Path) -> Check:
-    name = str(place)
+    name = "shared memory"
     elsewhere = "set EVERGRAD_SHM to a folder on a tmpfs that you may write"
     try:
         room = os.statvfs(place)
@@ -48,7 +48,7 @@ def _look(place: Path) -> Check:
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:  # without a name: a crash leaves nothing
             file.write(b"\0" * 4096)
     except OSError as error:
-        return Check(name, "failed", f"cannot be written: {(error.strerror or str(error)).lower()}", elsewhere)
+        return Check(name, "failed", f"{place}: cannot be written: {(error.strerror or str(error)).lower()}", elsewhere)
     own = place / f"evergrad-{os.getuid()}"
     if own.exists() and (own.is_symlink() or own.stat().st_uid != os.getuid() or own.stat().st_mode & 0o077):
         return Check(name, "failed", f"{own} is not yours alone", f"remove it, or {elsewhere}")
@@ -56,7 +56,7 @@ def _look(place: Path) -> Check:
     usable = free if memory is None else min(free, memory)  # a tmpfs promises more than there is
     state = usable // _ARENAS
     told = (
-        f"{free / 1e9:.1f} of {size / 1e9:.1f} GB free: two arenas a rank for a state of up to {_gb(state)}, "
+        f"{place}: {free / 1e9:.1f} of {size / 1e9:.1f} GB free: two arenas a rank for a state of up to {_gb(state)}, "
         f"or {_gb(state // _RANKS)} on each of {_RANKS} ranks"
     )
     facts = {"size_bytes": size, "free_bytes": free, "state_bytes": state}
