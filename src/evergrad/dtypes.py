@@ -91,6 +91,13 @@ class DType(StrEnum):
         return _BY_NAME.get(str(dtype).removeprefix("torch."))
 
     @classmethod
+    def of_dense(cls, dtype: torch.dtype) -> DType:
+        """The type of a tensor that `flatten` or a format has taken: they refuse all others."""
+        found = cls.of_torch(dtype)
+        assert found is not None, f"{dtype} is refused"
+        return found
+
+    @classmethod
     def of_numpy(cls, dtype: np.dtype[np.generic]) -> DType | None:
         """The type of a NumPy array, whatever its byte order; None for strings, objects, records."""
         return _BY_NAME.get(dtype.name) if dtype.kind in "fiubc" else None

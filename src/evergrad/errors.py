@@ -53,6 +53,7 @@ __all__ = [
     "UnsupportedContent",
     "UsageError",
     "nearest",
+    "reason",
 ]
 
 
@@ -191,6 +192,15 @@ def nearest(asked: str, known: Iterable[str], count: int = 2) -> list[str]:
         if name not in found and name.rsplit("/", 1)[-1] == tail:
             found.append(name)
     return found
+
+
+def reason(error: OSError) -> str:
+    """Why the system refuses, as error lines end.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory"))
+    'no such file or directory'
+    """
+    return (error.strerror or str(error)).lower()
 
 
 def _one_line(text: str, limit: int = 600) -> str:

@@ -35,6 +35,11 @@ class Check(StrEnum):
     FAILED = "failed"
     UNKNOWN = "unknown"
 
+    @classmethod
+    def of(cls, holds: bool) -> Check:
+        """What a check says that could be made."""
+        return cls.OK if holds else cls.FAILED
+
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:

@@ -372,7 +372,7 @@ def test_what_is_in_the_way_is_said_before_anything_is_read(
         ("no/where.pt", {}, "there is no folder"),
         ("a.xyz", {}, "no format is written with the ending '.xyz'"),
         ("a.pt", {"format": "onnx"}, "unknown format 'onnx'"),
-        ("a.pt", {"rank": 1}, "there is no rank 1: 1 ranks saved it"),
+        ("a.pt", {"rank": 1}, "there is no rank 1: 1 saved it"),
     ]:
         with pytest.raises(EvergradError, match=words):
             export(run, tmp_path / out, **settings)

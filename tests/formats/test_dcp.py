@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
+from evergrad.formats.data_file import DataFile
 from evergrad.formats.pieces import Box, Pieces
-from evergrad.formats.region import DataFile, Region
+from evergrad.formats.region import Region
 from evergrad.records import Check
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ

@@ -31,7 +31,7 @@ import xxhash
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.version import Version
-from evergrad.errors import TierError
+from evergrad.errors import TierError, reason
 
 __all__ = ["Arena", "ArenaFiles", "Ticket", "is_locked", "populate"]
 
@@ -290,7 +290,7 @@ def _check_memory(folder: Path, size: int) -> None:
 def _too_small(folder: Path, size: int, error: OSError) -> TierError:
     status = os.statvfs(folder)
     free, whole = (blocks * status.f_frsize / 1e9 for blocks in (status.f_bavail, status.f_blocks))
-    what = (error.strerror or str(error)).lower()
+    what = reason(error)
     return TierError(
         f"{folder.parents[2]}: an arena of {size / 1e9:.3f} GB does not fit ({what}): {free:.3f} GB of {whole:.3f} "
         "GB are free, and each rank needs two. Enlarge it (mount -o remount,size=…; docker run --shm-size=…), or set "

@@ -9,7 +9,7 @@ from pathlib import Path
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, is_locked
 from evergrad.checkpoint.job import Job, read_identity
-from evergrad.errors import CheckpointError
+from evergrad.errors import CheckpointError, reason
 
 __all__ = ["LOCK", "arena_folder", "arenas_root", "find_arenas", "remove_orphans"]
 
@@ -41,7 +41,7 @@ def arena_folder(job: Job) -> Path:
             storage.publish(home, place)
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: no place for arenas: {(error.strerror or str(error)).lower()}. Set EVERGRAD_SHM to a tmpfs."
+            f"{folder}: no place for arenas: {reason(error)}. Set EVERGRAD_SHM to a tmpfs."
         ) from error
     return folder
 

@@ -25,7 +25,6 @@ from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.link import AgentLink, Link, ThreadLink
 from evergrad.checkpoint.job import Job, now
-from evergrad.checkpoint.layout import uncollected
 from evergrad.checkpoint.policy import Policy
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.obtaining import Obtaining
@@ -37,6 +36,7 @@ from evergrad.checkpoint.settings import checked_meta, checked_step, checked_tie
 from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_password, without_secrets
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, EvergradError, SaveRefused, UsageError
+from evergrad.formats.collector import uncollected
 from evergrad.state import Where
 
 __all__ = ["CheckpointWarning", "Checkpointer"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import CheckpointError, FileAccessError, FormatError
+from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason
 from evergrad.formats.durable import appearing, replacing
 
 __all__ = ["SCHEMA_VERSION", "Job", "node_name", "now", "read_identity", "safe_name"]
@@ -46,9 +46,7 @@ class Job:
             for name in ("attempts", "complete", "agents"):
                 (folder / name).mkdir(exist_ok=True)
         except OSError as error:
-            raise FileAccessError(
-                folder, f"cannot be a run folder: {(error.strerror or str(error)).lower()}"
-            ) from error
+            raise FileAccessError(folder, f"cannot be a run folder: {reason(error)}") from error
         return cls(folder, _identity(folder), node_name(node))
 
     @property

@@ -10,11 +10,9 @@ Besides the keys of `formats/safetensors.py` its metadata holds `evergrad.shard`
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quote
@@ -25,13 +23,21 @@ import xxhash
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError
-from evergrad.formats.safetensors import ALIASES_KEY, DTYPES, DTYPES_KEY, MAX_HEADER_BYTES, SKELETON_KEY, WRITTEN
+from evergrad.formats.collector import uncollected
+from evergrad.formats.safetensors import (
+    ALIASES_KEY,
+    DTYPES,
+    DTYPES_KEY,
+    ELSEWHERE_KEY,
+    MAX_HEADER_BYTES,
+    SKELETON_KEY,
+    WRITTEN,
+)
 from evergrad.records import Json
 from evergrad.state import Skeleton
 
 __all__ = [
     "ALIGNMENT",
-    "ELSEWHERE_KEY",
     "PLACEMENTS_KEY",
     "SHARD_KEY",
     "Entry",
@@ -42,13 +48,11 @@ __all__ = [
     "cut",
     "escaped",
     "parse",
-    "uncollected",
 ]
 
 ALIGNMENT = 4096
 SHARD_KEY = "evergrad.shard"
 PLACEMENTS_KEY = "evergrad.placements"
-ELSEWHERE_KEY = "evergrad.elsewhere"
 _SPARE_BYTES = 1024  # for a step with more digits, a learning rate with more places, a longer note
 _SPARE_SHARE = 32  # or this part of the header, if that is more: long histories grow faster
 
@@ -164,18 +168,6 @@ class Parsed(NamedTuple):
     """Tensors that another rank's shard holds: dtype and shape."""
     absent_aliases: dict[str, str]
     """Tied tensors of those: path → path of the one that is there."""
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep Python's collector off: it would walk tens of thousands of new containers, again and again, for nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def escaped(text: str) -> bytes:

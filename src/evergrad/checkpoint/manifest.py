@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from evergrad.checkpoint.version import Version
-from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.errors import DamagedFile, FileAccessError, reason
 
 __all__ = ["SCHEMA_VERSION", "Manifest", "shard_name"]
 
@@ -97,7 +97,7 @@ class Manifest:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+            raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
         return cls.from_bytes(data, path, digests=digests)
 
     @classmethod

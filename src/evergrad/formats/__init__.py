@@ -1,7 +1,7 @@
 """A checkpoint file as named, addressable tensors; one file a format.
 
 contract.py      what a format is, and what an opened checkpoint offers
-region.py        where a tensor's bytes are: the only code that reads and alters them
+region.py        where a tensor's bytes are: the only code that reads and alters them; data_file.py files as bytes
 addressed.py     checkpoints whose tensors lie at known places
 archive.py       zip files, with crc.py keeping their checksums right
 opcodes.py       pickles, read and never run; torch_objects.py says what their names mean
@@ -19,10 +19,11 @@ from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.compare import compare
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.convert import convert, losses
+from evergrad.formats.data_file import DataFile
 from evergrad.formats.folders import CompositeCheckpoint
 from evergrad.formats.hdf5_state import load_hdf5, save_hdf5
 from evergrad.formats.match import Match, Matching, match
-from evergrad.formats.region import DataFile, Region
+from evergrad.formats.region import Region
 from evergrad.formats.registry import formats, open_checkpoint
 from evergrad.formats.verify import TensorVerdict, Verification, verify
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.formats.contract import Bits, Checkpoint
-from evergrad.formats.region import Closes, Region
+from evergrad.formats.data_file import Closes
+from evergrad.formats.region import Region, check_seal
 from evergrad.records import Check, Neighbour, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of
 from evergrad.state.sharing import byte_extent
@@ -63,10 +64,7 @@ class AddressedCheckpoint(Checkpoint):
     def checksum(self, name: str) -> Check:
         """Whether the checksum of the container over this tensor's bytes holds, if it has one."""
         self._info(name)
-        seal = self.region(name).seal
-        if seal is None:
-            return Check.UNKNOWN
-        return Check.OK if seal.holds() else Check.FAILED
+        return check_seal(self.region(name).seal)
 
     def container_checks(self) -> Mapping[str, Check]:
         """Checksums over everything that is no tensor, as the format found them."""

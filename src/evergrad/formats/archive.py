@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.crc import CRC32, crc32
+from evergrad.formats.data_file import Bytes, DataFile, closed_on_error, file_errors, xor_rows
 from evergrad.formats.durable import replacing
-from evergrad.formats.region import Bytes, DataFile, Seal, closed_on_error, file_errors, xor_rows
+from evergrad.formats.region import Seal, check_seal
 from evergrad.records import Check
 
 __all__ = ["Archive", "Inflated", "Member", "first_name"]
@@ -132,11 +133,7 @@ class Archive:
 
     def check(self, members: Iterable[Member]) -> dict[str, Check]:
         """Whether these members have the checksum that the directory says; `unknown` where it says none."""
-        found: dict[str, Check] = {}
-        for member in members:
-            seal = self.seal(member) if member.size else None
-            found[member.name] = Check.UNKNOWN if seal is None else Check.OK if seal.holds() else Check.FAILED
-        return found
+        return {member.name: check_seal(self.seal(member) if member.size else None) for member in members}
 
     def close(self) -> None:
         """Make changes durable: rewrite the archive if compressed members were altered, and close."""

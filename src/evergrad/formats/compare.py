@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any
@@ -12,19 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import AmbiguousMatch
-from evergrad.formats.contract import Bits, Checkpoint, blocks
-from evergrad.formats.match import match
+from evergrad.formats.contract import Bits, Checkpoint, Progress, blocks
+from evergrad.formats.match import match, unwrapped
 from evergrad.formats.registry import open_checkpoint
 from evergrad.formats.values import finite, values
 from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
 from evergrad.state import Where, select
 
 __all__ = ["compare"]
-
-_WRAPPERS = ("module.", "_orig_mod.")
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes compared so far and the bytes in all."""
 
 
 def compare(
@@ -109,22 +104,13 @@ def _partners(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
     taken = set(found.values())
     bare: dict[str, list[str]] = {}
     for name in right - taken:
-        bare.setdefault(_unwrapped(name), []).append(name)
+        bare.setdefault(unwrapped(name), []).append(name)
     for name in a:
-        candidates = [] if name in found else bare.get(_unwrapped(name), [])
+        candidates = [] if name in found else bare.get(unwrapped(name), [])
         if len(candidates) == 1 and candidates[0] not in taken:
             found[name] = candidates[0]
             taken.add(candidates[0])
     return found
-
-
-def _unwrapped(name: str) -> str:
-    segments = name.split("/")
-    for index, segment in enumerate(segments):
-        while segment.startswith(_WRAPPERS):
-            segment = segment.split(".", 1)[1]
-        segments[index] = segment.replace("._orig_mod.", ".").replace(".module.", ".")
-    return "/".join(segments)
 
 
 def _compare(

@@ -8,7 +8,7 @@ serves everything whose tensors lie at known places), name the format in the ent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import ConversionLoss, UnknownTensor, UnsupportedContent, UsageError
-from evergrad.formats.region import file_errors
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton, unflatten
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "Format", "Probe"]
 
 Bits = npt.NDArray[np.unsignedinteger]
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
 _BLOCK_BYTES = 1 << 24
 
 

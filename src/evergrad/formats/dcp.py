@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -10,17 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
+from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint
 from evergrad.formats.archive import Archive, Inflated
 from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.data_file import Bytes, DataFile, close_all, named_size
 from evergrad.formats.dcp_metadata import Place, read_metadata
 from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint
-from evergrad.formats.region import Bytes, DataFile, Region, named_size
+from evergrad.formats.region import Region
 from evergrad.formats.torch_legacy import open_legacy
 from evergrad.formats.torch_zip import open_archive
-from evergrad.records import Check, TensorInfo
-from evergrad.state import ROOT, role_of
+from evergrad.records import Check
+from evergrad.state import ROOT
+from evergrad.state.roles import tensor_info
 
 __all__ = ["Dcp", "Window"]
 
@@ -134,14 +135,7 @@ class _Files:
     def close(self) -> None:
         self._closed = True
         self._parts.clear()
-        first: FormatError | None = None
-        for file in self._files.values():
-            try:
-                file.close()
-            except FormatError as error:
-                first = first or error
-        if first is not None:
-            raise first
+        close_all(self._files.values())
 
 
 def _part(window: Bytes, place: Place) -> AddressedCheckpoint:
@@ -174,12 +168,11 @@ def _open(folder: Path, metadata: Path) -> Checkpoint:
     files = _Files(folder)
     tensors = {}
     for name, (shape, dtype, parts) in found.tensors.items():
-        role = role_of(name, is_float=dtype.is_float, rank=len(shape))
-        nbytes = math.prod(shape) * dtype.itemsize
+        info = tensor_info(name, shape, dtype)
         stored = sum(place.length for _, place in parts)
-        if nbytes > max(64 * stored, 1 << 26):  # expanded tensors are larger than their bytes, within reason
+        if info.nbytes > max(64 * stored, 1 << 26):  # expanded tensors are larger than their bytes, within reason
             raise LimitExceeded(metadata, f"{name}: absurd shape {shape} over {stored} bytes")
-        tensors[name] = TensorInfo(name, shape, dtype, role, nbytes)
+        tensors[name] = info
 
     def locate(name: str) -> Pieces:
         shape, dtype, parts = found.tensors[name]

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
+from evergrad.formats.data_file import DataFile
 from evergrad.formats.opcodes import Global, PickleError, read_pickle
 from evergrad.formats.pieces import Box, fill
-from evergrad.formats.region import DataFile
 from evergrad.formats.torch_objects import TorchBuilder
 
 __all__ = ["Folder", "Place", "StoredTensor", "read_metadata"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, UnsupportedContent
 from evergrad.formats.contract import Checkpoint, Format, Probe
-from evergrad.formats.folders import Opener, by_file, close_all
-from evergrad.formats.region import file_errors
+from evergrad.formats.data_file import close_all, file_errors
+from evergrad.formats.folders import Opener, by_file
 
 __all__ = ["DeepSpeed"]
 
@@ -58,7 +58,7 @@ class DeepSpeed(Format):
                     others[file.name] = "a file of no known format"
             return by_file(self.name, folder, opened, others)
         except BaseException:
-            close_all(list(opened.values()))
+            close_all(opened.values())
             raise
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from evergrad.formats.region import file_errors
+from evergrad.formats.data_file import file_errors
 
 __all__ = ["appearing", "fsync", "replacing", "temporary_name"]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
-from evergrad.formats.region import file_errors, named_size
+from evergrad.formats.data_file import close_all, file_errors, named_size
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View
@@ -136,7 +136,7 @@ class Sharded(Format):
                 kind, index, list(parts.values()), names, skeleton=skeleton, others=others, metadata=notes
             )
         except BaseException:
-            close_all(list(parts.values()))
+            close_all(parts.values())
             raise
 
 
@@ -178,7 +178,7 @@ class PlainFolder(Format):
             folder.unkept = {**folder.unkept, **{child.name: "a file without tensors" for child in rest}}
             return folder
         except BaseException:
-            close_all(list(opened.values()))
+            close_all(opened.values())
             raise
 
 
@@ -281,15 +281,3 @@ def _tail(path: Path) -> bytes:
         size = file.seek(0, 2)
         file.seek(max(0, size - 4096))
         return file.read(4096) if size <= MAX_INDEX_BYTES else b""
-
-
-def close_all(parts: list[Checkpoint]) -> None:
-    """Close every part, and only then raise the first error."""
-    first: BaseException | None = None
-    for part in parts:
-        try:
-            part.close()
-        except Exception as error:
-            first = first or error
-    if first is not None:
-        raise first

@@ -12,12 +12,12 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
 from evergrad.formats.addressed import describe
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
+from evergrad.formats.data_file import closed_on_error, file_errors
 from evergrad.formats.hdf5_attributes import Unkept
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors
 from evergrad.formats.hdf5_listing import Entry, Listing, list_file
 from evergrad.formats.hdf5_notes import NOTES, Notes, Source, read_notes, write_hdf5
 from evergrad.formats.hdf5_storage import DataSet
-from evergrad.formats.region import closed_on_error, file_errors
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, find_sharing, role_of
 from evergrad.state.sharing import contiguous_strides

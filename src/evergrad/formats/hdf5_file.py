@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent
-from evergrad.formats.region import Bytes, DataFile, Seal, file_errors
+from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent, reason
+from evergrad.formats.data_file import Bytes, DataFile, file_errors
+from evergrad.formats.region import Seal
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 
 __all__ = ["Hdf5File", "Place", "hdf5_errors", "library"]
@@ -221,7 +222,7 @@ def hdf5_errors(path: Path, what: str) -> Iterator[None]:
         raise LimitExceeded(path, f"{what}: does not fit into memory") from None
     except OSError as error:
         if error.errno is not None:
-            raise FileAccessError(path, f"{what}: {(error.strerror or str(error)).lower()}") from None
+            raise FileAccessError(path, f"{what}: {reason(error)}") from None
         raise DamagedFile(path, f"{what}: {_first_line(error)}") from None
     except (
         RuntimeError,

@@ -15,8 +15,9 @@ from evergrad.formats.durable import replacing
 from evergrad.formats.hdf5_file import library
 from evergrad.formats.hdf5_notes import Source, write_hdf5
 from evergrad.formats.registry import open_checkpoint
-from evergrad.records import Role, TensorInfo
+from evergrad.records import TensorInfo
 from evergrad.state import flatten
+from evergrad.state.roles import tensor_info
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +54,7 @@ def load_hdf5(path: str | PathLike[str]) -> Any:
 
 
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
-    dtype = DType.of_torch(tensor.dtype)
-    assert dtype is not None
-    return TensorInfo(name, tuple(tensor.shape), dtype, Role.OTHER, tensor.numel() * dtype.itemsize)
+    return tensor_info(name, tuple(tensor.shape), DType.of_dense(tensor.dtype))
 
 
 def _source(info: TensorInfo, tensor: torch.Tensor) -> Source:

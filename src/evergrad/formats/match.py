@@ -22,7 +22,7 @@ from evergrad.formats.contract import Checkpoint
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Json, Role, TensorInfo
 
-__all__ = ["Match", "Matching", "match"]
+__all__ = ["Match", "Matching", "match", "unwrapped"]
 
 _WRAPPERS = re.compile(r"(?:(?<=[/.])|^)(?:module|_orig_mod)\.")
 _ATTRIBUTES = "/.ATTRIBUTES/VARIABLE_VALUE"  # how TensorFlow ends the names of variables
@@ -134,6 +134,15 @@ def match(a: str | PathLike[str] | Checkpoint, b: str | PathLike[str] | Checkpoi
         )
 
 
+def unwrapped(name: str) -> str:
+    """A name without what DDP and `torch.compile` put before it, at any depth.
+
+    >>> unwrapped("model/module._orig_mod.fc.weight")
+    'model/fc.weight'
+    """
+    return _WRAPPERS.sub("", name)
+
+
 def _pair(left: list[_Layer], right: list[_Layer], where: str) -> list[tuple[_Layer, _Layer]]:
     """Layers that are the same one: by name first, then by signature and order."""
     found: list[tuple[_Layer, _Layer]] = []
@@ -173,7 +182,7 @@ def _layers(ck: Checkpoint) -> list[_Layer]:
     for info in ck.tensors.values():
         if info.role not in (Role.MODEL, Role.BUFFER):
             continue
-        name = _WRAPPERS.sub("", info.name.removesuffix(_ATTRIBUTES))
+        name = unwrapped(info.name.removesuffix(_ATTRIBUTES))
         parent, _, leaf = name.rpartition("/")
         if leaf.isdigit() and parent.endswith("/vars"):
             numbered.setdefault(parent.removesuffix("/vars"), []).append(info)

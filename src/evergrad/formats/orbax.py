@@ -7,7 +7,6 @@ compressed again. No element has a place in a file, and only Orbax's own librari
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,10 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
-from evergrad.formats.region import file_errors
+from evergrad.formats.data_file import file_errors
 from evergrad.records import TensorInfo
-from evergrad.state import Skeleton, escape, role_of
+from evergrad.state import Skeleton, escape
+from evergrad.state.roles import tensor_info
 
 __all__ = ["Orbax", "OrbaxCheckpoint"]
 
@@ -134,8 +134,7 @@ def _list_zarr(header: Path, name: str, into: OrbaxCheckpoint) -> None:
     compressor = data.get("compressor")
     how = compressor.get("id") if isinstance(compressor, dict) else None
     into.compressors[name] = f"compressed ({str(how)[:40]})" if how else "files of their own, which is not served yet"
-    role = role_of(name, is_float=dtype.is_float, rank=len(shape))
-    into.tensors[name] = TensorInfo(name, shape, dtype, role, math.prod(shape) * dtype.itemsize)
+    into.tensors[name] = tensor_info(name, shape, dtype)
 
 
 def _tree(folder: Path) -> list[tuple[list[str], Mapping[str, Any]]] | None:

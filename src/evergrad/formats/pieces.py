@@ -15,7 +15,8 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
 from evergrad.formats.contract import Bits, Checkpoint
-from evergrad.formats.region import Closes, Region
+from evergrad.formats.data_file import Closes
+from evergrad.formats.region import Region, check_seal
 from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides
@@ -116,11 +117,10 @@ class Pieces:
         """Whether the checksums over every box hold; `unknown` if one has none, and none fails."""
         found = Check.OK
         for number in range(len(self.boxes)):
-            seal = self.region(number).seal
-            if seal is None:
-                found = Check.UNKNOWN
-            elif not seal.holds():
-                return Check.FAILED
+            check = check_seal(self.region(number).seal)
+            if check is Check.FAILED:
+                return check
+            found = check if check is Check.UNKNOWN else found
         return found
 
     def _place(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

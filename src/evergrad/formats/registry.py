@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import entry_points
 from os import PathLike
 from pathlib import Path
 
-from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnknownFormat, nearest
+from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnknownFormat, nearest, reason
+from evergrad.formats.collector import uncollected
 from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.dcp import Dcp
 from evergrad.formats.deepspeed import DeepSpeed
 from evergrad.formats.folders import PlainFolder, Sharded, TrainerFolder
@@ -22,7 +21,6 @@ from evergrad.formats.hdf5 import Hdf5
 from evergrad.formats.keras_zip import KerasZip
 from evergrad.formats.numpy_files import Npy, Npz
 from evergrad.formats.orbax import Orbax
-from evergrad.formats.region import file_errors
 from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
 from evergrad.formats.torch_legacy import TorchLegacy
@@ -45,7 +43,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     where = _found(Path(path))
     probe = Probe(where)
     try:
-        with _collector_paused():
+        with uncollected():
             for family in (_ours, _plugins):  # looking for plugins takes longer than opening a file
                 for format in family():
                     if format.recognises(probe):
@@ -53,7 +51,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     except EvergradError:
         raise
     except OSError as error:
-        raise FileAccessError(where, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(where, f"cannot be read: {reason(error)}") from error
     except MemoryError:
         raise LimitExceeded(where, "does not fit into memory") from None
     except (
@@ -108,18 +106,6 @@ def _ours() -> tuple[Format, ...]:
         PlainFolder(open_checkpoint),
         Orbax(),  # last: it looks into every folder below
     )
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Listing makes objects and no garbage; searching them for cycles over and over takes a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,8 @@ from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
-from evergrad.formats.region import DataFile, Region, closed_on_error
+from evergrad.formats.data_file import DataFile, closed_on_error
+from evergrad.formats.region import Region
 from evergrad.records import TensorInfo
 from evergrad.state import Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides

@@ -16,7 +16,7 @@ import numpy as np
 from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent
 from evergrad.formats.castagnoli import crc32c, masked, unmasked
 from evergrad.formats.crc import CRC32C
-from evergrad.formats.region import DataFile
+from evergrad.formats.data_file import DataFile
 from evergrad.records import Check
 
 __all__ = ["MAGIC", "Block", "Entry", "Table", "fields", "varint"]
@@ -75,8 +75,7 @@ class Table:
     def check(self, block: Block) -> Check:
         """Whether the block has the checksum that stands behind it."""
         data = self.file.read(block.start, block.size + _TRAILER)
-        holds = crc32c(data[:-4]) == unmasked(int.from_bytes(data[-4:], "little"))
-        return Check.OK if holds else Check.FAILED
+        return Check.of(crc32c(data[:-4]) == unmasked(int.from_bytes(data[-4:], "little")))
 
 
 def varint(data: bytes, position: int, end: int) -> tuple[int, int]:

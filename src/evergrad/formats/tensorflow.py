@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, FileAccessError, FormatError, UnsupportedContent
+from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent
 from evergrad.formats.castagnoli import crc32c, masked, unmasked
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.crc import CRC32C
+from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size
 from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint, fill
-from evergrad.formats.region import DataFile, Region, file_errors, named_size
+from evergrad.formats.region import Region
 from evergrad.formats.sstable import MAGIC, Table
 from evergrad.formats.tensorflow_index import Stored, box_of, read_entry, read_header, slice_key
 from evergrad.records import Check, Role, TensorInfo
@@ -104,14 +105,7 @@ class _Files:
     def close(self) -> None:
         """Data first: what the index says of it is durable last."""
         self.closed = True
-        first: FormatError | None = None
-        for file in [*self.opened.values(), self.table.file]:
-            try:
-                file.close()
-            except FormatError as error:
-                first = first or error
-        if first is not None:
-            raise first
+        close_all([*self.opened.values(), self.table.file])
 
 
 class _EntrySeal:

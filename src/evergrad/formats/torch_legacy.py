@@ -8,8 +8,9 @@ from typing import Any
 from evergrad.errors import DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.data_file import Bytes, DataFile, closed_on_error
 from evergrad.formats.opcodes import PickleError, read_pickle
-from evergrad.formats.region import Bytes, DataFile, Region, closed_on_error
+from evergrad.formats.region import Region
 from evergrad.formats.torch_objects import PickledTensors, StorageRef, TorchBuilder
 
 __all__ = ["TorchLegacy"]

@@ -9,8 +9,9 @@ from evergrad.errors import DamagedFile, StateError, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.archive import Archive, first_name
 from evergrad.formats.contract import Checkpoint, Format, Probe, losses_of, refuse_losses
+from evergrad.formats.data_file import Bytes, closed_on_error
 from evergrad.formats.opcodes import PickleError, read_pickle
-from evergrad.formats.region import Bytes, Region, closed_on_error
+from evergrad.formats.region import Region
 from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
 from evergrad.records import Check
 from evergrad.state import Skeleton, unflatten

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from os import PathLike
 
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.contract import Bits, Checkpoint
+from evergrad.formats.contract import Bits, Checkpoint, Progress
 from evergrad.formats.outliers import Findings, Worst, examine
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Check, Json
 from evergrad.state import Where, select
 
 __all__ = ["TensorVerdict", "Verification", "verify"]
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes verified so far and the bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)

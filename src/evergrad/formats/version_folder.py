@@ -10,7 +10,8 @@ from typing import Any
 from evergrad.errors import DamagedFile, FormatError, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint
 from evergrad.formats.contract import Checkpoint, Format, Probe
-from evergrad.formats.folders import CompositeCheckpoint, by_file, close_all
+from evergrad.formats.data_file import close_all
+from evergrad.formats.folders import CompositeCheckpoint, by_file
 from evergrad.formats.version_following import following, is_listed
 from evergrad.formats.version_records import COMMIT, MANIFEST, Record, Recorded, is_record, sound
 from evergrad.formats.version_shard import SHARD, ShardCheckpoint, manifest_beside, open_shard
@@ -58,7 +59,7 @@ class VersionFolder(Format):
                     damaged[stem] = str(error)
             return VersionCheckpoint(path, parts, damaged)
         except BaseException:
-            close_all(list(parts.values()))
+            close_all(parts.values())
             raise
 
 
@@ -116,9 +117,9 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
         whole = commit or next((found for found in manifests.values() if found is not None), None)
         for name, manifest in manifests.items():
             good = manifest is not None and whole is not None and self._fits(name, manifest, whole, commit, manifests)
-            checks[name] = Check.OK if good else Check.FAILED
+            checks[name] = Check.of(good)
         if (self.path / COMMIT).exists():
-            checks[COMMIT] = Check.OK if commit is not None else Check.FAILED
+            checks[COMMIT] = Check.of(commit is not None)
         return checks | {f"{name} (missing)": Check.FAILED for name in self._missing}
 
     def _sealed(self) -> list[ShardCheckpoint]:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from evergrad.errors import DamagedFile, FormatError, LimitExceeded
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import replacing
-from evergrad.formats.region import file_errors
 from evergrad.formats.rehearsal import rehearsing
 
 __all__ = [

@@ -19,7 +19,7 @@ import xxhash
 from evergrad.errors import FileAccessError
 from evergrad.formats.addressed import AddressedCheckpoint
 from evergrad.formats.contract import Bits
-from evergrad.formats.region import file_errors, xor_rows
+from evergrad.formats.data_file import file_errors, xor_rows
 from evergrad.formats.rehearsal import rehearsing
 from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.version_following import following, is_listed, sharing
@@ -76,14 +76,14 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         if self._table() is None:
             return Check.UNKNOWN
         stored = self._stored(name)  # none: the manifest is of other tensors
-        return _ok(stored is not None and self._holds(name, stored))
+        return Check.of(stored is not None and self._holds(name, stored))
 
     def container_checks(self) -> Mapping[str, Check]:
         """The header, the manifest and, where there is one, `COMMIT.json`."""
         commit, manifest = self.path.with_name(COMMIT), self._manifest()
-        checks = {"header": self.header_check(), self.manifest.name: _ok(self._table() is not None)}
+        checks = {"header": self.header_check(), self.manifest.name: Check.of(self._table() is not None)}
         if commit.exists():
-            checks[COMMIT] = _ok(manifest is not None and is_listed(sound(commit), manifest))
+            checks[COMMIT] = Check.of(manifest is not None and is_listed(sound(commit), manifest))
         return checks
 
     def header_check(self) -> Check:
@@ -97,7 +97,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
             if manifest.number("size") != size or not 8 <= end <= size:
                 return Check.FAILED
             found = xxhash.xxh3_128_hexdigest(file.read(end))
-        return _ok(found == manifest.body.get("header"))
+        return Check.of(found == manifest.body.get("header"))
 
     def records(self) -> list[Path]:
         """The manifest, those of ranks that share tensors of this one, and `COMMIT.json`."""
@@ -206,7 +206,3 @@ def _is_ours(shard: Path) -> bool:
 
 def _first(row: Rows) -> int:
     return int(row[0][0])
-
-
-def _ok(good: bool) -> Check:
-    return Check.OK if good else Check.FAILED

@@ -16,7 +16,8 @@ from typing import Literal
 
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
-from evergrad.formats.region import file_errors
+from evergrad.formats.contract import Progress
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal
 from evergrad.injection.columns import Column
 from evergrad.injection.log import FileChange, InjectionLog, default_place, existing
@@ -24,7 +25,7 @@ from evergrad.injection.order import logs_of
 from evergrad.injection.patches import Patch, sha256
 from evergrad.injection.plan import Plan
 from evergrad.injection.rewriting import rewritten
-from evergrad.injection.workplace import Progress, Workplace, check_writable, replace_file
+from evergrad.injection.workplace import Workplace, check_writable, replace_file
 from evergrad.records import Json
 
 __all__ = ["Digest", "Job", "Outcome", "alter", "prepare"]

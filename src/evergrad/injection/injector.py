@@ -11,6 +11,7 @@ from pathlib import Path
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.formats import open_checkpoint
+from evergrad.formats.contract import Progress
 from evergrad.formats.rehearsal import rehearsal
 from evergrad.injection.draws import GENERATOR, Draws
 from evergrad.injection.execution import Digest, Outcome, prepare
@@ -19,7 +20,7 @@ from evergrad.injection.log import InjectionLog
 from evergrad.injection.plan import plan
 from evergrad.injection.population import population
 from evergrad.injection.sampling import Amount, Sampling, sample
-from evergrad.injection.workplace import Progress, Workplace, exclusive
+from evergrad.injection.workplace import Workplace, exclusive
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 

@@ -23,8 +23,8 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
 from evergrad.formats.contract import Bits
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import appearing
-from evergrad.formats.region import file_errors
 from evergrad.injection.columns import Column, Hit
 from evergrad.injection.faults import Fault, fault_from_json
 from evergrad.records import Json

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import replacing
-from evergrad.formats.region import file_errors
 from evergrad.formats.rehearsal import Changes
 
 __all__ = ["BLOCK", "Patch", "distinct", "sha256"]

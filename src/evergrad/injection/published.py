@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evergrad.errors import DamagedFile, UsageError, nearest
-from evergrad.formats.region import file_errors
+from evergrad.formats.data_file import file_errors
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale
 
 __all__ = ["PublishedSettings"]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, Match, match, open_checkpoint
-from evergrad.formats.contract import Bits
+from evergrad.formats.contract import Bits, Progress
 from evergrad.formats.rehearsal import rehearsal
 from evergrad.formats.values import finite, values
 from evergrad.injection.columns import Column
@@ -21,7 +21,7 @@ from evergrad.injection.execution import Digest, Outcome, prepare
 from evergrad.injection.faults import Fault
 from evergrad.injection.log import InjectionLog
 from evergrad.injection.plan import Plan, levels, present
-from evergrad.injection.workplace import Progress, Workplace, exclusive
+from evergrad.injection.workplace import Workplace, exclusive
 from evergrad.records import TensorInfo
 
 __all__ = ["Rename", "aimed_at", "each_byte_once", "repeated", "replay"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from evergrad.errors import DamagedFile
-from evergrad.formats.region import file_errors
+from evergrad.formats.data_file import file_errors
 from evergrad.injection.log import FileChange, Image
 from evergrad.injection.patches import sha256
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
-from evergrad.formats.contract import Bits
-from evergrad.formats.region import file_errors
+from evergrad.formats.contract import Bits, Progress
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal, rehearsal
 from evergrad.formats.version_records import Recorded
 from evergrad.injection.columns import Column
@@ -27,7 +27,7 @@ from evergrad.injection.log import FileChange, InjectionLog
 from evergrad.injection.order import logs_of, mark_undone
 from evergrad.injection.patches import Patch, sha256
 from evergrad.injection.rewriting import restored
-from evergrad.injection.workplace import Progress, Workplace, check_writable, exclusive, replace_file
+from evergrad.injection.workplace import Workplace, check_writable, exclusive, replace_file
 from evergrad.records import Json
 
 __all__ = ["Undone", "Was", "undo"]

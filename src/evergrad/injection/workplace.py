@@ -9,21 +9,19 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
+from evergrad.formats.contract import Progress
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import fsync, replacing, temporary_name
-from evergrad.formats.region import file_errors
 from evergrad.formats.version_records import Recorded
 
-__all__ = ["Progress", "Workplace", "check_writable", "exclusive", "replace_file"]
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+__all__ = ["Workplace", "check_writable", "exclusive", "replace_file"]
 
 _FICLONE = 0x40049409
 _COPY_BYTES = 1 << 26

@@ -7,13 +7,16 @@ it instead and records the answer.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 
-from evergrad.records import Role
+from evergrad.dtypes import DType
+from evergrad.records import Role, TensorInfo
 from evergrad.state.paths import split
 
-__all__ = ["role_of"]
+__all__ = ["role_of", "tensor_info"]
 
 _OPTIMIZER_KEY = re.compile(
     r"(^|_)optim(izer)?s?(_weights|_states?)?(_dict)?s?(\.(pt|bin|pth))?$|optim_states\.pt$", re.I
@@ -65,6 +68,12 @@ def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
         return Role.OTHER
     # A plain state dict has one level; in a container that says nothing, a name like layer1.0.weight still tells.
     return Role.MODEL if not parent or _PARAMETER.search(last) else Role.OTHER
+
+
+def tensor_info(path: str, shape: tuple[int, ...], dtype: DType, roles: Mapping[str, Role] | None = None) -> TensorInfo:
+    """What a tensor is, with the role that is known of it or else the one that its path tells."""
+    role = (roles or {}).get(path) or role_of(path, is_float=dtype.is_float, rank=len(shape))
+    return TensorInfo(path, shape, dtype, role, math.prod(shape) * dtype.itemsize)
 
 
 @lru_cache(maxsize=4096)

@@ -198,8 +198,7 @@ def _write_strided(memory: np.ndarray, view: View, tensor: torch.Tensor) -> None
     """Copy a tensor into its place; NumPy, unlike torch, also writes where elements overlap."""
     import torch
 
-    dtype = DType.of_torch(tensor.dtype)
-    assert dtype is not None
+    dtype = DType.of_dense(tensor.dtype)
     element = np.dtype((np.void, dtype.itemsize))
     source = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().view(element)
     target = np.ndarray(

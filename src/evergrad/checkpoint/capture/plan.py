@@ -26,9 +26,10 @@ from evergrad.checkpoint.capture.sources import Sources
 from evergrad.checkpoint.capture.spread import declared, known, local_of, spec_of
 from evergrad.checkpoint.capture.template import Template
 from evergrad.checkpoint.capture.values import Values
-from evergrad.checkpoint.layout import Entry, Header, Layout, Spec, uncollected
+from evergrad.checkpoint.layout import Entry, Header, Layout, Spec
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
+from evergrad.formats.collector import uncollected
 from evergrad.records import Json
 from evergrad.state import Skeleton, Where, flatten
 from evergrad.state.sharing import contiguous_strides
@@ -223,10 +224,8 @@ def _around(skeleton: Skeleton, root: Sequence[str]) -> list[str]:
 
 
 def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
-    dtypes = {dtype: DType.of_torch(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    dtypes = {dtype: DType.of_dense(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
     specs = {}
     for path, tensor in tensors.items():
-        dtype = dtypes[tensor.dtype]
-        assert dtype is not None, "flatten refuses other types"
-        specs[path] = Spec(path, dtype, tuple(tensor.shape), tensor.nbytes)
+        specs[path] = Spec(path, dtypes[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
     return specs

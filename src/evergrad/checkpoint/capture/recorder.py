@@ -22,8 +22,8 @@ from evergrad.checkpoint.arena import Arena, Ticket
 from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.capture.pinned import Pinned
 from evergrad.checkpoint.capture.plan import Copying, Gathered, Plan, Target
-from evergrad.checkpoint.layout import uncollected
 from evergrad.errors import SaveRefused, TierError, UsageError
+from evergrad.formats.collector import uncollected
 
 __all__ = ["InFlight", "Recorder"]
 

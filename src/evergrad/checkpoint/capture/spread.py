@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from evergrad.checkpoint.placement import ALL, Place, Placements
 from evergrad.checkpoint.ranks import is_distributed
+from evergrad.dtypes import DType
 from evergrad.errors import StateError
-from evergrad.records import TensorInfo
-from evergrad.state import Skeleton, Where, join, role_of, select
+from evergrad.state import Skeleton, Where, join, select
 from evergrad.state.paths import segments
+from evergrad.state.roles import tensor_info
 
 __all__ = [
     "Wanted",
@@ -154,11 +155,10 @@ def declared(where: Where | bool, tensors: Mapping[str, torch.Tensor], skeleton:
     """What the user says is the same on all ranks: everything, or what `select` finds."""
     if where is True or where is False:
         return Placements((ALL,) if where else ())
-    infos = {}
-    for path, tensor in tensors.items():
-        shape, is_float = tuple(tensor.shape), tensor.dtype.is_floating_point
-        role = skeleton.roles.get(path) or role_of(path, is_float=is_float, rank=len(shape))
-        infos[path] = TensorInfo(path, shape, _dtype(tensor), role, 0)
+    infos = {
+        path: tensor_info(path, tuple(tensor.shape), DType.of_dense(tensor.dtype), skeleton.roles)
+        for path, tensor in tensors.items()
+    }
     return Placements(tuple(select(infos, where)))
 
 
@@ -232,11 +232,3 @@ def _objects(state: object, path: str | None) -> Iterator[tuple[str | None, obje
     elif isinstance(state, (list, tuple)):
         for index, child in enumerate(state):
             yield from _objects(child, join(path, str(index)))
-
-
-def _dtype(tensor: torch.Tensor) -> Any:
-    from evergrad.dtypes import DType
-
-    found = DType.of_torch(tensor.dtype)
-    assert found is not None, "flatten refuses other types"
-    return found

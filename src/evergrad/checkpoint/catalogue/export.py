@@ -27,10 +27,11 @@ from evergrad.dtypes import DType
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint, convert
 from evergrad.formats.contract import Bits
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import fsync, temporary_name
-from evergrad.formats.region import file_errors
-from evergrad.records import TensorInfo
-from evergrad.state import FlatState, Where, role_of, unflatten
+from evergrad.records import Role, TensorInfo
+from evergrad.state import FlatState, Where, unflatten
+from evergrad.state.roles import tensor_info
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ class FlatCheckpoint(Checkpoint):
         self.others: Mapping[str, str] = {}
         self.metadata: Mapping[str, str] = {}
         self.skeleton = flat.skeleton
-        self.tensors = {name: _info(name, tensor, flat) for name, tensor in flat.tensors.items()}
+        self.tensors = {name: _info(name, tensor, flat.skeleton.roles) for name, tensor in flat.tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor itself, not a copy."""
@@ -192,8 +193,5 @@ def _write_dcp(flat: FlatState, target: Path) -> None:
             shutil.rmtree(temporary)
 
 
-def _info(name: str, tensor: torch.Tensor, flat: FlatState) -> TensorInfo:
-    dtype = DType.of_torch(tensor.dtype)
-    assert dtype is not None
-    role = flat.skeleton.roles.get(name) or role_of(name)
-    return TensorInfo(name, tuple(tensor.shape), dtype, role, tensor.numel() * dtype.itemsize)
+def _info(name: str, tensor: torch.Tensor, roles: Mapping[str, Role]) -> TensorInfo:
+    return tensor_info(name, tuple(tensor.shape), DType.of_dense(tensor.dtype), roles)

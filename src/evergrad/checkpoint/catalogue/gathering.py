@@ -16,7 +16,8 @@ from evergrad.checkpoint.placement import Place, Placements
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, RestoreError
 from evergrad.records import Json, TensorInfo
-from evergrad.state import FlatState, Placement, Skeleton, Where, find_sharing, role_of, select
+from evergrad.state import FlatState, Placement, Skeleton, Where, find_sharing, select
+from evergrad.state.roles import tensor_info
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +85,7 @@ class _Source:
     def infos(self) -> dict[str, TensorInfo]:
         """What `select` chooses from."""
         roles = self.skeleton.roles
-        return {
-            path: TensorInfo(path, shape, dtype, roles.get(path) or role_of(path), math.prod(shape) * dtype.itemsize)
-            for path, (dtype, shape) in self.shapes.items()
-        }
+        return {path: tensor_info(path, shape, dtype, roles) for path, (dtype, shape) in self.shapes.items()}
 
     def tensor(self, path: str) -> torch.Tensor:
         """A view of the map that holds it."""

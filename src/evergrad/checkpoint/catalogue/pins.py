@@ -20,7 +20,7 @@ from evergrad.checkpoint import storage
 from evergrad.checkpoint.catalogue.journal import FOLDER
 from evergrad.checkpoint.job import now
 from evergrad.checkpoint.version import Version
-from evergrad.errors import FileAccessError, UsageError, nearest
+from evergrad.errors import FileAccessError, UsageError, nearest, reason
 
 __all__ = ["SCHEMA_VERSION", "Pins", "keep_guarded", "resolve"]
 
@@ -81,7 +81,7 @@ class Pins:
             except FileNotFoundError:
                 continue  # taken away meanwhile
             except OSError as error:
-                what = (error.strerror or str(error)).lower()
+                what = reason(error)
                 raise FileAccessError(path, f"cannot be read: {what}") from error
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 if strict:
@@ -100,7 +100,7 @@ class Pins:
                     storage.fsync_folder(folder.parent)
             storage.publish(path, text.encode())
         except OSError as error:
-            raise FileAccessError(path, f"cannot be written: {(error.strerror or str(error)).lower()}") from error
+            raise FileAccessError(path, f"cannot be written: {reason(error)}") from error
 
     def _remove(self, path: Path) -> None:
         try:
@@ -108,7 +108,7 @@ class Pins:
             if path.parent.is_dir():
                 storage.fsync_folder(path.parent)
         except OSError as error:
-            raise FileAccessError(path, f"cannot be removed: {(error.strerror or str(error)).lower()}") from error
+            raise FileAccessError(path, f"cannot be removed: {reason(error)}") from error
 
 
 def keep_guarded(pins: Pins, version: Version, whole: Iterable[Version]) -> None:
@@ -180,4 +180,4 @@ def _names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise FileAccessError(folder, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(folder, f"cannot be read: {reason(error)}") from error

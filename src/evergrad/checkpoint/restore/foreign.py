@@ -114,7 +114,7 @@ class DcpFolder:
         """Be nested as a live state is."""
         self.skeleton = Skeleton(tree.root(state))
         self._places = tree.places
-        inside = {path: (_dtype(tensor), tuple(tensor.shape)) for path, tensor in self._inside.items()}
+        inside = {path: (DType.of_dense(tensor.dtype), tuple(tensor.shape)) for path, tensor in self._inside.items()}
         cut = {
             path: (self.tensors[name][0], self.tensors[name][1] if place is None else place.shape)
             for path, (name, place) in tree.places.items()
@@ -147,9 +147,3 @@ class DcpFolder:
     def close(self) -> None:
         """Let go of the files."""
         self._checkpoint.close()
-
-
-def _dtype(tensor: torch.Tensor) -> DType:
-    found = DType.of_torch(tensor.dtype)
-    assert found is not None, "formats read no others"
-    return found

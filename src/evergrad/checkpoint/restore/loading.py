@@ -28,7 +28,8 @@ from evergrad.checkpoint.restore.pairing import pair
 from evergrad.dtypes import DType
 from evergrad.errors import StateError, nearest
 from evergrad.records import TensorInfo
-from evergrad.state import Where, role_of, select
+from evergrad.state import Where, select
+from evergrad.state.roles import tensor_info
 
 __all__ = ["Loading", "Source", "prepare"]
 
@@ -85,12 +86,7 @@ def _selectable(source: Source, plan: LoadPlan) -> dict[str, TensorInfo]:
     for mismatch in plan.mismatches:
         for path in sorted(mismatch.tensors):
             found.setdefault(path, (DType.FLOAT32, (0,)))
-    return {
-        path: TensorInfo(
-            path, shape, dtype, roles.get(path) or role_of(path, is_float=dtype.is_float, rank=len(shape)), 0
-        )
-        for path, (dtype, shape) in found.items()
-    }
+    return {path: tensor_info(path, shape, dtype, roles) for path, (dtype, shape) in found.items()}
 
 
 def _message(mismatches: list[Mismatch], source: Source) -> str:

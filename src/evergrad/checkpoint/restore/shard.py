@@ -20,7 +20,7 @@ from evergrad.checkpoint.layout import Entry, Parsed, parse
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.errors import DamagedFile, FileAccessError, reason
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides
 
@@ -47,7 +47,7 @@ class Shard:
             self.manifest = Manifest.read(copy.manifest)
             fd = os.open(copy.shard, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise FileAccessError(copy.shard, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+            raise FileAccessError(copy.shard, f"cannot be read: {reason(error)}") from error
         manifest = self.manifest
         try:
             size = os.fstat(fd).st_size
@@ -80,9 +80,7 @@ class Shard:
             try:
                 populate(self._map)
             except OSError as error:
-                raise DamagedFile(
-                    self.copy.shard, f"cannot be read: {(error.strerror or str(error)).lower()}"
-                ) from error
+                raise DamagedFile(self.copy.shard, f"cannot be read: {reason(error)}") from error
         if digest_spans(self._view, [(0, manifest.data_start)]) != [manifest.header]:
             raise DamagedFile(self.copy.shard, "the header is not what was captured")
         entries = {entry.path: entry for entry in self.parsed.layout.entries}

@@ -26,7 +26,7 @@ from evergrad.checkpoint.arena import is_locked
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
-from evergrad.errors import TierError, UsageError
+from evergrad.errors import TierError, UsageError, reason
 
 __all__ = ["Local"]
 
@@ -242,6 +242,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _tier_error(folder: Path, error: OSError) -> TierError:
-    what = (error.strerror or str(error)).lower()
+    what = reason(error)
     hint = " Free some space, or choose another path." if error.errno in _FULL else ""
     return TierError(f"{error.filename or folder}: tier local: {what}.{hint}")

@@ -12,7 +12,7 @@ from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
-from evergrad.errors import FormatError, TierError
+from evergrad.errors import FormatError, TierError, reason
 
 __all__ = ["Memory"]
 
@@ -51,7 +51,7 @@ class _MemoryStore(Store):
         try:
             storage.publish(work.files.manifest, manifest.to_bytes())
         except OSError as error:
-            what = (error.strerror or str(error)).lower()
+            what = reason(error)
             raise TierError(f"{work.files.manifest}: cannot be written: {what}") from error
 
     def find(self, rank: int | None = None) -> list[Copy]:

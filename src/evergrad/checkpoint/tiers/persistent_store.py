@@ -28,7 +28,7 @@ from evergrad.checkpoint.tiers.fetching import fetch_shard
 from evergrad.checkpoint.tiers.frames import ENCODING, pack
 from evergrad.checkpoint.tiers.ledger import Ledger, together
 from evergrad.checkpoint.version import Version
-from evergrad.errors import DamagedFile, FormatError, TierError
+from evergrad.errors import DamagedFile, FormatError, TierError, reason
 
 __all__ = ["JOB_NAME", "PersistentStore"]
 
@@ -210,7 +210,7 @@ class PersistentStore(Store):
                 self._ledger.forget(copy.version)  # another node has dropped it
                 raise
             except OSError as error:
-                raise TierError(f"{error.filename or folder}: {(error.strerror or str(error)).lower()}") from error
+                raise TierError(f"{error.filename or folder}: {reason(error)}") from error
         return replace(copy, shard=files[0], manifest=files[1])
 
     def drop(self, copy: Copy) -> None:
