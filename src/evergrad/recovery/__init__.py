@@ -2,9 +2,9 @@
 
     membership ← strategies ← coordinator ← launch/           decides, outside of the ranks; roster, endurance, notices
     crew ← launched ← engine ← arriving ← passage ← job       one rank's way: `eg.join()` makes a job
-    transport ← gloo, nccl · stores, sealing, sockets, addresses  how ranks talk, and what they believe
+    transport ← gloo ← nccl · sealing, sockets ← stores       how ranks talk, and what they believe; addresses
     pulse ← vigil · departure                                 who lives, who is late, who leaves
-    buckets ← gradients ← overlapping · optimizers, trained   what is computed together
+    buckets, overlapping ← gradients · optimizers ← trained   what is computed together
     dealing, books, loading ← course · window                 which samples, and what became of each
     own, parcels, snapshots, saving                           what a joiner, a rollback and a restart bring back
     failures/ · guard/ · launch/                              failures on purpose, silent corruption, `evergrad run`

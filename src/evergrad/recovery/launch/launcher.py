@@ -36,6 +36,7 @@ from evergrad.recovery.launch.lookout import Lookout
 from evergrad.recovery.launch.outpost import attend
 from evergrad.recovery.launch.placing import Places
 from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children, Exit, Happenings
+from evergrad.recovery.launch.respawning import Respawning
 from evergrad.recovery.launch.settings import LaunchSettings, Place
 from evergrad.recovery.launch.status import Relay, Status, counted
 from evergrad.recovery.launch.summary import Summary, make_folder, merge_timelines, write_record
@@ -53,7 +54,6 @@ __all__ = ["launch"]
 
 _LOOK_S = 0.5
 _DECIDES_WITHIN_S = 60.0
-_DEATHS_IN_PLACE = 3
 
 
 def launch(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
@@ -81,6 +81,7 @@ class _Launch:
     _crowd: Crowd
     _announcer: Announcer
     _lookout: Lookout
+    _respawning: Respawning
 
     def __init__(self, settings: LaunchSettings, run: Path, recorder: Recorder) -> None:
         self._settings, self._run, self._recorder = settings, run, recorder
@@ -105,9 +106,6 @@ class _Launch:
         self._due: list[tuple[float, int]] = []
         """Signals that are sent to whoever lives then."""
         self._forsaken_s: float | None = None
-        self._replaced: set[int] = set()
-        self._died_at: dict[tuple[int, int], tuple[int, int]] = {}
-        """By node and device: the step at which processes there died, and how often."""
 
     def stay(self, children: Children, relay: Relay) -> Summary:
         """Start everyone, and see them off."""
@@ -128,6 +126,7 @@ class _Launch:
         self._lookout = Lookout(
             settings, self._crowd, relay, recorder, label_of=self._places.label_of, forsake=self._respawn_if_wanted
         )
+        self._respawning = Respawning(settings, self._places, relay, is_here=self._is_here, start=self._start_late)
         command = shlex.join([os.path.basename(sys.executable), *self._settings.command[1:]])
         self._recorder.record("begin", command=command, settings=self._settings.to_json(), pid=os.getpid())
         num_ranks, num_spares = self._settings.num_ranks, self._settings.num_spares
@@ -306,37 +305,8 @@ class _Launch:
             self._respawn_if_wanted(uid)
 
     def _respawn_if_wanted(self, uid: int) -> None:
-        is_new = uid not in self._replaced  # one that was lost may end later
-        self._replaced.add(uid)
-        if (
-            is_new
-            and self._asked is None
-            and self._settings.respawn
-            and self._coordinator is not None
-            and self._coordinator.outcome is None
-        ):
-            self._respawn(self._places[uid])
-
-    def _respawn(self, before: Place) -> None:
-        """A new spare for one that is gone; not for one that never joined, or for who dies at the same step again."""
-        assert self._coordinator is not None
-        assert self._store is not None
-        if not self._store.has(Keys.joined(before.uid)):
-            self._relay.say(f"{before.label} is not started again: it ended before it joined the job")
-            return
-        step, times = self._coordinator.step, 1
-        where = before.node, before.device
-        if self._died_at.get(where, (-1, 0))[0] == step:
-            times += self._died_at[where][1]
-        self._died_at[where] = step, times
-        if times >= _DEATHS_IN_PLACE:
-            self._relay.say(f"{before.label} is not started again: {times} died in its place at step {step}")
-            return
-        if not self._is_here(before.node):  # it may come back, and bring its own
-            return
-        place = self._places.add(before.node, before.device)
-        self._coordinator.started(place.uid)
-        self._start_late(place)
+        if self._asked is None and self._coordinator is not None and self._store is not None:
+            self._respawning.replace(uid, self._coordinator, self._store)
 
     def _is_here(self, node: int) -> bool:
         """Whether processes can be started on a node."""

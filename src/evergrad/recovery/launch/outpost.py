@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +87,9 @@ def attend(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
                     begun_mono=time.monotonic() - answer["running_s"],
                 )
                 with closing(household):
-                    post = _Outpost(settings, head, name, client, attempt, household, relay, recorder)
-                    summary = post.stay(answer, children.poke, begun_s, run)
+                    ended = partial(_summary, begun_s=begun_s, run=run)
+                    post = _Outpost(settings, head, name, client, attempt, household, relay, recorder, ended)
+                    summary = post.stay(answer, children.poke)
                 relay.close("" if as_json else f"{name}: {post.last or summary.outcome}")
         post.leave()
         return summary
@@ -106,13 +108,15 @@ class _Outpost:
         household: Household,
         relay: Relay,
         recorder: Recorder,
+        ended: Callable[[str, int, str], Summary],
     ) -> None:
+        """`ended` makes the summary of this node, from outcome, exit code and message."""
         from evergrad.recovery.launch.posts import NodeKeys, Outbox, lease_s
 
         assert settings.node_rank is not None
         self._settings, self._head, self._name, self._client = settings, head, name, client
         self._node, self._attempt = settings.node_rank, attempt
-        self._household, self._relay, self._recorder = household, relay, recorder
+        self._household, self._relay, self._recorder, self._ended = household, relay, recorder, ended
         self._words = Outbox(client, NodeKeys.words(self._node, attempt))
         self._lease_s = lease_s(settings.patience)
         self._orders: deque[dict[str, Any]] = deque()
@@ -132,7 +136,7 @@ class _Outpost:
         self.last = ""
         """What there is to be said in the end."""
 
-    def stay(self, answer: dict[str, Any], poke: Callable[[], None], begun_s: float, run: Path) -> Summary:
+    def stay(self, answer: dict[str, Any], poke: Callable[[], None]) -> Summary:
         """Until the head says that it is over, or cannot say anything any more."""
         from evergrad.recovery.launch.posts import Start
 
@@ -154,11 +158,11 @@ class _Outpost:
                     self._household.bury(gone)
                 self._look_at_vitals()
                 while self._orders and self._summary is None:
-                    self._obey(self._orders.popleft(), begun_s, run)
+                    self._obey(self._orders.popleft())
                 if self._summary is None:
-                    self._look_at_lease(begun_s, run)
+                    self._look_at_lease()
                 if self._summary is None and self._asked is not None:
-                    self._leave_if_all_have(begun_s, run)
+                    self._leave_if_all_have()
         finally:
             self._over.set()
             self._household.send(signal.SIGKILL)
@@ -231,17 +235,17 @@ class _Outpost:
             vitals = {uid: replace(vital, stack=self._household.stack(uid)) for uid, vital in vitals.items()}
         self._vitals = tuple(vitals.values())
 
-    def _look_at_lease(self, begun_s: float, run: Path) -> None:
+    def _look_at_lease(self) -> None:
         silent_s = time.monotonic() - self._answered_s
         if not self._gone and silent_s < self._lease_s:
             return
         where = f"the head at {self._head.host}:{self._head.port}"
         what = f"{where} is gone" if self._gone else f"{where} does not answer for {silent_s:.1f} s"
-        self._end("cut-off", CUT_OFF, what, begun_s, run)
+        self._summary = self._ended("cut-off", CUT_OFF, what)
         count = counted(len(self._household.living), "process", "processes")
         self.last = f"{what}: {count} killed. Where the head still runs, this node may be started again"
 
-    def _obey(self, order: dict[str, Any], begun_s: float, run: Path) -> None:
+    def _obey(self, order: dict[str, Any]) -> None:
         from evergrad.recovery.launch.posts import Start
 
         what = order["do"]
@@ -251,12 +255,12 @@ class _Outpost:
             if not order["for_all"] or self._is_news(order["number"]):
                 self._household.send(order["number"], order["uids"])
         elif what == "leave":
-            self._end("cut-off", CUT_OFF, f"the head takes this node for lost: {order['why']}", begun_s, run)
-            self.last = self._summary.message if self._summary is not None else ""
+            self._summary = self._ended("cut-off", CUT_OFF, f"the head takes this node for lost: {order['why']}")
+            self.last = self._summary.message
         else:
             assert what == "end", what
             told = order["summary"]
-            self._end(told["outcome"], told["exit_code"], told["message"], begun_s, run)
+            self._summary = self._ended(told["outcome"], told["exit_code"], told["message"])
 
     def _start(self, start: Any, nodes: list[int], *, forked: bool = False) -> None:
         place = start.place
@@ -294,16 +298,13 @@ class _Outpost:
         if self._is_news(number):
             self._household.send(number)
 
-    def _leave_if_all_have(self, begun_s: float, run: Path) -> None:
+    def _leave_if_all_have(self) -> None:
         assert self._asked is not None
         number, at_s = self._asked
         if time.monotonic() >= at_s + self._settings.grace_s:
             self._household.send(signal.SIGKILL)
         if not self._household.living:
-            self._end("interrupted", 128 + number, signal.Signals(number).name, begun_s, run)
-
-    def _end(self, outcome: str, code: int, message: str, begun_s: float, run: Path) -> None:
-        self._summary = _summary(outcome, code, message, begun_s, run)
+            self._summary = self._ended("interrupted", 128 + number, signal.Signals(number).name)
 
 
 def _summary(outcome: str, code: int, message: str, begun_s: float, run: Path) -> Summary:
