@@ -16,6 +16,7 @@ from evergrad.study import work
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.hitting import hit_ranks, rank_seed
 from evergrad.study.outcomes import Outcome, judge
+from evergrad.study.ranks.keeping import warm_group
 from evergrad.study.trials import End, Observation, Trial
 from evergrad.study.work import perform
 from evergrad.study.work_orders import golden_work, replay_work, trial_work
@@ -53,7 +54,7 @@ def test_trials_of_ranks_repeat_to_the_last_bit_in_this_group_and_in_another(ran
     trial = ranked(fault="bitflip:bits=mantissa")
     golden = make_golden(tmp_path, trial)
     first, second = run(tmp_path, trial), run(tmp_path, trial)
-    (group,) = work._groups.values()
+    group = warm_group(3, "cpu")
     group.end()
     third = run(tmp_path, trial)
     assert {one.digest for one in (first, second, third)} == {first.digest}
@@ -108,7 +109,7 @@ def test_numbers_that_are_not_finite_end_the_trial_on_all_ranks(ranked: MakeTria
     seen = run(tmp_path, trial)
     assert seen.end is End.ABANDONED
     assert (seen.nonfinite_at, seen.nonfinite_in) == (0, "state") or seen.nonfinite_in == "output"
-    (group,) = work._groups.values()
+    group = warm_group(3, "cpu")
     assert not group.is_over, "it is as warm as before"
 
 
@@ -116,7 +117,7 @@ def test_a_rank_that_is_killed_from_outside_costs_its_trial_a_second_try(ranked:
     trial = ranked(fault="bitflip:bits=mantissa")
     make_golden(tmp_path, trial)
     before = run(tmp_path, trial)
-    (group,) = work._groups.values()
+    group = warm_group(3, "cpu")
     os.kill(group.pids()[1], signal.SIGKILL)
     again = run(tmp_path, trial)
     assert group.is_over

@@ -54,7 +54,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Gold
     golden = read_golden(folder, trial.training.key)
     assert golden is not None
     yield folder, golden
-    measuring.end_groups()
+    work.end_groups()
 
 
 def check_same(seen: Observation, golden: Golden) -> None:
@@ -95,13 +95,13 @@ def test_a_training_that_is_killed_after_every_epoch_is_the_same_training(
 
 
 def test_saving_that_changes_a_training_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_group", lambda training: _Answers({"with": "aa", "without": "bb"}))
+    monkeypatch.setattr(measuring, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "bb"}))
     with pytest.raises(StudyError, match=r"saving by root changes the training of .*: with saves its weights are aa"):
         perform_saving(tmp_path, saved("root"), _nobody())
 
 
 def test_the_slowest_rank_counts_for_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_group", lambda training: _Answers({"with": "aa", "without": "aa"}))
+    monkeypatch.setattr(measuring, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "aa"}))
     costs = perform_saving(tmp_path, saved("root"), _nobody()).costs
     assert costs["blocked_s"] == (3.0, 4.0)
     assert costs["own_s"] == (2.5, 3.0)
@@ -110,7 +110,7 @@ def test_the_slowest_rank_counts_for_each_save(tmp_path: Path, monkeypatch: pyte
 
 def test_which_block_comes_first_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = _Answers({"with": "aa", "without": "aa"})
-    monkeypatch.setattr(measuring, "_group", lambda training: group)
+    monkeypatch.setattr(measuring, "warm_group", lambda *_, **__: group)
     for repetition in (0, 1):
         perform_saving(tmp_path, saved("root", repetition), _nobody())
     assert group.orders == [["without", "with"], ["with", "without"]]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from evergrad.errors import EvergradError, UsageError
-from evergrad.study.executors import reception, slurm, slurm_jobs
+from evergrad.study.executors import feeding, reception, slurm, slurm_jobs
 from evergrad.study.executors.contract import Ended, Fate, Task
 from evergrad.study.executors.process import Garbled
 from evergrad.study.executors.reception import Reception
@@ -102,7 +102,7 @@ def test_a_job_that_slurm_does_not_take_is_told_in_its_words(slurm_says: Any, tm
 def test_jobs_that_never_get_ready_are_given_up_with_what_slurm_says(
     slurm_says: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, said: str
 ) -> None:
-    monkeypatch.setattr(slurm, "_FAILED_STARTS", 1)
+    monkeypatch.setattr(feeding, "FAILED_STARTS", 1)
     told = slurm_says(sbatch="echo Submitted batch job 7", squeue=f"echo '7|{row}'")
     with SlurmCluster(tmp_path / "out", REHEARSAL, cpus=3, options={"account": "physics"}) as executor:
         (ended,) = run(executor, ECHO)

@@ -7,13 +7,12 @@ import io
 import json
 from pathlib import Path
 
-from evergrad.errors import FileAccessError
+from evergrad.errors import FileAccessError, reason
 from evergrad.formats.durable import replacing
 from evergrad.study.folder import StudyFolder
-from evergrad.study.golden import read_golden
-from evergrad.study.rendering import written
+from evergrad.study.rendering import defused, written
 from evergrad.study.tables import comparisons_table, published_table, results_to_json, summary_table
-from evergrad.study.tally import Tally, results_of
+from evergrad.study.tally import results_of, tally_of
 from evergrad.study.watched_tables import watched_kinds, watched_table
 
 __all__ = ["export_study"]
@@ -32,7 +31,7 @@ def export_study(folder: Path, to: Path) -> list[Path]:
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileAccessError(to, f"cannot be made: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(to, f"cannot be made: {reason(error)}") from error
     texts: dict[str, str] = {}
     made = {"summary": summary_table(results), "published": published_table(results)}
     made["comparisons"] = comparisons_table(results)
@@ -53,15 +52,9 @@ def export_study(folder: Path, to: Path) -> list[Path]:
 
 def _trials(folder: Path) -> str:
     """One row a trial, with its axes first."""
-    study = StudyFolder(folder)
-    plan = study.plan()
-    tally = Tally.of(plan)
-    for key in plan.by_training():
-        if (golden := read_golden(folder, key)) is not None:
-            tally.take_golden(golden)
-    tally.take_journal(study.kept())
+    tally, _ = tally_of(folder, brief=False)
     text = io.StringIO()
-    axes = [name for name in plan.axes if name not in _COLUMNS]
+    axes = [name for name in tally.plan.axes if name not in _COLUMNS]
     out = csv.writer(text, lineterminator="\n")
     out.writerow([*axes, *_COLUMNS])
     for cell in tally.cells:
@@ -84,5 +77,4 @@ def _or_empty(value: int | None) -> int | str:
 
 
 def _plain(value: object) -> object:
-    """A text that no spreadsheet takes for a formula."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    return defused(value) if isinstance(value, str) else value

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import DamagedFile, FileAccessError, StudyError, UsageError
+from evergrad.errors import DamagedFile, FileAccessError, StudyError, UsageError, reason
 from evergrad.formats.durable import replacing
 from evergrad.records import Json
 from evergrad.study.journal import Kept, read_journal
@@ -56,7 +56,7 @@ class StudyFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise FileAccessError(self.path, f"cannot be used: {(error.strerror or str(error)).lower()}") from error
+            raise FileAccessError(self.path, f"cannot be used: {reason(error)}") from error
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ class StudyFolder:
         except (FileNotFoundError, NotADirectoryError):
             raise UsageError(f"{self.path}: holds no study. 'evergrad study run NAME --out DIR' makes one.") from None
         except OSError as error:
-            raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+            raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             hint = "Run the study again with the same --out: its trials are in the journal."
             raise DamagedFile(path, f"is no record of a study: {error}", hint=hint) from None

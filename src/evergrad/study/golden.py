@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.errors import DamagedFile, FileAccessError, reason
 from evergrad.formats.durable import replacing
 from evergrad.records import Json
 from evergrad.study.trials import Observation
@@ -92,7 +92,7 @@ def fresh_folder(study: Path, key: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise FileAccessError(folder, f"cannot be made: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(folder, f"cannot be made: {reason(error)}") from error
     return folder
 
 
@@ -132,7 +132,7 @@ def read_golden(study: Path, key: str) -> Golden | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         hint = f"Remove {path.parent} to make the golden run again; its trials stay as they are."
         raise DamagedFile(path, f"is no record of a golden run: {error}", hint=hint) from None
@@ -146,5 +146,5 @@ def digest_file(path: Path) -> str:
             while block := file.read(1 << 22):
                 found.update(block)
     except OSError as error:
-        raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
     return found.hexdigest()

@@ -15,7 +15,7 @@ from evergrad.injection import InjectionLog
 from evergrad.injection.plan import Plan
 from evergrad.injection.spelling import fault_of
 from evergrad.records import Json
-from evergrad.study.trials import Trial
+from evergrad.study.trials import PASSING, TARGETS, Trial
 from evergrad.study.warming import Warm
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STATE_TARGETS", "Struck", "hit_ranks", "rank_seed", "strike"]
 
-STATE_TARGETS = ("state", "weights", "buffers", "optimizer")
+STATE_TARGETS = tuple(target for target in TARGETS if target not in PASSING)
 """What is in a checkpoint."""
 
 

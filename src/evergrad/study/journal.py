@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import xxhash
 
-from evergrad.errors import FileAccessError, StudyError
+from evergrad.errors import FileAccessError, StudyError, reason
 from evergrad.records import Json
 from evergrad.study.trials import End, Observation, Trial
 
@@ -71,7 +71,7 @@ def read_journal(path: Path, *, brief: bool = False, only: Collection[str] | Non
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
     return kept
 
 
@@ -112,7 +112,7 @@ class Journal:
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
                 os.write(self._fd, b"\n")  # a torn line stays as it is, and ends here
         except OSError as error:
-            raise FileAccessError(path, f"cannot be written: {(error.strerror or str(error)).lower()}") from error
+            raise FileAccessError(path, f"cannot be written: {reason(error)}") from error
 
     def append(self, entries: Iterable[Entry]) -> None:
         """Add entries, durably; all of them or, on a full disk, none."""
@@ -145,7 +145,7 @@ class Journal:
         except OSError as error:
             os.ftruncate(self._fd, before)  # half a line would only have to be explained later
             raise StudyError(
-                f"{self._path}: {len(lines)} results could not be written: {(error.strerror or str(error)).lower()}. "
+                f"{self._path}: {len(lines)} results could not be written: {reason(error)}. "
                 "What was written before is sound: make room, and run the same command again."
             ) from error
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-from evergrad.errors import FileAccessError, UsageError
+from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.wording import meant, shown
 
-__all__ = ["GALLERY", "PlanText", "gallery", "read_plan_text"]
+__all__ = ["GALLERY", "Found", "PlanText", "gallery", "parse", "read_plan_text"]
 
 GALLERY = "evergrad.study.gallery"
 
@@ -21,6 +21,10 @@ _MOST_BYTES = 1 << 20
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
 _KEY = re.compile(r"""^\s*(?:"([^"]*)"|'([^']*)'|([A-Za-z0-9_.-]+))\s*=""")
 _PARTS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^.\s]+))\s*(?:\.|$)""")
+
+
+Found: TypeAlias = "Mapping[str, tuple[Any, tuple[str, ...]]]"
+"""Values by key, and where each is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ def read_plan_text(name_or_path: str | Path) -> PlanText:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is no text in UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
-        raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
     return parse(text, str(path), str(path.absolute().parent))
 
 

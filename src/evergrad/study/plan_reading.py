@@ -12,7 +12,7 @@ from evergrad.errors import UsageError
 from evergrad.records import Json
 from evergrad.study.outcomes import Thresholds
 from evergrad.study.plan import MOST_TRIALS, CellPlan, Plan, Sampling
-from evergrad.study.plan_files import PlanText
+from evergrad.study.plan_files import Found, PlanText
 from evergrad.study.plan_settings import command_of, training_of
 from evergrad.study.plan_trials import TRIAL_KEYS, check_aim, check_moment, corrupt_of, saving_of, where_of
 from evergrad.study.trials import WATCHES, Axes, Command, Rules
@@ -131,7 +131,7 @@ class PlanReader:
         values = {key: float(value) if _is_real(value, key) else value for key, (value, _) in found.items()}
         return self._made(lambda: kind(**values), found, (table,))
 
-    def _made(self, make: Any, found: Mapping[str, tuple[Any, tuple[str, ...]]], table: tuple[str, ...]) -> Any:
+    def _made(self, make: Any, found: Found, table: tuple[str, ...]) -> Any:
         try:
             return make()
         except UsageError as error:
@@ -186,21 +186,12 @@ class PlanReader:
         clean: set[str] = set()
         for place in itertools.product(*axes.values()):
             cell = dict(zip(axes, place, strict=True))
-            at = {name: ("scale", self.scale, "axes", name) for name in cell if self._in_scale(name)}
-            given = {name: (value, at.get(name, ("axes", name))) for name, value in cell.items()}
+            given = {name: (value, self._place_of(name)) for name, value in cell.items()}
             found = fixed | trial | self._special(cell, settings) | given
-            if base == "training":
-                found |= {name: (value, ("training",)) for name, value in self.overrides.items() if name == "device"}
             aim = {name: found.pop(name)[0] for name in TRIAL_KEYS if name in found}
             check_aim(self.source, aim, fixed | trial | given)
             check_moment(self.source, aim, fixed | trial | given, is_command=base == "command")
-            made: Training | Command
-            if base == "command":
-                made = self._made(
-                    lambda found=found: command_of(found, self.source.base, self.check_files), found, (base,)
-                )
-            else:
-                made = self._made(lambda found=found: training_of(found, self.source.base), found, (base,))
+            made = self._trained(base, found)
             corrupt, saving = corrupt_of(self.source, aim, made, given, cell), saving_of(aim)
             if corrupt == 0 and saving is None:
                 # Without a fault it is one and the same run, whatever else the axes say, and however often.
@@ -222,6 +213,21 @@ class PlanReader:
                 step=int(aim.get("step", 0)),
                 saving=saving,
             )
+
+    def _trained(self, base: str, found: Found) -> Training | Command:
+        """What a cell trains, from the values that it has."""
+        made: Training | Command
+        if base == "command":
+            made = self._made(lambda: command_of(found, self.source.base, self.check_files), found, (base,))
+        else:
+            if "device" in self.overrides:
+                found = {**found, "device": (self.overrides["device"], (base,))}
+            made = self._made(lambda: training_of(found, self.source.base), found, (base,))
+        return made
+
+    def _place_of(self, axis: str) -> tuple[str, ...]:
+        """Where the values of an axis are written."""
+        return ("scale", self.scale, "axes", axis) if self._in_scale(axis) else ("axes", axis)
 
     def _in_scale(self, axis: str) -> bool:
         return bool(self.scale) and axis in self.source.table("scale", self.scale, "axes")

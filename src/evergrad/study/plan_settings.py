@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from evergrad.errors import UsageError
+from evergrad.study.plan_files import Found
 from evergrad.study.trials import Command
 from evergrad.training.mechanisms import MECHANISMS
 from evergrad.training.settings import Training
@@ -17,7 +17,7 @@ __all__ = ["command_of", "training_of"]
 _MOST_RANKS = 128
 
 
-def training_of(found: Mapping[str, tuple[Any, tuple[str, ...]]], base: str) -> Training:
+def training_of(found: Found, base: str) -> Training:
     """Checked, as far as that goes without torch; `UsageError` begins with the key that is wrong."""
     training = Training(**{name: value for name, (value, _) in found.items()}, base=base)
     checked_choice("mechanism", training.mechanism, MECHANISMS)
@@ -37,7 +37,7 @@ def training_of(found: Mapping[str, tuple[Any, tuple[str, ...]]], base: str) -> 
     return training
 
 
-def command_of(found: Mapping[str, tuple[Any, tuple[str, ...]]], base: str, check_files: bool) -> Command:
+def command_of(found: Found, base: str, check_files: bool) -> Command:
     """Checked; with `check_files` what it names has to be there."""
     from evergrad.study.commands import check_command
 

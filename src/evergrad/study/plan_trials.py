@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from evergrad.errors import UsageError
 from evergrad.injection.spelling import fault_of
-from evergrad.study.plan_files import PlanText
-from evergrad.study.trials import PASSING, TARGETS, Axes, Command, Saving
+from evergrad.study.plan_files import Found, PlanText
+from evergrad.study.trials import PASSING, SAVINGS, TARGETS, Axes, Command, Saving
 from evergrad.training.settings import Training
 from evergrad.wording import checked_choice, shown
 
 __all__ = ["TRIAL_KEYS", "check_aim", "check_moment", "corrupt_of", "saving_of", "where_of"]
 
-Found: TypeAlias = "Mapping[str, tuple[Any, tuple[str, ...]]]"
-"""Values by key, and where each is written."""
-
 _SAVING = ["saving", "save_every", "restarts"]
 TRIAL_KEYS = ["fault", "flips", "where", "layer", "corrupt", "target", "step", *_SAVING]
 
 _TEXTS = ("fault", "where", "layer", "target", "saving")
-_SAVINGS = ("none", "root", "evergrad")
 _STATE = {"state": "role:model", "weights": "role:model", "buffers": "role:buffer", "optimizer": "role:optimizer"}
 """What of the state a target means, where the plan does not say it."""
 
@@ -38,7 +34,7 @@ def check_aim(source: PlanText, aim: Mapping[str, Any], found: Found) -> None:
         value = aim.get(name, 0)
         if type(value) is not int or not 0 <= value < 1 << 40:
             source.fail(found[name][1], f"{name}: expected a whole number, 0 or more, found {shown(value)}")
-    for name, allowed in (("target", TARGETS), ("saving", _SAVINGS)):
+    for name, allowed in (("target", TARGETS), ("saving", SAVINGS)):
         if name in aim:
             try:
                 checked_choice(name, aim[name], allowed)

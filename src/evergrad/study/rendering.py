@@ -18,7 +18,7 @@ from evergrad.wording import checked_choice
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["FORMS", "Quantity", "Table", "written"]
+__all__ = ["FORMS", "Quantity", "Table", "defused", "written"]
 
 _MISSING = "–"
 
@@ -148,7 +148,7 @@ def _csv(table: Table) -> str:
     headers: list[str] = []
     for header, has_interval in zip(table.headers, wide, strict=True):
         headers += [header, f"{header} low", f"{header} high"] if has_interval else [header]
-    writer.writerow([_defused(header) for header in headers])
+    writer.writerow([defused(header) for header in headers])
     for row in table.rows:
         cells: list[str] = []
         for one, has_interval in zip(row, wide, strict=True):
@@ -156,7 +156,7 @@ def _csv(table: Table) -> str:
                 numbers = (one.value, one.low, one.high) if has_interval else (one.value,)
                 cells += ["" if number is None else f"{number:.10g}" for number in numbers]
             else:
-                cells += [_defused(one) if isinstance(one, str) else "" if one is None else str(one)]
+                cells += [defused(one) if isinstance(one, str) else "" if one is None else str(one)]
                 cells += ["", ""] * has_interval
         writer.writerow(cells)
     for note in (table.title, *table.notes):
@@ -209,8 +209,9 @@ def _shown(entry: Entry) -> str:
     return f"{entry:.6g}" if isinstance(entry, float) else str(entry)
 
 
-def _defused(text: str) -> str:
-    return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
+def defused(text: str) -> str:
+    """A text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.lstrip().startswith(_FORMULA) or text.startswith(("\t", "\r")) else text
 
 
 def _unmarked(text: str) -> str:

@@ -6,7 +6,6 @@ missing. A trial whose worker is lost is tried again here, then counts as `unkno
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from time import monotonic
 
 from evergrad.errors import StudyError
 from evergrad.records import Json
+from evergrad.study.endings import is_own_doing
 from evergrad.study.executors.contract import Ended, Executor, Fate, Task
 from evergrad.study.facts import run_facts
 from evergrad.study.folder import SCRATCH, StudyFolder
@@ -35,8 +35,6 @@ PERFORM = "evergrad.study.work:perform"
 _ATTEMPTS = 3
 _LOST_IN_A_ROW = 12
 _WAIT_S = 0.5
-_DEADLY = re.compile(r"SIG(SEGV|BUS|FPE|ILL|ABRT)")
-"""Signals that a process brings upon itself: twice in the same trial, and it is the fault's doing."""
 
 MakeExecutor = Callable[[Path], Executor]
 
@@ -99,10 +97,7 @@ class _Run:
 
     def prepare(self) -> bool:
         """Take up what is there; whether anything is missing."""
-        for key in self.tally.plan.by_training():
-            if (golden := read_golden(self.folder.path, key)) is not None:
-                self.tally.take_golden(golden)
-        self.tally.take_journal(self.folder.kept(brief=True))
+        self.tally.take_up(self.folder)
         return bool(self.tally.unfinished())
 
     def make_golden(self, executor: Executor) -> None:
@@ -184,7 +179,7 @@ class _Run:
         if self.in_a_row >= self.patience:
             raise StudyError(f"{self.in_a_row} workers were lost one after the other, the last: {ended.reason}")
         self.attempts[ended.id] += 1
-        if _DEADLY.search(ended.reason):
+        if is_own_doing(ended.reason):
             self.deaths[ended.id] += 1
             if self.deaths[ended.id] > 1:
                 return Observation(end=End.CRASHED, reason=ended.reason)

@@ -124,6 +124,15 @@ class Tally:
                 else:
                     self.strange += 1
 
+    def take_up(self, study: StudyFolder, *, brief: bool = True) -> Kept:
+        """Golden runs and journal of a folder; what the journal holds, in brief without what was seen step by step."""
+        for key in self.plan.by_training():
+            if (golden := read_golden(study.path, key)) is not None:
+                self.take_golden(golden)
+        kept = study.kept(brief=brief)
+        self.take_journal(kept)
+        return kept
+
     def take(self, entry: Entry) -> None:
         """A trial that has just ended."""
         self.by_axes[_key(entry.trial.axes)].take(entry, self.plan)
@@ -169,16 +178,11 @@ def results_of(folder: Path) -> Results:
     return results_from(*tally_of(folder))
 
 
-def tally_of(folder: Path) -> tuple[Tally, Kept]:
-    """The trials of the study in a folder, counted, and its journal, in brief."""
+def tally_of(folder: Path, *, brief: bool = True) -> tuple[Tally, Kept]:
+    """The trials of the study in a folder, counted, and its journal, in brief without what was seen step by step."""
     study = StudyFolder(folder)
-    plan, kept = study.plan(), study.kept(brief=True)
-    tally = Tally.of(plan)
-    for key in plan.by_training():
-        if (golden := read_golden(folder, key)) is not None:
-            tally.take_golden(golden)
-    tally.take_journal(kept)
-    return tally, kept
+    tally = Tally.of(study.plan())
+    return tally, tally.take_up(study, brief=brief)
 
 
 def results_from(tally: Tally, kept: Kept) -> Results:

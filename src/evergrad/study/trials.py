@@ -13,7 +13,19 @@ from typing import Any, TypeAlias
 from evergrad.records import Json
 from evergrad.training.settings import Training
 
-__all__ = ["PASSING", "TARGETS", "WATCHES", "Command", "End", "Observation", "Rules", "Saving", "Series", "Trial"]
+__all__ = [
+    "PASSING",
+    "SAVINGS",
+    "TARGETS",
+    "WATCHES",
+    "Command",
+    "End",
+    "Observation",
+    "Rules",
+    "Saving",
+    "Series",
+    "Trial",
+]
 
 Axes: TypeAlias = "Mapping[str, str | int | float]"
 
@@ -21,6 +33,8 @@ TARGETS = ("state", "weights", "buffers", "optimizer", "gradients", "activations
 """What a fault may hit: `state` is whatever `where` selects of weights, buffers and optimizer state."""
 PASSING = ("gradients", "activations", "communication")
 """Of those, what lives for one step and is in no checkpoint."""
+SAVINGS = ("none", "root", "evergrad")
+"""How a training may be saved on its way: see `saving.strategies`."""
 WATCHES = ("spread", "guards")
 """What else may be looked at in every step."""
 
@@ -99,7 +113,7 @@ class Saving:
     """A training that is saved on its way, and perhaps restarted from what was saved: what that costs."""
 
     strategy: str
-    """`none`, `root` or `evergrad`."""
+    """Of `SAVINGS`."""
     every: int = 0
     """Steps between two saves; 0: one at the end of each epoch."""
     restarts: bool = False
@@ -176,6 +190,11 @@ class Series:
         """Numbers with six digits: what is compared exactly is compared elsewhere."""
         return {"every": self.every, "values": [_told(float(f"{value:.6g}")) for value in self.values]}
 
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Series:
+        """Back from `to_json`."""
+        return cls(int(told["every"]), tuple(float(value) for value in told["values"]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
@@ -237,14 +256,8 @@ class Observation:
         """Back from `to_json`, in brief without series; KeyError, TypeError or ValueError if it is something else."""
         values = dict(told)
         for name in ("losses", "distances", "magnitudes"):
-            if brief:
-                values[name] = Series()
-                continue
-            values[name] = Series(int(values[name]["every"]), tuple(float(v) for v in values[name]["values"]))
-        spread = values.get("spread", {})
-        values["spread"] = {
-            str(name): Series(int(one["every"]), tuple(float(v) for v in one["values"])) for name, one in spread.items()
-        }
+            values[name] = Series() if brief else Series.from_json(values[name])
+        values["spread"] = {str(name): Series.from_json(one) for name, one in values.get("spread", {}).items()}
         values["costs"] = {
             str(name): tuple(float(number) for number in numbers) for name, numbers in values.get("costs", {}).items()
         }

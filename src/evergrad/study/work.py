@@ -22,12 +22,14 @@ import torch
 
 from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.records import Json
+from evergrad.study.endings import is_own_doing
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.golden_runs import made_golden
 from evergrad.study.hitting import STATE_TARGETS, Struck, strike
 from evergrad.study.observing import CutShort, observe
 from evergrad.study.ranks.group import RankGroup, RankLost
+from evergrad.study.ranks.keeping import end_groups, warm_group
 from evergrad.study.trials import Command, End, Observation, Trial
 from evergrad.study.warming import Warm, warm
 from evergrad.training.settings import Training
@@ -36,11 +38,8 @@ __all__ = ["end_groups", "perform", "perform_here"]
 
 _HERE = "evergrad.study.work:perform_here"
 _ATTEMPTS = 3
-_DEADLY = re.compile(r"SIG(SEGV|BUS|FPE|ILL|ABRT)")
-"""Signals that a process brings upon itself: twice in the same trial, and it is the fault's doing."""
 _CUT_OFF = re.compile(r"gloo|nccl|connection (closed|reset)|DistBackendError|DistNetworkError", re.IGNORECASE)
 _DEATHS_S = 5.0
-_groups: dict[tuple[int, str], RankGroup] = {}
 
 
 def perform(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
@@ -73,7 +72,6 @@ def _saved(folder: Path, trial: Trial) -> Observation:
 
     golden = read_golden(folder, trial.training.key)
     assert golden is not None, "the golden run comes first"
-    end_groups()  # nobody else is on the cores whose time is taken
     return perform_saving(folder, trial, golden)
 
 
@@ -82,36 +80,19 @@ def _by_ranks(folder: Path, work: Mapping[str, Any], training: Training) -> dict
     reasons: list[str] = []
     for _ in range(_ATTEMPTS):
         try:
-            group = _group(training, folder)
+            group = warm_group(training.ranks, training.device, folder=folder / SCRATCH)
             answers = group.call(_HERE, folder, work, is_last=partial(_ends, group))
         except RankLost as lost:
             reasons.append(str(lost))
-            if sum(_DEADLY.search(reason) is not None for reason in reasons) > 1:
+            if sum(map(is_own_doing, reasons)) > 1:
                 break
             continue
         return _joined(answers, Trial.from_json(work["trial"]))
     reason = f"{reasons[-1]}, of {training.ranks}; so did {len(reasons) - 1} before it"
     if work["kind"] == "golden":
         raise StudyError(f"the golden run of {training.name} has lost a rank: {reason}")
-    is_own = _DEADLY.search(reasons[-1]) is not None
-    return Observation(end=End.CRASHED if is_own else End.LOST, reason=reason).to_json()
-
-
-def end_groups() -> None:
-    """End all ranks that this process keeps warm."""
-    for group in _groups.values():
-        group.end()
-    _groups.clear()
-
-
-def _group(training: Training, folder: Path) -> RankGroup:
-    """The warm group of that many ranks; one at a time, since idle ranks hold memory."""
-    key = (training.ranks, training.device)
-    found = _groups.get(key)
-    if found is None or found.is_over:
-        end_groups()
-        found = _groups[key] = RankGroup(training.ranks, device=training.device, folder=folder / SCRATCH)
-    return found
+    end = End.CRASHED if is_own_doing(reasons[-1]) else End.LOST
+    return Observation(end=end, reason=reason).to_json()
 
 
 def _ends(group: RankGroup, answer: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 settings.py    what determines a training: equal settings, equal bits
 workloads/     contract.py first; models, data, and the names that plans have for them
-mechanisms/    contract.py first; single.py: one process
+mechanisms/    contract.py first; single.py: one process, ddp.py: replicas
 """
 
 from importlib import import_module

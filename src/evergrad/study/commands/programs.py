@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import IO
 
 __all__ = ["Ending", "Lines", "run_program"]
 
@@ -81,9 +82,6 @@ def run_program(
     No shell. Whatever the program has started is gone when this returns, or when this process dies.
     """
     began = monotonic()
-    deadline = began + limit_s if limit_s else None
-    lines, errors, told = Lines(), b"", b""
-    enough = overtime = closing = False
     with ExitStack() as stack:
         line, far_end = (stack.enter_context(end) for end in socket.socketpair())
         try:
@@ -105,48 +103,83 @@ def run_program(
         stack.callback(line.close)  # comes before the wait, and ends a program that is left in the middle
         assert keeper.stdout is not None
         assert keeper.stderr is not None
-        selector = stack.enter_context(selectors.DefaultSelector())
-        for stream in (keeper.stdout, keeper.stderr, line):
-            stack.enter_context(stream)
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map():
-            for key, _ in selector.select(None if deadline is None else max(0.0, deadline - monotonic())):
-                data = _read(key.fd)
-                if not data:
-                    selector.unregister(key.fileobj)
-                if key.fileobj is line:
-                    told += data
-                    closing, deadline = True, monotonic() + _GRACE_S  # it is over, and what it left is being ended
-                elif key.fileobj is keeper.stderr:
-                    errors = (errors + data)[-_ERRORS_KEPT:]
-                elif not (enough or overtime):
-                    enough = any(map(heed, lines.feed(data)))
-                    if enough:
-                        closing, deadline = True, _end(line)
-            if deadline is not None and monotonic() >= deadline:
-                if closing:
-                    break  # something cannot be killed: it is not waited for
-                overtime = closing = True
-                deadline = _end(line)
-        if not (enough or overtime):
-            enough = heed(lines.rest())
-    word, _, rest = told.decode("utf-8", "replace").partition(" ")
-    by_us = enough or overtime
-    return Ending(
-        seconds=monotonic() - began,
-        code=int(rest) if word == "exit" and not by_us else None,
-        overtime=overtime,
-        enough=enough,
-        refusal="" if word == "exit" or by_us else f"{words[0]}: {rest or 'whoever kept it is lost'}",
-        errors=tuple(text.strip() for text in errors.decode("utf-8", "replace").splitlines() if text.strip()),
-    )
+        out, errors = stack.enter_context(keeper.stdout), stack.enter_context(keeper.stderr)
+        hearing = _Hearing(line, out, errors, heed, began + limit_s if limit_s else None)
+        hearing.listen()
+    return hearing.ending(words[0], monotonic() - began)
 
 
-def _end(line: socket.socket) -> float:
-    """Have the program ended; until when that may take."""
-    with suppress(OSError):
-        line.shutdown(socket.SHUT_WR)
-    return monotonic() + _GRACE_S
+class _Hearing:
+    """What a program says until nothing of it is left, and whether we ended it."""
+
+    def __init__(
+        self,
+        line: socket.socket,
+        out: IO[bytes],
+        errors: IO[bytes],
+        heed: Callable[[str], bool],
+        deadline: float | None,
+    ) -> None:
+        """`line` is the keeper's: how the program ended comes there, and shutting it down ends the program."""
+        self._line, self._out, self._errors, self._heed, self._deadline = line, out, errors, heed, deadline
+        self._lines, self._complaints, self._told = Lines(), b"", b""
+        self._enough = self._overtime = self._closing = False
+
+    def listen(self) -> None:
+        """Until all has been heard, or what was killed is not gone in time."""
+        with selectors.DefaultSelector() as selector:
+            for stream in (self._out, self._errors, self._line):
+                selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                left = None if self._deadline is None else max(0.0, self._deadline - monotonic())
+                for key, _ in selector.select(left):
+                    data = _read(key.fd)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    self._hear(key.fileobj, data)
+                if self._deadline is not None and monotonic() >= self._deadline:
+                    if self._closing:
+                        break  # something cannot be killed: it is not waited for
+                    self._overtime = True
+                    self._end()
+        if not self._is_by_us:
+            self._enough = self._heed(self._lines.rest())
+
+    def ending(self, program: str, seconds: float) -> Ending:
+        """How it ended, after so long."""
+        word, _, rest = self._told.decode("utf-8", "replace").partition(" ")
+        lines = self._complaints.decode("utf-8", "replace").splitlines()
+        return Ending(
+            seconds=seconds,
+            code=int(rest) if word == "exit" and not self._is_by_us else None,
+            overtime=self._overtime,
+            enough=self._enough,
+            refusal="" if word == "exit" or self._is_by_us else f"{program}: {rest or 'whoever kept it is lost'}",
+            errors=tuple(text.strip() for text in lines if text.strip()),
+        )
+
+    @property
+    def _is_by_us(self) -> bool:
+        return self._enough or self._overtime
+
+    def _hear(self, stream: object, data: bytes) -> None:
+        if stream is self._line:
+            self._told += data
+            self._give_grace()  # it is over, and what it left is being ended
+        elif stream is self._errors:
+            self._complaints = (self._complaints + data)[-_ERRORS_KEPT:]
+        elif not self._is_by_us and any(map(self._heed, self._lines.feed(data))):
+            self._enough = True
+            self._end()
+
+    def _end(self) -> None:
+        """Have the program ended."""
+        with suppress(OSError):
+            self._line.shutdown(socket.SHUT_WR)
+        self._give_grace()
+
+    def _give_grace(self) -> None:
+        self._closing, self._deadline = True, monotonic() + _GRACE_S
 
 
 def _read(descriptor: int) -> bytes:

@@ -16,9 +16,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
 from tempfile import TemporaryDirectory
 
+from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import open_checkpoint
 from evergrad.injection import inject
@@ -298,12 +298,7 @@ def _failure(run: _Run) -> str:
 
 
 def _exit_words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"ended by {Signals(-code).name}"
-    except ValueError:
-        return f"ended by signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"ended by {signal_name(-code)}"
 
 
 def _last_lines(ending: Ending, count: int) -> str:

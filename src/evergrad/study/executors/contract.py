@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from evergrad.errors import EvergradError
 from evergrad.records import Json
 
 __all__ = ["Ended", "Executor", "Fate", "Task"]
@@ -49,6 +50,15 @@ class Task:
     processes: int = 1
     """That the work starts by itself: a cluster reserves as many cores."""
 
+    def to_json(self) -> dict[str, Json]:
+        """As a worker on another machine is told of it."""
+        return {"id": self.id, "work": dict(self.work), "limit_s": self.limit_s}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Task:
+        """Back from `to_json`."""
+        return cls(told["id"], told["work"], told["limit_s"])
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -59,7 +69,20 @@ class Ended:
     result: Mapping[str, Json] | None = None
     """Of a task that is done."""
     reason: str = ""
-    """Of any other: one line."""
+    """Of any other: one line, whatever it is made of."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", str(EvergradError(self.reason)))
+
+    def to_json(self) -> dict[str, Json]:
+        """As a worker on another machine tells it."""
+        result = None if self.result is None else dict(self.result)
+        return {"id": self.id, "fate": str(self.fate), "result": result, "reason": self.reason}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Ended:
+        """Back from `to_json`; KeyError or ValueError if it is something else."""
+        return cls(told["id"], Fate(told["fate"]), told["result"], str(told["reason"]))
 
 
 class Executor(ABC):

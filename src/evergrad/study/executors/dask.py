@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import EvergradError, UsageError
+from evergrad.errors import UsageError
 from evergrad.study.executors.contract import Ended, Executor, Fate, Task
 from evergrad.study.executors.local import LocalProcesses
 from evergrad.wording import shown
@@ -143,7 +143,7 @@ class DaskCluster(Executor):
         # No more than there are threads: what waits at a worker that dies is lost with it.
         while self._waiting and len(self._under_way) < self.slots:
             task = self._waiting[0]
-            text = json.dumps({"id": task.id, "work": dict(task.work), "limit_s": task.limit_s}, allow_nan=False)
+            text = json.dumps(task.to_json(), allow_nan=False)
             key = f"evergrad-{self._owner}-{uuid.uuid4().hex}"
             if self._client.status not in ("running", "connecting"):  # it would wait for ever
                 raise UsageError(
@@ -166,8 +166,7 @@ def run(owner: str, folder: str, perform: str, environment: dict[str, str], text
     """Do a task; on a Dask worker, which calls this."""
     worker = _distributed().get_worker()
     key = worker.get_current_task()
-    told = json.loads(text)
-    task = Task(told["id"], told["work"], told["limit_s"])
+    task = Task.from_json(json.loads(text))
 
     def is_wanted() -> bool:
         state = worker.state.tasks.get(key)
@@ -177,7 +176,7 @@ def run(owner: str, folder: str, perform: str, environment: dict[str, str], text
         reason = (
             f"{folder} is not visible on worker {worker.address}: put --out on a file system that all workers share"
         )
-        return _told(Ended(task.id, Fate.BROKEN, reason=reason))
+        return json.dumps(Ended(task.id, Fate.BROKEN, reason=reason).to_json())
     child = _CHILDREN.take(owner)
     if child is None:
         place = "".join(char if char.isalnum() else "-" for char in str(worker.name))
@@ -188,12 +187,12 @@ def run(owner: str, folder: str, perform: str, environment: dict[str, str], text
         while not (ended := child.collect(_LOOK_S)):
             if not is_wanted():
                 child.close()
-                return _told(Ended(task.id, Fate.LOST, reason="nobody waits for it any more"))
+                return json.dumps(Ended(task.id, Fate.LOST, reason="nobody waits for it any more").to_json())
     except BaseException:
         child.close()
         raise
     _CHILDREN.give_back(owner, child)
-    return _told(ended[0])
+    return json.dumps(ended[0].to_json())
 
 
 def dismiss(owner: str) -> None:
@@ -255,22 +254,13 @@ def _distributed() -> Any:
         raise UsageError("a Dask cluster needs distributed: pip install 'evergrad[dask]'") from error
 
 
-def _told(ended: Ended) -> str:
-    return json.dumps({"id": ended.id, "fate": ended.fate, "result": ended.result, "reason": ended.reason})
-
-
 def _ended(id: str, future: Any) -> Ended:
     """What became of a task; in a thread of Dask's."""
     try:
-        told = json.loads(future.result(timeout=_WORKERS_S))
-        return Ended(told["id"], Fate(told["fate"]), told["result"], told["reason"])
+        return Ended.from_json(json.loads(future.result(timeout=_WORKERS_S)))
     except _distributed().KilledWorker as error:
         return Ended(id, Fate.LOST, reason=f"Dask worker {error.last_worker.address} died")
     except (CancelledError, OSError, TimeoutError) as error:
-        return Ended(id, Fate.LOST, reason=_line(f"Dask has lost it: {getattr(error, 'reason', error)}"))
+        return Ended(id, Fate.LOST, reason=f"Dask has lost it: {getattr(error, 'reason', error)}")
     except Exception as error:
-        return Ended(id, Fate.BROKEN, reason=_line(f"{type(error).__name__} on a Dask worker: {error}"))
-
-
-def _line(text: str) -> str:
-    return str(EvergradError(text))
+        return Ended(id, Fate.BROKEN, reason=f"{type(error).__name__} on a Dask worker: {error}")

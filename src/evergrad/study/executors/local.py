@@ -1,7 +1,7 @@
 """Worker processes on this machine, each with one task at a time.
 
-No thread and no fork: the runner feeds its workers whenever it submits or collects. Descriptors of the runner, the lock
-of the study's folder among them, do not reach the workers. What a worker prints is in `logs/` in the folder.
+No thread (see `feeding`) and no fork. Descriptors of the runner, the lock of the study's folder among them, do not
+reach the workers. What a worker prints is in `logs/` in the folder.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ import math
 import os
 import selectors
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from evergrad.errors import EvergradError, UsageError
-from evergrad.study.executors.contract import Ended, Executor, Fate, Task
-from evergrad.study.executors.process import Garbled, Log, WorkerProcess
+from evergrad.errors import UsageError
+from evergrad.study.executors.contract import Ended, Fate, Task
+from evergrad.study.executors.feeding import FAILED_STARTS, Feeding
+from evergrad.study.executors.process import ONE_THREAD, Garbled, Log, WorkerProcess
 from evergrad.wording import shown
 
 __all__ = ["LocalProcesses"]
 
-_FAILED_STARTS = 3
 _START_S = 300.0
 """Importing torch from a slow file system takes minutes; longer than this is a start that hangs."""
 _LOOK_S = 1.0
 """How often to look for what no descriptor tells: a worker that died while a fork of it lives, a log that grows."""
 
 
-class LocalProcesses(Executor):
+class LocalProcesses(Feeding[bytes]):
     """As many worker processes as cores, started when there is work for them."""
 
     def __init__(
@@ -44,54 +43,25 @@ class LocalProcesses(Executor):
         if workers is not None and workers < 1:
             raise UsageError(f"workers: expected at least 1, found {workers}")
         self.slots = workers or len(os.sched_getaffinity(0))
+        super().__init__(perform, "worker")
         self._folder = Path(folder).absolute()
-        self._perform = perform
         self._name = name
-        # A core each: with more threads than that, workers wait for each other.
-        alone = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        self._environment = {**os.environ, **alone, **(environment or {})}
-        self._waiting: deque[tuple[Task, bytes]] = deque()
-        self._ended: list[Ended] = []
+        self._environment = {**os.environ, **ONE_THREAD, **(environment or {})}
         self._workers: dict[int, WorkerProcess] = {}
         self._logs: dict[int, Log] = {}
-        self._failed_starts = 0
-        self._is_closed = False
         self._looked = 0.0
         self._selector = selectors.DefaultSelector()
 
-    def submit(self, task: Task) -> None:
-        """Take a task; returns at once."""
-        if self._is_closed:
-            raise UsageError(f"task {shown(task.id)}: this executor is closed")
-        line = json.dumps({"id": task.id, "work": dict(task.work)}, allow_nan=False).encode() + b"\n"
-        self._waiting.append((task, line))
-        self._feed()
+    def _packed(self, task: Task) -> bytes:
+        return json.dumps({"id": task.id, "work": dict(task.work)}, allow_nan=False).encode() + b"\n"
 
-    def collect(self, wait_s: float) -> list[Ended]:
-        """What is over by now; waits for a first one, if any is under way."""
-        until = time.monotonic() + wait_s
-        self._listen(0.0)
-        while not self._ended and (self._waiting or any(worker.task for worker in self._workers.values())):
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            self._listen(left)
-        ended, self._ended = self._ended, []
-        return ended
-
-    def close(self) -> None:
-        """End everything, finished or not."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _end(self) -> None:
         for worker in self._workers.values():
             worker.end()
         for log in self._logs.values():
             log.close()
         self._selector.close()
         self._workers.clear()
-        self._waiting.clear()
-        self._ended.clear()
 
     def _feed(self) -> None:
         for worker in list(self._workers.values()):
@@ -104,11 +74,15 @@ class LocalProcesses(Executor):
         starting = sum(not worker.is_ready for worker in self._workers.values())
         for number in range(self.slots):
             # While those that are there do the work, a place that cannot be filled is left empty.
-            if starting >= len(self._waiting) or (self._failed_starts >= _FAILED_STARTS and self._is_served):
+            if starting >= len(self._waiting) or (self._failed_starts >= FAILED_STARTS and self._is_served):
                 break
             if number not in self._workers:
                 self._start(number)
                 starting += 1
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(worker.task for worker in self._workers.values())
 
     @property
     def _is_served(self) -> bool:
@@ -142,8 +116,6 @@ class LocalProcesses(Executor):
         return True
 
     def _listen(self, wait_s: float) -> None:
-        if self._is_closed:
-            return
         nearest = min((worker.until for worker in self._workers.values()), default=math.inf)
         for key, events in self._selector.select(max(0.0, min(wait_s, nearest - time.monotonic(), _LOOK_S))):
             worker: WorkerProcess = key.data
@@ -216,18 +188,6 @@ class LocalProcesses(Executor):
                 self._selector.unregister(descriptor)
         how = worker.end()
         if worker.task is not None:
-            reason = f"worker {worker.number} {why or how}; what it printed is in {worker.log.path}"
-            self._ended.append(Ended(worker.task.id, Fate.LOST, reason=_line(reason)))
+            self._lose(worker.task, f"worker {worker.number} {why or how}; what it printed is in {worker.log.path}")
         elif not worker.is_ready:
             self._could_not_start(why or f"{how}: {worker.log.last_lines() or 'it printed nothing'}")
-
-    def _could_not_start(self, why: str) -> None:
-        self._failed_starts += 1
-        if self._failed_starts >= _FAILED_STARTS and not self._is_served:
-            reason = _line(f"{self._perform}: no worker gets ready, {_FAILED_STARTS} have tried. The last: {why}")
-            self._ended += [Ended(task.id, Fate.BROKEN, reason=reason) for task, _ in self._waiting]
-            self._waiting.clear()
-
-
-def _line(text: str) -> str:
-    return str(EvergradError(text))

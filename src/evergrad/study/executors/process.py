@@ -12,10 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from evergrad.errors import FileAccessError
+from evergrad.study.endings import how_it_ended
 from evergrad.study.executors.contract import Task
 from evergrad.study.executors.worker import LONGEST_ANSWER
 
-__all__ = ["Garbled", "Log", "WorkerProcess"]
+__all__ = ["ONE_THREAD", "Garbled", "Log", "WorkerProcess"]
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""In the environment of a process that has a core to itself: with more threads, processes wait for each other."""
 
 # Not -m: the module may have been imported with its packages, and would be run a second time.
 _SERVE = "import sys; from evergrad.study.executors.worker import serve; serve(*map(int, sys.argv[1:]))"
@@ -132,11 +136,7 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         self._close()
-        if code >= 0:
-            return f"ended with exit code {code}"
-        with suppress(ValueError):
-            return f"died: {signal.Signals(-code).name}"
-        return f"died: signal {-code}"
+        return how_it_ended(code)
 
     def _close(self) -> None:
         for descriptor in (self.tasks, self.answers, self._lifeline):

@@ -5,7 +5,7 @@ can read, and nothing else is listened to. Where it breaks, the other end is gon
 once, one that has not begun by then ends when it does, and a machine that is gone is noticed after `wire.SILENCE_S`.
 Before its time limit a job finishes what it is at and another takes its place.
 
-No thread: the runner feeds and asks whenever it submits or collects. What a worker prints is in `logs/` in the folder.
+No thread: see `feeding`. What a worker prints is in `logs/` in the folder.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import EvergradError, UsageError
-from evergrad.study.executors.contract import Ended, Executor, Fate, Task
+from evergrad.errors import UsageError
+from evergrad.study.executors.contract import Ended, Task
+from evergrad.study.executors.feeding import Feeding
 from evergrad.study.executors.process import Garbled
 from evergrad.study.executors.reception import Reception
 from evergrad.study.executors.slurm_jobs import Jobs, NotSubmitted, Standing, Wanted
@@ -30,7 +30,6 @@ from evergrad.wording import checked_choice, shown
 
 __all__ = ["SlurmCluster"]
 
-_FAILED_STARTS = 3
 _AGAIN_S = 1.0
 """Before the second try, then twice as long, up to half a minute."""
 _START_S = 600.0
@@ -68,7 +67,7 @@ class _Job:
         return self.wire is not None and not self.is_leaving
 
 
-class SlurmCluster(Executor):
+class SlurmCluster(Feeding[dict[str, Any]]):
     """As many jobs as asked for, submitted when there is work for them.
 
     Nodes must see the study's folder under the same path, have the same Evergrad there, and reach this machine. That
@@ -94,12 +93,10 @@ class SlurmCluster(Executor):
             raise UsageError(f"jobs: expected at least 1, found {jobs}")
         checked_choice("cluster", cluster, ("slurm", "local"))
         self.slots = jobs
-        self._cpus, self._perform = cpus, perform
-        self._is_closed = False
-        self._waiting: deque[tuple[Task, dict[str, Any]]] = deque()
-        self._ended: list[Ended] = []
+        super().__init__(perform, "Slurm job")
+        self._cpus = cpus
         self._jobs: dict[int, _Job] = {}
-        self._number = self._failed_starts = 0
+        self._number = 0
         self._start_at = self._looked = 0.0
         folder = Path(folder).absolute()
         self._logs = folder / "logs"
@@ -120,38 +117,24 @@ class SlurmCluster(Executor):
             environment=dict(environment or {}),
         ).write(self._order)
 
-    def submit(self, task: Task) -> None:
-        """Take a task; returns at once, or as soon as sbatch does."""
-        if self._is_closed:
-            raise UsageError(f"task {shown(task.id)}: this executor is closed")
+    def _packed(self, task: Task) -> dict[str, Any]:
         if task.processes > self._cpus:
             raise UsageError(
                 f"task {shown(task.id)} starts {task.processes} processes: jobs have {self._cpus} cpus each"
             )
-        told = {"id": task.id, "work": dict(task.work), "limit_s": task.limit_s}
+        told = task.to_json()
         json.dumps(told, allow_nan=False)
-        self._waiting.append((task, told))
-        self._feed()
+        return told
 
-    def collect(self, wait_s: float) -> list[Ended]:
-        """What is over by now; waits for a first one, if any is under way."""
-        if self._is_closed:
-            return []
-        until = time.monotonic() + wait_s
-        self._listen(0.0)
-        while not self._ended and (self._waiting or any(job.task for job in self._jobs.values())):
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            self._listen(left)
-        ended, self._ended = self._ended, []
-        return ended
+    @property
+    def _is_busy(self) -> bool:
+        return any(job.task for job in self._jobs.values())
 
-    def close(self) -> None:
-        """End everything, finished or not."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+    @property
+    def _is_served(self) -> bool:
+        return any(job.is_serving for job in self._jobs.values())
+
+    def _end(self) -> None:
         wires = [job.wire for job in self._jobs.values() if job.wire is not None]
         for wire in wires:
             wire.send({"end": True})
@@ -167,8 +150,6 @@ class SlurmCluster(Executor):
         self._reception.close()
         self._slurm.close()
         self._jobs.clear()
-        self._waiting.clear()
-        self._ended.clear()
 
     def _feed(self) -> None:
         for job in list(self._jobs.values()):
@@ -231,7 +212,7 @@ class SlurmCluster(Executor):
         if job.task is None or told.get("id") != job.task.id:
             raise Garbled(f"answered what it was not asked: {shown(told)}")
         try:
-            ended = Ended(job.task.id, Fate(told["fate"]), told["result"], told["reason"])
+            ended = Ended.from_json(told)
         except (KeyError, ValueError) as error:  # another version of us
             raise Garbled(f"answered what cannot be read: {shown(told)}") from error
         self._ended.append(ended)
@@ -278,7 +259,7 @@ class SlurmCluster(Executor):
             reason = (
                 f"Slurm job {job.id} on {job.node} is gone, {job.why}: {standing.words}; what it printed is in {log}"
             )
-            self._ended.append(Ended(job.task.id, Fate.LOST, reason=_line(reason)))
+            self._lose(job.task, reason)
 
     def _give_up(self, job: _Job, why: str) -> None:
         del self._jobs[job.number]
@@ -287,16 +268,6 @@ class SlurmCluster(Executor):
         self._could_not_start(f"{why}: {printed}" if printed else why)
 
     def _could_not_start(self, why: str) -> None:
-        self._failed_starts += 1
+        super()._could_not_start(why)
         # Another try a while later: a limit on how many jobs one may have holds for longer than a moment.
         self._start_at = time.monotonic() + min(30.0, _AGAIN_S * 2.0 ** (self._failed_starts - 1))
-        if self._failed_starts >= _FAILED_STARTS and not any(job.is_serving for job in self._jobs.values()):
-            reason = _line(
-                f"{self._perform}: no Slurm job gets ready, {self._failed_starts} have tried. The last: {why}"
-            )
-            self._ended += [Ended(task.id, Fate.BROKEN, reason=reason) for task, _ in self._waiting]
-            self._waiting.clear()
-
-
-def _line(text: str) -> str:
-    return str(EvergradError(text))

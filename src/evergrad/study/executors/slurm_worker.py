@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import EvergradError
-from evergrad.study.executors.contract import Ended, Task
+from evergrad.study.executors.contract import Task
 from evergrad.study.executors.local import LocalProcesses
 from evergrad.study.executors.process import Garbled
 from evergrad.study.executors.wire import SILENCE_S, Wire
@@ -106,11 +106,11 @@ def _work(wire: Wire, child: LocalProcesses, leaving: list[int]) -> None:
             if "end" in told:
                 return
             if "id" in told:
-                child.submit(Task(told["id"], told["work"], told["limit_s"]))
+                child.submit(Task.from_json(told))
                 is_busy = True
         if is_busy:
             for ended in child.collect(_BUSY_S):
-                wire.send(_told(ended))
+                wire.send(ended.to_json())
                 is_busy = False
         if leaving and wire.is_proven and not has_said:  # not before it was heard of
             wire.send({"leaving": True})
@@ -129,7 +129,3 @@ def _connected(told: Order) -> Wire:
         else:
             return Wire(link, bytes.fromhex(told.secret), is_runner=False)
     raise EvergradError(f"the runner cannot be reached from {socket.gethostname()}: {', '.join(found)}")
-
-
-def _told(ended: Ended) -> dict[str, Any]:
-    return {"id": ended.id, "fate": ended.fate, "result": ended.result, "reason": ended.reason}

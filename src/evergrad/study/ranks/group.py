@@ -13,12 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import select
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,22 +25,12 @@ from typing import Any, Self
 
 from evergrad.errors import StudyError
 from evergrad.records import Json
+from evergrad.study.ranks.tending import START_S, Nursery, RankLost
 
 __all__ = ["RankGroup", "RankLost"]
 
-# Not -m: see the workers' processes.
-_TEND = "import sys; from evergrad.study.ranks.nursery import tend; tend(int(sys.argv[1]))"
-_START_S = 300.0
 _READ = 1 << 16
 _NUMBERS = itertools.count()
-
-
-class RankLost(Exception):
-    """A rank has died, or the group did not answer in time."""
-
-    def __init__(self, rank: int, how: str) -> None:
-        super().__init__(f"rank {rank} {how}")
-        self.rank, self.how = rank, how
 
 
 class RankGroup:
@@ -72,19 +58,9 @@ class RankGroup:
         self._links: list[socket.socket] = []
         self._heard = [bytearray() for _ in range(ranks)]
         self._numbers = [next(_NUMBERS) for _ in range(ranks)]
-        self._nursery = _Nursery.present()
-        theirs = []
-        for _ in range(ranks):
-            ours, other = socket.socketpair()
-            ours.setblocking(False)
-            self._links.append(ours)
-            theirs.append(other)
+        self._nursery = Nursery.present()
         try:
-            try:
-                self._nursery.fork(self._numbers, theirs)
-            finally:
-                for link in theirs:  # or nobody would hear that a rank has closed its own
-                    link.close()
+            self._fork()
             cores = sorted(os.sched_getaffinity(0)) if pinned else []
             for rank, link in enumerate(self._links):
                 hello: dict[str, Json] = {
@@ -97,13 +73,27 @@ class RankGroup:
                     "environment": {"GLOO_SOCKET_IFNAME": "lo", **(environment or {})},
                 }
                 _send(link, hello)
-            for rank, answer in enumerate(self._collect(_START_S, None)):
+            for rank, answer in enumerate(self._collect(START_S, None)):
                 assert answer is not None
                 if "broken" in answer:
                     raise StudyError(f"rank {rank} of {ranks} cannot start: {answer['broken']}")
         except BaseException:
             self.end()
             raise
+
+    def _fork(self) -> None:
+        """A process for each rank, and a link to it."""
+        theirs = []
+        try:
+            for _ in range(self.ranks):
+                ours, other = socket.socketpair()
+                ours.setblocking(False)
+                self._links.append(ours)
+                theirs.append(other)
+            self._nursery.fork(self._numbers, theirs)
+        finally:
+            for link in theirs:  # or nobody would hear that a rank has closed its own
+                link.close()
 
     def call(
         self,
@@ -201,111 +191,6 @@ class RankGroup:
             return None
         self._heard[rank] = rest
         return bytes(line)
-
-
-class _Nursery:
-    """This process's nursery; started with the first group."""
-
-    _one: _Nursery | None = None
-
-    def __init__(self) -> None:
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a message at a time
-        alone = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _TEND, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        self._owner = os.getpid()
-        self._is_gone = False
-        self._heard = bytearray()
-        self._pids: dict[int, int] = {}
-        self._ended: dict[int, int] = {}
-        self._link.settimeout(_START_S)
-        try:
-            self._read()
-        except RankLost:
-            raise StudyError("the process that ranks are forked from cannot start: see what it printed") from None
-
-    @classmethod
-    def present(cls) -> _Nursery:
-        """The one that is there, or a new one."""
-        one = cls._one
-        if one is None or one._is_gone or one._owner != os.getpid() or one._process.poll() is not None:
-            cls._one = one = cls()
-        return one
-
-    def fork(self, numbers: list[int], links: list[socket.socket]) -> None:
-        """Fork a rank for each of these."""
-        text = json.dumps({"fork": numbers}).encode()
-        try:
-            socket.send_fds(self._link, [text], [link.fileno() for link in links])
-        except OSError:
-            raise self._gone() from None
-        while not all(number in self._pids or number in self._ended for number in numbers):
-            self._note(self._read())
-
-    def kill(self, numbers: list[int]) -> None:
-        """End these ranks, and wait until they have."""
-        with suppress(RankLost, OSError):
-            left = [number for number in numbers if number in self._pids and number not in self._ended]
-            if left:
-                self._link.sendall(json.dumps({"kill": left}).encode())
-            while any(number not in self._ended for number in left):
-                self._note(self._read())
-
-    def pid(self, number: int) -> int:
-        """Of a rank."""
-        return self._pids[number]
-
-    def first_ended(self, numbers: list[int], wait_s: float) -> int | None:
-        """One of these that has ended, or does within that time."""
-        until = monotonic() + wait_s
-        while not any(number in self._ended for number in numbers):
-            left = until - monotonic()
-            if left <= 0 or not (b"\n" in self._heard or select.select([self._link], [], [], left)[0]):
-                return None
-            self._note(self._read())
-        return next(number for number in numbers if number in self._ended)
-
-    def how(self, number: int) -> str:
-        """How a rank has ended."""
-        try:
-            while number not in self._ended:
-                self._note(self._read())
-        except RankLost:
-            return "died with its nursery"
-        code = self._ended[number]
-        if code >= 0:
-            return f"ended with exit code {code}"
-        with suppress(ValueError):
-            return f"died: {signal.Signals(-code).name}"
-        return f"died: signal {-code}"
-
-    def _gone(self) -> RankLost:
-        self._is_gone = True
-        return RankLost(0, "died with its nursery")
-
-    def _note(self, told: dict[str, Any]) -> None:
-        if "born" in told:
-            self._pids[told["born"]] = told["pid"]
-        if "ended" in told:
-            self._ended[told["ended"]] = told["status"]
-
-    def _read(self) -> dict[str, Any]:
-        while b"\n" not in self._heard:
-            try:
-                part = self._link.recv(_READ)
-            except OSError:
-                part = b""
-            if not part:
-                raise self._gone()
-            self._heard += part
-        line, _, self._heard = self._heard.partition(b"\n")
-        found: dict[str, Any] = json.loads(bytes(line))
-        return found
 
 
 def _send(link: socket.socket, told: Mapping[str, Json]) -> None:

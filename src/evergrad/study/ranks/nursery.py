@@ -14,7 +14,6 @@ Ranks end with the nursery, and the nursery with its worker.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -23,10 +22,11 @@ import socket
 import sys
 import traceback
 
+from evergrad.recovery.launch.forking import end_with_parent
+
 __all__ = ["tend"]
 
 _MOST_RANKS = 256
-_PR_SET_PDEATHSIG = 1
 
 
 def tend(descriptor: int) -> None:
@@ -63,23 +63,21 @@ def _obey(link: socket.socket, ranks: dict[int, int]) -> bool:
         if number in told.get("kill", ()):
             os.kill(child, signal.SIGKILL)  # it is not reaped yet: the number is its own
     for place, number in enumerate(told.get("fork", ())):
-        descriptor = descriptors[place]
+        descriptor, nursery = descriptors[place], os.getpid()
         child = os.fork()
         if child == 0:
-            _become_rank(link, descriptor, descriptors[place + 1 :])  # those before it are closed here already
+            others = descriptors[place + 1 :]  # those before it are closed here already
+            _become_rank(link, descriptor, others, nursery)
         os.close(descriptor)
         ranks[child] = number
         link.sendall(json.dumps({"born": number, "pid": child}).encode() + b"\n")
     return True
 
 
-def _become_rank(link: socket.socket, descriptor: int, others: list[int]) -> None:
+def _become_rank(link: socket.socket, descriptor: int, others: list[int], nursery: int) -> None:
     code = 1
     try:
-        nursery = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != nursery:
-            os._exit(1)
+        end_with_parent(nursery)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         link.close()

@@ -29,15 +29,14 @@ from evergrad.records import Json
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import Golden
 from evergrad.study.ranks.group import RankGroup, RankLost
+from evergrad.study.ranks.keeping import end_groups, warm_group
 from evergrad.study.trials import End, Observation, Series, Trial
 from evergrad.training.settings import Training
 
-__all__ = ["end_groups", "perform_saving"]
+__all__ = ["perform_saving"]
 
 _PAIR = "evergrad.study.saving.blocks:measure_pair"
 _EPOCH = "evergrad.study.saving.blocks:train_epoch"
-
-_groups: list[RankGroup] = []
 
 
 def perform_saving(folder: Path, trial: Trial, golden: Golden) -> Observation:
@@ -75,7 +74,8 @@ def perform_saving(folder: Path, trial: Trial, golden: Golden) -> Observation:
 def _paired(folder: Path, trial: Trial, training: Training, work: Mapping[str, Json]) -> dict[str, Any]:
     """Both blocks; which comes first takes turns."""
     order: list[Json] = ["without", "with"] if trial.repetition % 2 == 0 else ["with", "without"]
-    answers = _whole(_group(training).call(_PAIR, folder, {**work, "order": order}))
+    group = warm_group(training.ranks, training.device, pinned=True)  # each on a core of its own where there are enough
+    answers = _whole(group.call(_PAIR, folder, {**work, "order": order}))
     saved, bare = ([answer[name] for answer in answers] for name in ("with", "without"))
     if bare[0]["digest"] != saved[0]["digest"]:
         raise StudyError(
@@ -100,7 +100,7 @@ def _restarted(folder: Path, trial: Trial, training: Training, work: Mapping[str
     restarts: list[float] = []
     digest = ""
     killed = 0.0
-    end_groups()
+    end_groups()  # nobody else is on the cores whose time is taken
     for epoch in range(training.epochs):
         with RankGroup(training.ranks, device=training.device, pinned=True) as group:
             answers = _whole(group.call(_EPOCH, folder, {**work, "epoch": epoch}))
@@ -115,21 +115,6 @@ def _restarted(folder: Path, trial: Trial, training: Training, work: Mapping[str
             restarts.append(max(answer["ready"] for answer in answers) - before)
     costs = {"first_s": tuple(saves), "restore_s": tuple(restores), "restart_s": tuple(restarts)}
     return {"metrics": metrics, "losses": list(losses.values()), "digest": digest, "costs": costs}
-
-
-def _group(training: Training) -> RankGroup:
-    """The warm group of that many ranks, each on a core of its own where there are enough."""
-    if not _groups or _groups[0].is_over or (_groups[0].ranks, _groups[0].device) != (training.ranks, training.device):
-        end_groups()
-        _groups.append(RankGroup(training.ranks, device=training.device, pinned=True))
-    return _groups[0]
-
-
-def end_groups() -> None:
-    """End the ranks that are kept warm."""
-    for group in _groups:
-        group.end()
-    _groups.clear()
 
 
 @contextmanager

@@ -28,14 +28,14 @@ from evergrad.checkpoint.tiers import Local, Memory, Persistent
 from evergrad.errors import StudyError, UsageError
 from evergrad.formats.durable import fsync
 from evergrad.state.paths import split
+from evergrad.study.trials import SAVINGS
 from evergrad.wording import checked_choice
 
 if TYPE_CHECKING:
     from evergrad.checkpoint import Pending
 
-__all__ = ["FLUSH_EVERY", "STRATEGIES", "EvergradSaving", "NoSaving", "RootSaving", "Strategy", "make_strategy"]
+__all__ = ["FLUSH_EVERY", "EvergradSaving", "NoSaving", "RootSaving", "Strategy", "make_strategy"]
 
-STRATEGIES = ("none", "root", "evergrad")
 FLUSH_EVERY = 10
 """Of Evergrad's saves, every so-manyth goes to the shared file system."""
 
@@ -71,7 +71,7 @@ def make_strategy(
 
     `ready`: what saves need is made now, and not at the first ones.
     """
-    checked_choice("saving", name, STRATEGIES)
+    checked_choice("saving", name, SAVINGS)
     if name == "root":
         return RootSaving(folder, state)
     return EvergradSaving(folder, state, shared, cores, ready=ready) if name == "evergrad" else NoSaving()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evergrad.errors import FileAccessError, UsageError
+from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.injection.draws import Draws
 from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.edsr import TIMES
@@ -104,8 +104,8 @@ def _patches(folder: Path, names: Sequence[str]) -> Tensor:
             with Image.open(path) as image:
                 pixels = torch.from_numpy(np.array(image.convert("RGB")))
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise FileAccessError(path, f"cannot be read: {reason}. Is scikit-image 0.25 or later whole?") from None
+            what = f"cannot be read: {reason(error)}. Is scikit-image 0.25 or later whole?"
+            raise FileAccessError(path, what) from None
         rows, columns = pixels.shape[0] // _SIDE, pixels.shape[1] // _SIDE
         whole = pixels[: rows * _SIDE, : columns * _SIDE].view(rows, _SIDE, columns, _SIDE, 3)
         found.append(whole.permute(0, 2, 4, 1, 3).reshape(rows * columns, 3, _SIDE, _SIDE))
