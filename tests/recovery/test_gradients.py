@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from surroundings import Around
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from torch.futures import Future
 
 from evergrad.errors import UsageError
-from evergrad.recovery.buckets import Bucket, Layout, flattened, shaped
+from evergrad.recovery.buckets import Bucket, flattened, shaped
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
 
@@ -65,41 +66,21 @@ class Alike(Group):
         act()
 
 
-class Around:
-    """A job as a reduction sees it."""
+class Failing(Around[Alike]):
+    """A job whose group can break, and where an exception may come at a site."""
 
-    def __init__(self, group: Alike | None = None) -> None:
-        self.now = group or Alike()
-        self.count = 0
-        self.layout: Layout | None = None
-        self.share = 1 / self.now.size
-        self.sites: list[tuple[int, str]] = []
-        self.at_end: Callable[[], None] = lambda: None
+    def __init__(self) -> None:
+        super().__init__(Alike(), 0.5, shares_buffers=True)
         self.raises: tuple[int, str] | None = None
 
-    def group(self) -> Group:
+    def group(self) -> Alike:
         self.now._check()
         return self.now
 
-    def weight(self) -> float:
-        return self.share
-
-    def passes(self) -> int:
-        return self.count
-
-    def root(self) -> int:
-        return 0
-
-    def shares_buffers(self) -> bool:
-        return True
-
     def site(self, bucket: int, at: str) -> None:
-        self.sites.append((bucket, at))
+        super().site(bucket, at)
         if self.raises == (bucket, at):
             raise RuntimeError("injected here")
-
-    def ended(self) -> None:
-        self.at_end()
 
 
 class Lab:
@@ -108,7 +89,7 @@ class Lab:
     def __init__(self, net: nn.Module | None = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.net = net or nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-        self.around = Around()
+        self.around = Failing()
         settings = {"keep": True, "bucket_cap_mb": SMALL_MB} | options
         self.gradients = Gradients(self.net, self.around, **settings)
         self.x = torch.randn(3, 6)

@@ -110,6 +110,14 @@ class Puppets:
     def send(self, uid: int, number: int) -> None:
         os.kill(int(self.told(uid)[0]), number)
 
+    def lose_rank_1(self) -> None:
+        """Of two ranks that have joined one is killed, and the other says what it saw."""
+        self.join(0)
+        self.join(1)
+        self.send(1, signal.SIGKILL)
+        self.store.get(Keys.broken(0))
+        self.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=12).to_json())
+
     def plan(self, generation: int) -> Plan:
         return Plan.from_json(self.store.get(Keys.plan(generation)))
 
@@ -321,11 +329,7 @@ def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(
 ) -> None:
     def play() -> None:
         ranks = Puppets(jobs)
-        ranks.join(0)
-        ranks.join(1)
-        ranks.send(1, signal.SIGKILL)
-        ranks.store.get(Keys.broken(0))
-        ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=12).to_json())
+        ranks.lose_rank_1()
         assert ranks.plan(1).members == (0,)
         assert ranks.told(2)[2:] == ["None", "1", "1", "n1"]  # no rank, its device, a spare, its node
         ranks.send(0, signal.SIGUSR1)
@@ -395,11 +399,7 @@ def test_a_relaunch_starts_who_is_missing(jobs: Jobs, capfd: pytest.CaptureFixtu
 def test_too_few_ranks_and_nothing_to_restart_from(jobs: Jobs) -> None:
     def play() -> None:
         ranks = Puppets(jobs)
-        ranks.join(0)
-        ranks.join(1)
-        ranks.send(1, signal.SIGKILL)
-        ranks.store.get(Keys.broken(0))
-        ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=12).to_json())
+        ranks.lose_rank_1()
 
     summary = jobs.launch(_PUPPET, meanwhile=play, min_ranks=2)
     assert (summary.outcome, summary.exit_code) == ("too-few", 4)

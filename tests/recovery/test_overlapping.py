@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from nursery import Nursery, Ran
+from surroundings import Around
 from sweep import RANKS, Case
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 
 import evergrad as eg
 from evergrad.errors import UsageError
-from evergrad.recovery.buckets import Layout
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.optimizers import Optimizers
 from evergrad.recovery.overlapping import PER_PARAMETER, Overlap, refuse_overlap
@@ -47,44 +47,13 @@ class Doubling(Alone):
         return Ticket(end, lambda: self.begun > number + self.delay)
 
 
-class Around:
-    """A job as a reduction sees it."""
-
-    def __init__(self) -> None:
-        self.now, self.count, self.share = Doubling(), 0, 0.5
-        self.layout: Layout | None = None
-        self.log: list[tuple[int, str]] = []
-        self.at_end: Callable[[], None] = lambda: None
-
-    def group(self) -> Doubling:
-        return self.now
-
-    def weight(self) -> float:
-        return self.share
-
-    def passes(self) -> int:
-        return self.count
-
-    def root(self) -> int:
-        return 0
-
-    def shares_buffers(self) -> bool:
-        return False
-
-    def site(self, bucket: int, at: str) -> None:
-        self.log.append((bucket, at))
-
-    def ended(self) -> None:
-        self.at_end()
-
-
 class Lab:
     """One module, its optimizer and its reduction, overlapped or not."""
 
     def __init__(self, make: Callable[[Any], optim.Optimizer], *, overlap: bool = True, **options: Any) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-        self.x, self.around = torch.randn(3, 6), Around()
+        self.x, self.around = torch.randn(3, 6), Around(Doubling(), 0.5, shares_buffers=False)
         self.gradients = Gradients(self.net, self.around, keep=True, bucket_cap_mb=SMALL_MB, **options)
         weights = [parameter for parameter in self.net.parameters() if parameter.dim() > 1]
         biases = [parameter for parameter in self.net.parameters() if parameter.dim() == 1]
@@ -219,16 +188,16 @@ def test_compression_and_another_ranks_layout_change_nothing() -> None:
 
 def applied_at(lab: Lab) -> list[tuple[int, str]]:
     """One whole step: how buckets were begun, reduced and applied."""
-    apply, lab.around.log = lab.overlap.apply, []
+    apply, lab.around.sites = lab.overlap.apply, []
 
     def noted(bucket: int, numbers: tuple[int, ...]) -> None:
         apply(bucket, numbers)
-        lab.around.log.append((bucket, "applied"))
+        lab.around.sites.append((bucket, "applied"))
 
     lab.overlap.apply = noted  # type: ignore[method-assign]
     lab.step()
     lab.overlap.apply = apply  # type: ignore[method-assign]
-    return lab.around.log
+    return lab.around.sites
 
 
 def test_what_is_reduced_is_applied_while_backward_goes_on() -> None:

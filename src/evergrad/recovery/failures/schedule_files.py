@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import DamagedFile, FileAccessError, UsageError
+from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason
 from evergrad.recovery.failures.failure import Failure
 from evergrad.recovery.failures.words import KINDS, TARGETS, WORDS, read_words
 from evergrad.wording import checked_choice, meant, shown
@@ -117,4 +117,4 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise FileAccessError(path, f"cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise FileAccessError(path, f"cannot be read: {reason(error)}") from None

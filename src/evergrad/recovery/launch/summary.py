@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evergrad.errors import FileAccessError, UsageError
+from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.recovery.launch.status import counted
@@ -98,8 +98,7 @@ def make_folder(settings: LaunchSettings) -> Path:
         except FileExistsError:  # another launcher was quicker by a moment
             raise UsageError(f"--out {run}: expected a new or an empty folder, found {_found_in(run)}") from None
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise FileAccessError(error.filename or str(run), f"no folder for the run: {why}") from None
+        raise FileAccessError(error.filename or str(run), f"no folder for the run: {reason(error)}") from None
     return run.absolute()
 
 
