@@ -73,8 +73,36 @@ class Fault(ABC):
         return told
 
 
+class _Pattern(Fault):
+    """A pattern of adjacent bits, at a random place among those where it may begin."""
+
+    @abstractmethod
+    def _pattern(self) -> tuple[int, int, Bitspec]:
+        """The pattern, how many bits it has, and which bits of a number it has to lie in."""
+
+    def fits(self, dtype: DType) -> bool:
+        """Where the bits exist, and room for the pattern; fields mean floats."""
+        _, size, bits = self._pattern()
+        return bool(places(bits, dtype, size))
+
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """One of the places where the pattern may begin, all alike; one place takes no draw."""
+        pattern, size, bits = self._pattern()
+        starts = places(bits, dtype, size)
+        shifted = np.array([pattern << (width(dtype) - size - start) for start in starts], dtype.bits)
+        return shifted[draws.below(len(starts), count)] if len(starts) > 1 else np.full(count, shifted[0])
+
+
+class _Whole(Fault):
+    """All bits of a number."""
+
+    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
+        """Nothing is left to chance."""
+        return np.full(count, (1 << width(dtype)) - 1, dtype.bits)
+
+
 @dataclass(frozen=True)
-class BitFlip(Fault):
+class BitFlip(_Pattern):
     """Flip bits: one, or a `burst` of adjacent ones, anywhere in `bits` (None: anywhere in the number).
 
     `bits` is a number (0 the sign), a range, or `sign`, `exponent`, `exponent-msb`, `mantissa`. With `elements`, the
@@ -93,13 +121,8 @@ class BitFlip(Fault):
         object.__setattr__(self, "bits", check_bits(self.bits))
         _check_shape(self, self.burst)
 
-    def fits(self, dtype: DType) -> bool:
-        """Where the bits exist, and room for the burst; fields mean floats."""
-        return bool(places(self.bits, dtype, self.burst))
-
-    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
-        """One of the places where a burst may begin, all alike."""
-        return _somewhere((1 << self.burst) - 1, self.burst, places(self.bits, dtype, self.burst), dtype, count, draws)
+    def _pattern(self) -> tuple[int, int, Bitspec]:
+        return (1 << self.burst) - 1, self.burst, self.bits
 
     def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
         """Flip what is aimed at."""
@@ -107,7 +130,7 @@ class BitFlip(Fault):
 
 
 @dataclass(frozen=True)
-class BitMask(Fault):
+class BitMask(_Pattern):
     """XOR a mask, written as bits (`"101101"`), at a random alignment; zeros around it."""
 
     mask: str
@@ -121,14 +144,8 @@ class BitMask(Fault):
             raise UsageError(f"mask {self.mask!r} flips nothing: expected at least one 1")
         _check_shape(self)
 
-    def fits(self, dtype: DType) -> bool:
-        """Where the mask is no wider than the number."""
-        return bool(places(None, dtype, len(self.mask)))
-
-    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
-        """One of the alignments, all alike."""
-        size = len(self.mask)
-        return _somewhere(int(self.mask, 2), size, places(None, dtype, size), dtype, count, draws)
+    def _pattern(self) -> tuple[int, int, Bitspec]:
+        return int(self.mask, 2), len(self.mask), None
 
     def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
         """Flip what is aimed at."""
@@ -136,7 +153,7 @@ class BitMask(Fault):
 
 
 @dataclass(frozen=True)
-class StuckAt(Fault):
+class StuckAt(_Pattern):
     """Bits that are stuck at 0 or 1: set, whatever they were; where they were so, nothing changes."""
 
     value: int
@@ -151,13 +168,8 @@ class StuckAt(Fault):
         object.__setattr__(self, "bits", check_bits(self.bits))
         _check_shape(self, self.burst)
 
-    def fits(self, dtype: DType) -> bool:
-        """Where the bits exist, and room for the burst; fields mean floats."""
-        return bool(places(self.bits, dtype, self.burst))
-
-    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
-        """One of the places where a burst may begin, all alike."""
-        return _somewhere((1 << self.burst) - 1, self.burst, places(self.bits, dtype, self.burst), dtype, count, draws)
+    def _pattern(self) -> tuple[int, int, Bitspec]:
+        return (1 << self.burst) - 1, self.burst, self.bits
 
     def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
         """Set or clear what is aimed at."""
@@ -165,7 +177,7 @@ class StuckAt(Fault):
 
 
 @dataclass(frozen=True)
-class Scale(Fault):
+class Scale(_Whole):
     """Multiply numbers; the nearest number that the type has. Integers are rounded and stay within their range."""
 
     factor: float
@@ -181,10 +193,6 @@ class Scale(Fault):
         """Numbers of every kind."""
         return dtype is not DType.BOOL
 
-    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
-        """All of the number; nothing is left to chance."""
-        return np.full(count, _all_bits(dtype), dtype.bits)
-
     def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
         """The product, rounded once."""
         numbers = values(old, dtype)
@@ -195,7 +203,7 @@ class Scale(Fault):
 
 
 @dataclass(frozen=True)
-class SetValue(Fault):
+class SetValue(_Whole):
     """Replace numbers by one value; NaN and infinities too. The nearest number that the type has."""
 
     value: float
@@ -214,10 +222,6 @@ class SetValue(Fault):
             return dtype is not DType.FLOAT8_E8M0FNU or not self.value <= 0
         info = np.iinfo(f"{'i' if dtype.layout.kind == 'int' else 'u'}{dtype.layout.part_bytes}")
         return math.isfinite(self.value) and self.value == int(self.value) and info.min <= self.value <= info.max
-
-    def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
-        """All of the number; nothing is left to chance."""
-        return np.full(count, _all_bits(dtype), dtype.bits)
 
     def alter(self, old: Bits, aim: Bits, dtype: DType) -> Bits:
         """The value, whatever was there."""
@@ -252,16 +256,6 @@ def fault_from_json(told: dict[str, Json]) -> Fault | None:
         return kind(**settings)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"fault {told!r:.200}: {error}") from None
-
-
-def _somewhere(pattern: int, size: int, starts: list[int], dtype: DType, count: int, draws: Draws) -> Bits:
-    """A pattern of `size` bits at one of the places, for each of `count` numbers; one place takes no draw."""
-    shifted = np.array([pattern << (width(dtype) - size - start) for start in starts], dtype.bits)
-    return shifted[draws.below(len(starts), count)] if len(starts) > 1 else np.full(count, shifted[0])
-
-
-def _all_bits(dtype: DType) -> int:
-    return (1 << width(dtype)) - 1
 
 
 def _check_number(name: str, value: object) -> None:

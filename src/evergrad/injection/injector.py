@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
+from typing import TypeAlias
 
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
@@ -24,9 +25,12 @@ from evergrad.injection.workplace import Workplace, exclusive
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 
-__all__ = ["MAX_SEED", "dtypes_of", "inject", "items_of", "selection_told"]
+__all__ = ["Selection", "checked_seed", "dtypes_of", "inject", "items_of", "selection_told", "settings_told"]
 
-MAX_SEED = 1 << 128
+Selection: TypeAlias = "list[str | re.Pattern[str] | Role]"
+"""What `where` names, as a list."""
+
+_MAX_SEED = 1 << 128
 _FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 
@@ -70,11 +74,10 @@ def inject(
     """
     if not isinstance(fault, Fault):
         raise UsageError(f"fault {fault!r:.80}: expected a fault such as BitFlip(bits='exponent')")
-    if type(seed) is not int or not 0 <= seed < MAX_SEED:
-        raise UsageError(f"seed {seed!r}: expected a whole number from 0 to 2**128 − 1")
+    checked_seed(seed)
     amount = Amount(count, fraction, rate, hours, probability)
     types = None if dtypes is None else dtypes_of(dtypes)
-    where = items_of(where)
+    items = items_of(where)
     given = Path(path)
     outcome = Outcome(
         out=None if out is None else Path(out),
@@ -90,19 +93,10 @@ def inject(
         with rehearsal(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
             if in_place:
                 locks.enter_context(exclusive(Workplace.of(ck, given).locked))
-            chosen = population(ck, fault, where, types)
+            chosen = population(ck, fault, items, types)
             sites = sample(chosen, amount, sampling, draws)
             planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)
-            settings: dict[str, Json] = {
-                "amount": amount.to_json(),
-                "where": selection_told(where),
-                **({"dtypes": [str(kind) for kind in types]} if types is not None else {}),
-                "sampling": sampling,
-                "allow_nonfinite": allow_nonfinite,
-                "seed": seed,
-                "generator": GENERATOR,
-                "digest": digest,
-            }
+            settings = settings_told(amount, items, types, sampling, allow_nonfinite, seed)
             job = prepare(
                 ck,
                 noted,
@@ -111,10 +105,17 @@ def inject(
                 outcome,
                 attempts=sites.attempts,
                 fault=fault.to_json(),
-                settings=settings,
+                settings={**settings, "digest": digest},
                 left_out=chosen.left_out,
             )
         return job.carry_out(progress)
+
+
+def checked_seed(seed: object) -> int:
+    """A seed that the generator takes; `UsageError` for anything else."""
+    if type(seed) is not int or not 0 <= seed < _MAX_SEED:
+        raise UsageError(f"seed {seed!r:.60}: expected a whole number from 0 to 2**128 − 1")
+    return seed
 
 
 def dtypes_of(names: Iterable[str]) -> list[DType]:
@@ -125,7 +126,7 @@ def dtypes_of(names: Iterable[str]) -> list[DType]:
     return [kind for kind in found if kind is not None]
 
 
-def items_of(where: Where) -> list[str | re.Pattern[str] | Role] | None:
+def items_of(where: Where) -> Selection | None:
     """The selection as a list, which can be read twice."""
     if where is None:
         return None
@@ -136,7 +137,7 @@ def items_of(where: Where) -> list[str | re.Pattern[str] | Role] | None:
     return list(where)
 
 
-def selection_told(where: list[str | re.Pattern[str] | Role] | None) -> Json:
+def selection_told(where: Selection | None) -> Json:
     """The selection as text that selects the same again."""
     if where is None:
         return None
@@ -148,3 +149,23 @@ def selection_told(where: list[str | re.Pattern[str] | Role] | None) -> Json:
         else:
             told.append(f"role:{item}" if isinstance(item, Role) else item)
     return told
+
+
+def settings_told(
+    amount: Amount,
+    where: Selection | None,
+    types: Sequence[DType] | None,
+    sampling: Sampling,
+    allow_nonfinite: bool,
+    seed: int,
+) -> dict[str, Json]:
+    """What the log says of a drawn injection: enough to draw the same again."""
+    return {
+        "amount": amount.to_json(),
+        "where": selection_told(where),
+        **({"dtypes": [str(kind) for kind in types]} if types is not None else {}),
+        "sampling": sampling,
+        "allow_nonfinite": allow_nonfinite,
+        "seed": seed,
+        "generator": GENERATOR,
+    }

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from evergrad.errors import UsageError
 from evergrad.injection.faults import Fault
-from evergrad.injection.injector import MAX_SEED, dtypes_of, items_of, selection_told
+from evergrad.injection.injector import Selection, checked_seed, dtypes_of, items_of, selection_told
 from evergrad.injection.live_buckets import BucketTarget
 from evergrad.injection.live_order import Again, Drawn, Order
-from evergrad.injection.live_passing import ActivationTarget, Items
+from evergrad.injection.live_passing import ActivationTarget
 from evergrad.injection.live_ranks import Ranks
 from evergrad.injection.live_scheduling import LiveInjection, Schedule
 from evergrad.injection.live_targets import GradientTarget, StateTarget, Target
 from evergrad.injection.log import InjectionLog
-from evergrad.injection.sampling import Amount, Sampling
+from evergrad.injection.sampling import Amount, Sampling, checked_sampling
 from evergrad.records import Json
 from evergrad.state import Where
 from evergrad.wording import checked_choice, shown
@@ -95,11 +95,9 @@ def inject_live(
         target, order = _target_of(fault), Again(fault)
     else:
         checked_choice("target", target, TARGETS)
-        if type(seed) is not int or not 0 <= seed < MAX_SEED:
-            raise UsageError(f"seed {seed!r:.60}: expected a whole number from 0 to 2**128 − 1")
+        checked_seed(seed)
         amount = Amount(count, fraction, rate, hours, probability)
-        if sampling not in ("element", "tensor"):
-            raise UsageError(f"sampling {sampling!r:.60}: expected element or tensor")
+        checked_sampling(sampling)
         types = None if dtypes is None else dtypes_of(dtypes)
         selected = None if target == "activations" else items  # there it selects modules, not tensors
         order = Drawn(fault, amount, selected, types, sampling, allow_nonfinite, place.seed(seed))
@@ -125,7 +123,7 @@ def inject_live(
 
 
 def _target(
-    target: str, order: Order, model: nn.Module, optimizer: Optimizer | None, where: Items | None, *, received: bool
+    target: str, order: Order, model: nn.Module, optimizer: Optimizer | None, where: Selection | None, *, received: bool
 ) -> Target:
     if target == "gradients":
         assert optimizer is not None

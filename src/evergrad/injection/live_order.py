@@ -18,22 +18,20 @@ from typing import NoReturn
 import numpy as np
 
 from evergrad.dtypes import DType
-from evergrad.errors import UsageError
 from evergrad.formats import Checkpoint
 from evergrad.formats.contract import Bits
-from evergrad.formats.values import finite, values
-from evergrad.injection.draws import GENERATOR, Draws
+from evergrad.injection.draws import Draws
 from evergrad.injection.execution import alter
 from evergrad.injection.faults import Fault
-from evergrad.injection.injector import selection_told
+from evergrad.injection.injector import Selection, settings_told
 from evergrad.injection.live import LiveState
 from evergrad.injection.log import InjectionLog
 from evergrad.injection.plan import Plan, plan
 from evergrad.injection.population import population
-from evergrad.injection.replay import aimed_at, each_byte_once, repeated
+from evergrad.injection.replay import aimed_at, repeated
 from evergrad.injection.sampling import Amount, Sampling, sample
 from evergrad.records import Json, Role, TensorInfo
-from evergrad.state import Skeleton, Where
+from evergrad.state import Skeleton
 
 __all__ = ["Again", "Drawn", "Happened", "Order", "Seen", "mixed"]
 
@@ -107,7 +105,7 @@ class Drawn(Order):
 
     fault: Fault
     amount: Amount
-    where: Where
+    where: Selection | None
     types: Sequence[DType] | None
     sampling: Sampling
     allow_nonfinite: bool
@@ -150,15 +148,7 @@ class Drawn(Order):
 
     def settings(self) -> dict[str, Json]:
         """As `eg.inject` writes them."""
-        return {
-            "amount": self.amount.to_json(),
-            "where": selection_told(self.where),  # type: ignore[arg-type]
-            **({"dtypes": [str(kind) for kind in self.types]} if self.types is not None else {}),
-            "sampling": self.sampling,
-            "allow_nonfinite": self.allow_nonfinite,
-            "seed": self.seed,
-            "generator": GENERATOR,
-        }
+        return settings_told(self.amount, self.where, self.types, self.sampling, self.allow_nonfinite, self.seed)
 
     def fault_told(self) -> Mapping[str, Json]:
         """The fault itself."""
@@ -199,16 +189,9 @@ class Again(Order):
         return self.source.fault
 
     def _repeated(self, live: LiveState, log: InjectionLog) -> Plan:
-        fault = log.known_fault()
-        elements: object = fault.elements if fault is not None else log.fault.get("elements", 1)
-        aimed = [aimed_at(live, column, None) for column in log.columns]
-        columns = [repeated(live, column, fault) for column in each_byte_once(live, aimed)]
-        if type(elements) is not int or elements < 1 or any(len(column) % elements for column in columns):
-            raise UsageError(f"{log.path}: its faults are not runs of {elements!r:.60} elements, as it says")
-        changed = sum(int((column.old != column.new).reshape(-1, elements).any(axis=1).sum()) for column in columns)
-        lost = sum(int((~finite(values(column.new, column.dtype))).sum()) for column in columns)
-        alter(live, tuple(columns))
-        return Plan(columns, sum(len(column) for column in columns) // elements, changed, lost)
+        done = repeated(live, log, {})
+        alter(live, tuple(done.columns))
+        return done
 
 
 class Seen(Checkpoint):

@@ -6,12 +6,12 @@ gets; every one is then hit when it passes by in the step itself, once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from evergrad.dtypes import DType
 from evergrad.errors import UnknownTensor, UsageError
+from evergrad.injection.injector import Selection
 from evergrad.injection.live import LiveState
 from evergrad.injection.live_order import Order, Seen
 from evergrad.injection.live_targets import Target, inside
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["ActivationTarget", "Items", "PassingTarget"]
-
-Items: TypeAlias = "list[str | re.Pattern[str] | Role]"
+__all__ = ["ActivationTarget", "PassingTarget"]
 
 
 class PassingTarget(Target):
@@ -93,7 +91,9 @@ class ActivationTarget(PassingTarget):
 
     what = "activations"
 
-    def __init__(self, order: Order, model: nn.Module, where: Items | None, names: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, order: Order, model: nn.Module, where: Selection | None, names: Iterable[str] | None = None
+    ) -> None:
         """`where` chooses modules, by default those without modules below them; `names` are those of a log."""
         super().__init__(order)
         self._root = inside(model)
@@ -140,7 +140,7 @@ class ActivationTarget(PassingTarget):
         return listen
 
 
-def _modules(root: nn.Module, where: Items | None) -> dict[str, nn.Module]:
+def _modules(root: nn.Module, where: Selection | None) -> dict[str, nn.Module]:
     """By the path that a module's name is."""
     known = {_path(name): module for name, module in root.named_modules()}
     if where is None:

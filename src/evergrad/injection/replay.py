@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -24,7 +25,7 @@ from evergrad.injection.plan import Plan, levels, present
 from evergrad.injection.workplace import Workplace, exclusive
 from evergrad.records import TensorInfo
 
-__all__ = ["Rename", "aimed_at", "each_byte_once", "repeated", "replay"]
+__all__ = ["Rename", "aimed_at", "repeated", "replay"]
 
 Rename: TypeAlias = "Mapping[str, str | Match] | Literal['auto'] | None"
 
@@ -62,24 +63,16 @@ def replay(
         overwrite=overwrite,
         dry_run=dry_run,
     )
-    fault = log.known_fault()
     with ExitStack() as locks:
         with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
             if in_place:
                 locks.enter_context(exclusive(Workplace.of(ck, given).locked))
-            names = _names(log, ck, rename, source)
-            aimed = [aimed_at(ck, column, names.get(column.tensor)) for column in log.columns]
-            columns = [repeated(ck, column, fault) for column in each_byte_once(ck, aimed)]
-            elements: object = fault.elements if fault is not None else log.fault.get("elements", 1)
-            if type(elements) is not int or elements < 1 or any(len(column) % elements for column in columns):
-                raise UsageError(f"{log.path}: its faults are not runs of {elements!r:.60} elements, as it says")
-            changed = sum(int((column.old != column.new).reshape(-1, elements).any(axis=1).sum()) for column in columns)
-            lost = sum(int((~finite(values(column.new, column.dtype))).sum()) for column in columns)
+            planned = repeated(ck, log, _names(log, ck, rename, source))
             job = prepare(
                 ck,
                 noted,
                 given,
-                Plan(columns, log.injected, changed, lost),
+                replace(planned, injected=log.injected),
                 outcome,
                 attempts=log.attempts,
                 fault=log.fault,
@@ -132,7 +125,7 @@ def aimed_at(ck: Checkpoint, column: Column, pair: Match | None) -> Column:
     return Column(info.name, info.dtype, info.shape, numbers, column.aim, column.old, column.new)
 
 
-def each_byte_once(ck: Checkpoint, columns: list[Column]) -> list[Column]:
+def _each_byte_once(ck: Checkpoint, columns: list[Column]) -> list[Column]:
     """One column a tensor, also where two names are one here; what else lies in the same bytes is refused."""
     found: dict[str, list[Column]] = {}
     for column in columns:
@@ -181,7 +174,20 @@ def _joined(name: str, parts: list[Column]) -> Column:
     return Column(name, first.dtype, first.shape, *(np.concatenate(pieces) for pieces in rows))
 
 
-def repeated(ck: Checkpoint, column: Column, fault: Fault | None) -> Column:
+def repeated(ck: Checkpoint, log: InjectionLog, names: Mapping[str, Match]) -> Plan:
+    """What the faults of a log come to here; `names` are of tensors that are called or laid out otherwise."""
+    fault = log.known_fault()
+    elements: object = fault.elements if fault is not None else log.fault.get("elements", 1)
+    aimed = [aimed_at(ck, column, names.get(column.tensor)) for column in log.columns]
+    columns = [_repeated(ck, column, fault) for column in _each_byte_once(ck, aimed)]
+    if type(elements) is not int or elements < 1 or any(len(column) % elements for column in columns):
+        raise UsageError(f"{log.path}: its faults are not runs of {elements!r:.60} elements, as it says")
+    changed = sum(int((column.old != column.new).reshape(-1, elements).any(axis=1).sum()) for column in columns)
+    lost = sum(int((~finite(values(column.new, column.dtype))).sum()) for column in columns)
+    return Plan(columns, sum(len(column) for column in columns) // elements, changed, lost)
+
+
+def _repeated(ck: Checkpoint, column: Column, fault: Fault | None) -> Column:
     """What the numbers hold here, and what becomes of that."""
     cells, rows = np.unique(column.numbers, return_inverse=True)
     now = present(ck, ck.tensors[column.tensor], cells)

@@ -14,7 +14,7 @@ from evergrad.injection.draws import Draws
 from evergrad.injection.population import Population
 from evergrad.records import Json
 
-__all__ = ["Amount", "Sampling", "Sites", "sample"]
+__all__ = ["Amount", "Sampling", "Sites", "checked_sampling", "sample", "split"]
 
 Integers = npt.NDArray[np.int64]
 Sampling: TypeAlias = Literal["element", "tensor"]
@@ -82,8 +82,7 @@ def sample(population: Population, amount: Amount, sampling: Sampling, draws: Dr
     sizes = population.sizes
     total = int(sizes.sum())
     alone = amount.count is None and amount.fraction is None and amount.rate is None
-    if sampling not in ("element", "tensor"):
-        raise UsageError(f"sampling {sampling!r}: expected element or tensor")
+    checked_sampling(sampling)
     if alone and sampling == "element":
         assert amount.probability is not None
         _check_memory(total * amount.probability)
@@ -107,6 +106,12 @@ def sample(population: Population, amount: Amount, sampling: Sampling, draws: Dr
         tensors, places = tensors[happens], places[happens]
     order = np.argsort(tensors, kind="stable")
     return Sites(attempts, tensors[order], places[order])
+
+
+def checked_sampling(sampling: object) -> None:
+    """`UsageError` for a way to sample that there is not."""
+    if sampling not in ("element", "tensor"):
+        raise UsageError(f"sampling {sampling!r:.60}: expected element or tensor")
 
 
 def split(sizes: Integers, attempts: int, chosen: Integers) -> Sites:
