@@ -3,7 +3,7 @@
 contract.py      what a format is, and what an opened checkpoint offers
 region.py        where a tensor's bytes are: the only code that reads and alters them; data_file.py files as bytes
 addressed.py     checkpoints whose tensors lie at known places
-archive.py       zip files, with crc.py keeping their checksums right
+archive.py       zip files, with zip_directory.py listing them and crc.py keeping their checksums right
 opcodes.py       pickles, read and never run; torch_objects.py says what their names mean
 torch_zip.py · torch_legacy.py · safetensors.py · numpy_files.py · folders.py    the formats
 hdf5.py · keras_zip.py    hdf5_{file,listing,types,storage,chunks,attributes}.py read, hdf5_{notes,state}.py write

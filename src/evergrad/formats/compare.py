@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from evergrad.errors import AmbiguousMatch
 from evergrad.formats.contract import Bits, Checkpoint, Progress, blocks
-from evergrad.formats.match import match, unwrapped
+from evergrad.formats.match import Match, match, unwrapped
 from evergrad.formats.registry import open_checkpoint
 from evergrad.formats.values import finite, values
 from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
@@ -40,30 +40,21 @@ def compare(
         first = a if isinstance(a, Checkpoint) else stack.enter_context(open_checkpoint(a))
         second = b if isinstance(b, Checkpoint) else stack.enter_context(open_checkpoint(b))
         names = select(first.tensors, where)
-        partners, note = _partners(first.tensors, second.tensors), ""
-        axes: dict[str, tuple[int, ...]] = {}
-        if first.tensors and not partners:  # not one name in common: another framework, perhaps
-            try:
-                matching = match(first, second)
-                partners = {pair.a: pair.b for pair in matching.pairs}
-                axes = {pair.a: pair.axes for pair in matching.pairs if pair.axes}
-                note = f"names differ: {len(partners)} tensors matched by layer, shape and order" if partners else ""
-            except AmbiguousMatch as error:
-                note = str(error)
+        partners, note = _partners(first, second)
         total = sum(first.tensors[name].nbytes for name in names)
         done = 0
         rows: list[TensorDiff] = []
         for name in names:
-            other = partners.get(name)
-            if other is None:
+            pair = partners.get(name)
+            if pair is None:
                 rows.append(TensorDiff(name, "only in a", numel=first.tensors[name].numel))
             else:
-                rows.append(_compare(first, name, second, other, axes.get(name)))
+                rows.append(_compare(first, second, pair))
             done += first.tensors[name].nbytes
             if progress is not None:
                 progress(done, total)
         if where is None:
-            met = set(partners.values())
+            met = {pair.b for pair in partners.values()}
             rows += [
                 TensorDiff(name, "only in b", numel=info.numel)
                 for name, info in second.tensors.items()
@@ -97,7 +88,19 @@ def _shown(values_: dict[str, Json], name: str) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-def _partners(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
+def _partners(first: Checkpoint, second: Checkpoint) -> tuple[dict[str, Match], str]:
+    """Which tensor of b goes with which of a, and a note where names did not tell."""
+    named = _by_name(first.tensors, second.tensors)
+    if named or not first.tensors:
+        return {a: Match(a, b) for a, b in named.items()}, ""
+    try:  # not one name in common: another framework, perhaps
+        pairs = {pair.a: pair for pair in match(first, second).pairs}
+    except AmbiguousMatch as error:
+        return {}, str(error)
+    return pairs, f"names differ: {len(pairs)} tensors matched by layer, shape and order" if pairs else ""
+
+
+def _by_name(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
     """Which name of b goes with which of a: the same, or the same without wrappers' prefixes, if that is clear."""
     right = set(b)
     found = {name: name for name in a if name in right}
@@ -113,9 +116,8 @@ def _partners(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _compare(
-    first: Checkpoint, name: str, second: Checkpoint, other: str, axes: tuple[int, ...] | None = None
-) -> TensorDiff:
+def _compare(first: Checkpoint, second: Checkpoint, pair: Match) -> TensorDiff:
+    name, other, axes = pair.a, pair.b, pair.axes
     a, b = first.tensors[name], second.tensors[other]
     other_name = other if other != name else None
     shape = tuple(a.shape[axis] for axis in axes) if axes else a.shape
@@ -140,15 +142,7 @@ def _compare(
             numbers_y = values(y, b.dtype)
             if numbers_x.ndim != numbers_y.ndim:
                 return TensorDiff(name, "dtype", other_name, f"{a.dtype} / {b.dtype}", a.numel, a.numel)
-            if "f" in (numbers_x.dtype.kind, numbers_y.dtype.kind):
-                numbers_x, numbers_y = _wide(numbers_x), _wide(numbers_y)
-            # Integers stay integers: NumPy compares them exactly, whatever their signs and widths.
-            unequal = (
-                (numbers_x != numbers_y)
-                if numbers_x.dtype.kind != "f"
-                else ~((numbers_x == numbers_y) | (np.isnan(numbers_x) & np.isnan(numbers_y)))
-            )
-            unequal = unequal if unequal.ndim == 1 else unequal.any(axis=1)
+            numbers_x, numbers_y, unequal = _across_types(numbers_x, numbers_y)
         ok_y = finite(numbers_y)
         nonfinite_b += int(len(ok_y) - np.count_nonzero(ok_y))
         changed += int(np.count_nonzero(unequal))
@@ -170,8 +164,16 @@ def _turned(ck: Checkpoint, name: str, axes: tuple[int, ...]) -> Bits:
     return np.ascontiguousarray(grid.transpose(*back, *range(len(axes), grid.ndim))).reshape(bits.shape)
 
 
-def _wide(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    return numbers.astype(np.float64)
+def _across_types(
+    x: npt.NDArray[Any], y: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """Numbers of two types as one, and which of the elements differ; NaN equals NaN."""
+    if "f" in (x.dtype.kind, y.dtype.kind):
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        unequal = ~((x == y) | (np.isnan(x) & np.isnan(y)))
+    else:  # integers stay integers: NumPy compares them exactly, whatever their signs and widths
+        unequal = x != y
+    return x, y, unequal if unequal.ndim == 1 else unequal.any(axis=1)
 
 
 def _largest(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:

@@ -6,7 +6,7 @@ import codecs
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -193,16 +193,8 @@ def _sort(
         parts = [(Box((0,) * len(entry.shape), entry.shape), entry)]
         if entry.slices:
             keys = [slice_key(key, extents) for extents in entry.slices]
-            wanted = [box_of(extents, entry.shape) for extents in entry.slices]
-            missing = next((k for k in keys if k not in stored), None)
-            if missing is not None or any(stored[k].shape != b.sizes for k, b in zip(keys, wanted, strict=True)):
-                raise DamagedFile(index, f"{name}: a slice is missing, or has another shape")
+            parts = _slices(index, name, entry, [stored.get(key) for key in keys])
             used.update(keys)
-            try:
-                kept = fill(entry.shape, wanted)
-            except ValueError as error:
-                raise DamagedFile(index, f"{name}: {error}") from None
-            parts = [(wanted[number], stored[keys[number]]) for number in kept]
         for box, part in parts:
             if part.size != math.prod(box.sizes) * dtype.itemsize or part.dtype != entry.dtype:
                 expected = f"{math.prod(box.sizes) * dtype.itemsize} bytes of {dtype}"
@@ -214,6 +206,20 @@ def _sort(
         if key.startswith(b"\0"):
             others[key.decode("utf-8", "backslashreplace")] = "a slice of no tensor"
     return tensors, others, boxes
+
+
+def _slices(index: Path, name: str, entry: Stored, found: Sequence[Stored | None]) -> list[tuple[Box, Stored]]:
+    """The slices of a tensor that hold something, each with its place in the whole."""
+    boxes = [box_of(extents, entry.shape) for extents in entry.slices]
+    parts = [
+        (box, part) for box, part in zip(boxes, found, strict=True) if part is not None and part.shape == box.sizes
+    ]
+    if len(parts) < len(boxes):
+        raise DamagedFile(index, f"{name}: a slice is missing, or has another shape")
+    try:
+        return [parts[number] for number in fill(entry.shape, boxes)]
+    except ValueError as error:
+        raise DamagedFile(index, f"{name}: {error}") from None
 
 
 def _role(name: str, dtype: DType, rank: int) -> Role:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from evergrad.errors import DamagedFile, StateError, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.archive import Archive, first_name
+from evergrad.formats.archive import Archive
 from evergrad.formats.contract import Checkpoint, Format, Probe, losses_of, refuse_losses
 from evergrad.formats.data_file import Bytes, closed_on_error
 from evergrad.formats.opcodes import PickleError, read_pickle
 from evergrad.formats.region import Region
 from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
+from evergrad.formats.zip_directory import first_name
 from evergrad.records import Check
 from evergrad.state import Skeleton, unflatten
 from evergrad.state.sharing import byte_extent
@@ -100,16 +101,7 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
         return archive.check(member for name, member in archive.members.items() if name not in used)
 
     for name, ref in pickled.refs.items():
-        member = archive.members.get(record(ref))
-        if member is None:
-            raise DamagedFile(
-                path, f"{name}: its record is missing", expected=record(ref), found=f"{len(archive.members)} others"
-            )
-        whole = ref.storage.numel * ref.storage.itemsize
-        end = max(whole, ref.offset + byte_extent(ref.shape, ref.stride, ref.dtype.itemsize))
-        if end > member.size:
-            expected = f"at least {end} bytes"
-            raise DamagedFile(path, f"{name}: record {record(ref)} is too short", expected=expected, found=member.size)
+        _check_record(path, archive, name, ref, record(ref))
     tensors = describe(pickled.placements)
     return AddressedCheckpoint(
         TorchZip.name,
@@ -121,6 +113,19 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
         others=pickled.others,
         check_container=check_container,
     )
+
+
+def _check_record(path: Path, archive: Archive, name: str, ref: TensorRef, record: str) -> None:
+    """The record that a tensor lies in is there, and long enough."""
+    member = archive.members.get(record)
+    if member is None:
+        found = f"{len(archive.members)} others"
+        raise DamagedFile(path, f"{name}: its record is missing", expected=record, found=found)
+    whole = ref.storage.numel * ref.storage.itemsize
+    end = max(whole, ref.offset + byte_extent(ref.shape, ref.stride, ref.dtype.itemsize))
+    if end > member.size:
+        expected = f"at least {end} bytes"
+        raise DamagedFile(path, f"{name}: record {record} is too short", expected=expected, found=member.size)
 
 
 def _pickle_name(path: Path) -> str | None:

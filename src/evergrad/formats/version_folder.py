@@ -13,7 +13,7 @@ from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.data_file import close_all
 from evergrad.formats.folders import CompositeCheckpoint, by_file
 from evergrad.formats.version_following import following, is_listed
-from evergrad.formats.version_records import COMMIT, MANIFEST, Record, Recorded, is_record, sound
+from evergrad.formats.version_records import COMMIT, MANIFEST, Record, Recorded, is_record, shard_name, sound
 from evergrad.formats.version_shard import SHARD, ShardCheckpoint, manifest_beside, open_shard
 from evergrad.records import Check
 
@@ -138,11 +138,11 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
         try:
             return (
                 _identity(manifest) == _identity(whole)
-                and f"rank-{manifest.number('rank'):05d}.json" == name
+                and f"{shard_name(manifest.number('rank'))}.json" == name
                 and (commit is None or is_listed(commit, manifest))
                 and len(manifest.digests()) == len(manifest.table("digests"))
                 and all(
-                    (held := manifests.get(f"rank-{rank:05d}.json")) is not None
+                    (held := manifests.get(f"{shard_name(rank)}.json")) is not None
                     and held.table("digests").get(path) == place.digest
                     for path, (rank, place) in manifest.elsewhere().items()
                 )
@@ -184,7 +184,7 @@ def _expected(folder: Path, stems: set[str]) -> tuple[int, list[str]]:
     records = [folder / name for name in (COMMIT, *(f"{stem}.json" for stem in sorted(known)))]
     world_size = _world_size(sound, records) or _world_size(_readable, records)
     # What a record claims is believed within reason: a billion ranks are not all named.
-    wanted = {f"rank-{rank:05d}" for rank in range(min(world_size, len(known) + _MAX_MISSING))}
+    wanted = {shard_name(rank) for rank in range(min(world_size, len(known) + _MAX_MISSING))}
     missing = []
     for stem in sorted(wanted | known):
         missing += [f"{stem}.safetensors"] if stem not in stems else []

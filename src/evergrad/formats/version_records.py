@@ -32,7 +32,11 @@ __all__ = [
     "Record",
     "Recorded",
     "believed",
+    "is_as_written",
     "is_record",
+    "record_bytes",
+    "shard_name",
+    "shard_rank",
     "sound",
 ]
 
@@ -96,8 +100,7 @@ class Record:
     @cached_property
     def holds(self) -> bool:
         """Whether the digest that it begins with is that of the rest."""
-        claimed = self.data[len(PREFIX) : len(PREFIX) + _DIGITS]
-        return self.data.startswith(PREFIX) and claimed == _hex(self.data[_BODY:])
+        return is_as_written(self.data)
 
     @cached_property
     def body(self) -> Mapping[str, Any]:
@@ -206,6 +209,33 @@ class Record:
         digest = self._text[offset : offset + _DIGITS]
         is_one = offset > at and set(digest) <= _HEX and self._text[offset + _DIGITS : offset + _DIGITS + 1] == '"'
         return Place(digest, offset) if is_one else None
+
+
+def record_bytes(body: Mapping[str, Any]) -> bytes:
+    """A record as it is written: JSON, with a digest of all that follows it first."""
+    text = json.dumps(body).encode()[1:] + b"\n"
+    return PREFIX + _hex(text) + b'", ' + text
+
+
+def is_as_written(data: bytes) -> bool:
+    """Whether a record begins with the digest of the rest of it."""
+    claimed = data[len(PREFIX) : len(PREFIX) + _DIGITS]
+    return data.startswith(PREFIX) and claimed == _hex(data[_BODY:])
+
+
+def shard_name(rank: int) -> str:
+    """What a rank's files are called, before the ending.
+
+    >>> shard_name(3), shard_rank("rank-00003"), shard_rank("COMMIT")
+    ('rank-00003', 3, None)
+    """
+    return f"rank-{rank:05d}"
+
+
+def shard_rank(stem: str) -> int | None:
+    """The rank whose files are called so; None if no rank's are."""
+    number = stem.removeprefix("rank-")
+    return int(number) if number != stem and number.isascii() and number.isdigit() else None
 
 
 def sound(path: Path) -> Record | None:
