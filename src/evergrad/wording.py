@@ -1,4 +1,4 @@
-"""What error lines are made of: what was found, what there is, and what may have been meant."""
+"""What lines for people are made of: what was found, what there is, how many, and what may have been meant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from evergrad.errors import UsageError, nearest
 
-__all__ = ["checked_choice", "listed", "meant", "shown"]
+__all__ = ["checked_choice", "counted", "first_line", "listed", "meant", "shown"]
 
 
 def checked_choice(name: str, value: Any, known: Sequence[str], near: Sequence[str] = ()) -> str:
@@ -16,6 +16,24 @@ def checked_choice(name: str, value: Any, known: Sequence[str], near: Sequence[s
         found = shown(value) if value != "" else "nothing"
         raise UsageError(f"{name}: expected {listed(known)}, found {found}.{meant(str(value), [*known, *near])}")
     return value
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things in words.
+
+    >>> counted(1, "rank"), counted(0, "rank"), counted(2, "process", "processes")
+    ('1 rank', '0 ranks', '2 processes')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def first_line(error: BaseException, longest: int = 100) -> str:
+    """What a library says of an error, without the rest; never empty.
+
+    >>> first_line(RuntimeError("no room\\nin frame 3")), first_line(KeyboardInterrupt())
+    ('no room', 'KeyboardInterrupt')
+    """
+    return next(iter(str(error).splitlines()), "")[:longest] or type(error).__name__
 
 
 def listed(names: Sequence[str]) -> str:

@@ -166,29 +166,7 @@ class Job:
         trained.snapshot = Snapshot(buffers) if self._crew.survives else None
         if self._num_ranks == 1 and not self._can_grow:
             return Unwrapped(model)
-        window = self._window
-        around = Around(self._engine, lambda: (window.reduced, len(window)), self._site, self._passage.ended_backward)
-        gradients = Gradients(
-            model,
-            around,
-            keep=self._strategy == "forward",
-            hooks=hooks,
-            find_unused_parameters=find_unused_parameters,
-            **options,
-        )
-        self._engine.gradients = gradients
-        if overlap and optimizer is not None:
-            gradients.overlap = Overlap(optimizer, gradients.parameters, undoable=self._crew.survives)
-            trained.optimizers.meet((optimizer,))
-            trained.optimizers.overlap = gradients.overlap
-        self._sites.watch(gradients.module, self._site)
-        self._sites.expose(trained.live)
-        if not self._arrival.waits and self._crew.plan.generation == 0:
-            try:
-                gradients.broadcast(self._crew.group(), 0)
-            except GroupBroken as error:
-                self._passage.stop(UsageError(f"a rank was lost before training began ({error}): start the job again"))
-        return gradients.module
+        return self._reduced(model, optimizer if overlap else None, hooks, find_unused_parameters, options)
 
     def guard(
         self,
@@ -296,6 +274,39 @@ class Job:
                     self._progress.show(self._course, self._crew, at_once=True)
         finally:
             self._crew.close()
+
+    def _reduced(
+        self,
+        model: nn.Module,
+        overlapped: Optimizer | None,
+        hooks: Sequence[Callable[[Hook], Hook]],
+        find_unused_parameters: bool,
+        options: dict[str, Any],
+    ) -> Any:
+        """The model among others: under a DDP whose gradients this job reduces, and the same on all ranks."""
+        trained, window = self._trained, self._window
+        around = Around(self._engine, lambda: (window.reduced, len(window)), self._site, self._passage.ended_backward)
+        gradients = Gradients(
+            model,
+            around,
+            keep=self._strategy == "forward",
+            hooks=hooks,
+            find_unused_parameters=find_unused_parameters,
+            **options,
+        )
+        self._engine.gradients = gradients
+        if overlapped is not None:
+            gradients.overlap = Overlap(overlapped, gradients.parameters, undoable=self._crew.survives)
+            trained.optimizers.meet((overlapped,))
+            trained.optimizers.overlap = gradients.overlap
+        self._sites.watch(gradients.module, self._site)
+        self._sites.expose(trained.live)
+        if not self._arrival.waits and self._crew.plan.generation == 0:
+            try:
+                gradients.broadcast(self._crew.group(), 0)
+            except GroupBroken as error:
+                self._passage.stop(UsageError(f"a rank was lost before training began ({error}): start the job again"))
+        return gradients.module
 
     def _let_go(self) -> None:
         """Of loaders and their workers."""

@@ -23,6 +23,7 @@ from evergrad.recovery.pulse import Page, Pulse
 from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.stores import StoreClient
 from evergrad.recovery.transport import Alone, Group, GroupBroken
+from evergrad.wording import first_line
 
 __all__ = ["Launched"]
 
@@ -210,7 +211,7 @@ class Launched(Crew):
             except UsageError as error:
                 refused.append(error)
             except (RuntimeError, Forged, GroupBroken) as error:
-                failed.append(str(error))
+                failed.append(first_line(error, 160))
             over.set()
 
         threading.Thread(target=meet, name=f"evergrad-form-{generation}", daemon=True).start()
@@ -226,7 +227,7 @@ class Launched(Crew):
             client.set(Keys.fatal, str(refused[0]))
             raise refused[0]
         if not made:
-            raise GroupBroken(self._why_broken() or failed[0].splitlines()[0][:160])
+            raise GroupBroken(self._why_broken() or failed[0])
         return made[0]
 
 
@@ -277,7 +278,7 @@ class _Watch:
                 return
             except RuntimeError as error:
                 if not self._is_closed:
-                    self._heard(seen, f"the store is gone: {str(error).splitlines()[0][:100]}")
+                    self._heard(seen, f"the store is gone: {first_line(error)}")
                 return
             if not self._is_closed:
                 self._heard(seen, str(why.get("reason", "")))

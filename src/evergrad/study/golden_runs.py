@@ -30,6 +30,7 @@ from evergrad.training.mechanisms import make_session
 from evergrad.training.mechanisms.contract import Snapshot
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
+from evergrad.wording import first_line
 
 __all__ = ["check_sound", "is_first", "made_golden", "meet"]
 
@@ -134,8 +135,8 @@ def _save(state: dict[str, Any], path: Path) -> None:
     try:
         torch.save(state, path)
     except (OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:160]
-        raise StudyError(f"{path}: the checkpoint cannot be written: {reason}. Make room, and run again.") from error
+        said = first_line(error, 160)
+        raise StudyError(f"{path}: the checkpoint cannot be written: {said}. Make room, and run again.") from error
 
 
 def _spread(training: Training) -> dict[str, str]:

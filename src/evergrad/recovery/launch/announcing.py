@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evergrad.recovery.launch.status import Relay, counted
+from evergrad.recovery.launch.status import Relay
 from evergrad.recovery.pulse import innermost
 from evergrad.timeline import Recorder
+from evergrad.wording import counted
 
 __all__ = ["Announcer"]
 

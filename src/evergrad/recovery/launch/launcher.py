@@ -38,11 +38,12 @@ from evergrad.recovery.launch.placing import Places
 from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children, Exit, Happenings
 from evergrad.recovery.launch.respawning import Respawning
 from evergrad.recovery.launch.settings import LaunchSettings, Place
-from evergrad.recovery.launch.status import Relay, Status, counted
+from evergrad.recovery.launch.status import Relay, Status
 from evergrad.recovery.launch.summary import Summary, make_folder, merge_timelines, write_record
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.sealing import Secret
 from evergrad.timeline import Recorder
+from evergrad.wording import counted
 
 if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest

@@ -28,12 +28,13 @@ from evergrad.recovery.launch.hosts import Head, await_head
 from evergrad.recovery.launch.household import Household
 from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children
 from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings
-from evergrad.recovery.launch.status import Relay, counted
+from evergrad.recovery.launch.status import Relay
 from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.pulse import Vital
 from evergrad.recovery.sealing import Forged, Secret
 from evergrad.timeline import Recorder
+from evergrad.wording import counted, first_line
 
 if TYPE_CHECKING:
     from evergrad.recovery.stores import StoreClient
@@ -185,7 +186,7 @@ class _Outpost:
         try:
             for_orders, for_beats = self._client.again(), self._client.again()
         except RuntimeError as error:
-            self._gone = _first_line(error)
+            self._gone = first_line(error)
             return []
         self._clients = [for_orders, for_beats]
         threads = [
@@ -224,7 +225,7 @@ class _Outpost:
                 self._over.wait(max(0.0, sent_s + self._settings.patience.beat_s - time.monotonic()))
         except (RuntimeError, Forged) as error:
             if not self._over.is_set():
-                self._gone = _first_line(error)
+                self._gone = first_line(error)
                 poke()
 
     def _look_at_vitals(self) -> None:
@@ -335,7 +336,7 @@ def _connected(head: Head, run: Path, children: Children) -> StoreClient:
 
                 return StoreClient(head.host, head.port, secret=Secret.read(run / "secret"))
         except (OSError, RuntimeError) as error:
-            why = getattr(error, "strerror", None) or _first_line(error)
+            why = getattr(error, "strerror", None) or first_line(error)
             if isinstance(error, ConnectionRefusedError):  # it listened before it wrote where
                 break
         pause(0.2)
@@ -363,16 +364,11 @@ def _said_hello(client: StoreClient, settings: LaunchSettings, children: Childre
                 )
             pause(0.01)
     except RuntimeError as error:
-        raise RecoveryError(f"the head is gone: {_first_line(error)}") from None
+        raise RecoveryError(f"the head is gone: {first_line(error)}") from None
     answer: dict[str, Any] = json.loads(text)
     if "refused" in answer:
         raise UsageError(f"the head does not want this node: {answer['refused']}")
     return attempt, answer
-
-
-def _first_line(error: BaseException) -> str:
-    """What the store's client says, without the rest; never empty."""
-    return next(iter(str(error).splitlines()), "")[:100] or type(error).__name__
 
 
 def _listed(settings: dict[str, Any], name: str) -> list[Any]:

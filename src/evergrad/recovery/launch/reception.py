@@ -11,10 +11,11 @@ from evergrad.recovery.launch.nodes import Arrival, Departure, Nodes
 from evergrad.recovery.launch.placing import Places
 from evergrad.recovery.launch.processes import Exit
 from evergrad.recovery.launch.settings import LaunchSettings
-from evergrad.recovery.launch.status import Relay, counted
+from evergrad.recovery.launch.status import Relay
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.stores import Sealed
 from evergrad.timeline import Recorder
+from evergrad.wording import counted
 
 __all__ = ["Reception"]
 

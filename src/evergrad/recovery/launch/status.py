@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from evergrad.recovery.launch.processes import Child
+from evergrad.wording import counted
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["Relay", "Status", "counted"]
+__all__ = ["Relay", "Status"]
 
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16
@@ -272,15 +273,6 @@ def _await_writable(fd: int) -> None:
     poll = select.poll()  # not select: that knows no number beyond 1023
     poll.register(fd, select.POLLOUT)
     poll.poll()
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    """A number of things in words.
-
-    >>> counted(1, "rank"), counted(0, "rank")
-    ('1 rank', '0 ranks')
-    """
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _live_line() -> Live:

@@ -23,7 +23,7 @@ from pathlib import Path
 from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
-from evergrad.recovery.launch.status import counted
+from evergrad.wording import counted
 
 __all__ = ["Summary", "make_folder", "merge_timelines", "write_record"]
 
