@@ -122,7 +122,7 @@ class Engine:
 
     def exchange(self, group: Group) -> None:
         """Give the next rank what only this one has, and keep what the one before gives."""
-        before = self.crew.plan.members[(group.rank - 1) % group.size]
+        before = self.crew.plan.members[group.before]
         varies, point, taken = self.own.loader is not None, self.course.point, self.own.take()
         if self.notes is not None:
             self.notes(point, taken)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from evergrad.recovery.parcels import pack, unpack
-from evergrad.recovery.transport import Group
+from evergrad.recovery.transport import Group, swap
 
 __all__ = ["Keeping", "Own", "Randomness"]
 
@@ -117,22 +117,17 @@ class Keeping:
 
         What was kept at points before `since`, the one before this by default, is never asked for again.
         """
-        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         size = own.numel()
         if sizes_vary:
             length = torch.zeros(1, dtype=torch.int64)
-            sent = group.send(torch.tensor([size]), after)
-            group.receive(length, before).wait()
-            sent.wait()
+            swap(group, torch.tensor([size]), group.after, length, group.before)
             size = int(length)
         kept = torch.empty(0)
         for old in [old for old in self._kept if old < (point - 1 if since is None else since)]:
             kept = self._kept.pop(old)[1]
         if kept.numel() != size or kept.dtype != torch.uint8:
             kept = torch.empty(size, dtype=torch.uint8)
-        sent = group.send(own, after)
-        group.receive(kept, before).wait()
-        sent.wait()
+        swap(group, own, group.after, kept, group.before)
         self._kept[point] = before_uid, kept
 
     def of(self, uid: int, point: int) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch
 
 from evergrad.errors import RecoveryError
 
-__all__ = ["Alone", "Group", "GroupBroken", "Op", "Ticket"]
+__all__ = ["Alone", "Group", "GroupBroken", "Op", "Ticket", "swap"]
 
 Op: TypeAlias = Literal["sum", "max"]
 
@@ -51,6 +51,16 @@ class Group(ABC):
 
     rank: int
     size: int
+
+    @property
+    def before(self) -> int:
+        """The neighbour before this rank; before the first, the last."""
+        return (self.rank - 1) % self.size
+
+    @property
+    def after(self) -> int:
+        """The neighbour after this rank; after the last, the first."""
+        return (self.rank + 1) % self.size
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
@@ -99,3 +109,10 @@ class Alone(Group):
 
     def close(self) -> None:
         pass
+
+
+def swap(group: Group, mine: torch.Tensor, to: int, theirs: torch.Tensor, sender: int) -> None:
+    """Send a tensor to one rank while receiving one from another, or from the same; `GroupBroken` if that fails."""
+    sent = group.send(mine, to)
+    group.receive(theirs, sender).wait()
+    sent.wait()

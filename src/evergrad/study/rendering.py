@@ -18,7 +18,7 @@ from evergrad.wording import checked_choice
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["FORMS", "Quantity", "Table", "defused", "written"]
+__all__ = ["FORMS", "Entry", "Quantity", "Table", "defused", "written"]
 
 _MISSING = "–"
 

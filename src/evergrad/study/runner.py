@@ -28,7 +28,7 @@ from evergrad.study.tally import Tally, results_of
 from evergrad.study.trials import Command, End, Observation, Trial
 from evergrad.study.work_orders import golden_work, trial_work
 
-__all__ = ["PERFORM", "Progress", "run_study"]
+__all__ = ["PERFORM", "MakeExecutor", "Progress", "run_study"]
 
 PERFORM = "evergrad.study.work:perform"
 

@@ -18,6 +18,7 @@ __all__ = [
     "SAVINGS",
     "TARGETS",
     "WATCHES",
+    "Axes",
     "Command",
     "End",
     "Observation",

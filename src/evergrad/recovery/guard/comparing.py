@@ -24,7 +24,7 @@ from evergrad.recovery.guard.digests import bytes_of, digest_bytes
 from evergrad.recovery.guard.norms import Magnitude, Ranges
 from evergrad.recovery.guard.replicas import Change, Replica, change_between, shown_value
 from evergrad.recovery.guard.settings import GuardSettings
-from evergrad.recovery.transport import Group
+from evergrad.recovery.transport import Group, swap
 
 __all__ = ["Checked", "Difference", "Guard"]
 
@@ -190,9 +190,7 @@ def _tell_each_other(group: Group, peer: int, kinds: Sequence[object]) -> bool:
     """Whether both have the same kind of tensor."""
     mine = torch.tensor([int.from_bytes(digest_bytes(" ".join(map(str, kinds)).encode())[:7], "little")])
     theirs = torch.zeros(1, dtype=torch.int64)
-    sent = group.send(mine, peer)
-    group.receive(theirs, peer).wait()
-    sent.wait()
+    swap(group, mine, peer, theirs, peer)
     return bool(mine == theirs)
 
 

@@ -18,7 +18,7 @@ import torch
 from evergrad.recovery.guard.digests import digest_bytes
 from evergrad.recovery.transport import Group
 
-__all__ = ["DigestTree", "differing", "gather_digests", "gather_json", "module_of", "role_of"]
+__all__ = ["SIZE", "DigestTree", "differing", "gather_digests", "gather_json", "module_of", "role_of"]
 
 SIZE = 16
 """Bytes of a digest."""

@@ -115,7 +115,7 @@ class Guarding:
         step, members = engine.course.step, engine.crew.plan.members
         checked = self._guard.check(group, replica_of(self.model, optimizers), step=step)
         if self._suspected_in != engine.crew.plan.generation and checked.status is not Check.FAILED:
-            own = self._own.check(group, engine.keeping, members[(group.rank - 1) % group.size], step=step)
+            own = self._own.check(group, engine.keeping, members[group.before], step=step)
             if own.status in (Check.DEGRADED, Check.FAILED):
                 checked = own
                 if group.rank == 0:

@@ -25,7 +25,7 @@ from evergrad.recovery.guard.digest_tree import SIZE, gather_json
 from evergrad.recovery.guard.digests import bytes_of, digest_bytes
 from evergrad.recovery.guard.replicas import change_between
 from evergrad.recovery.own import Keeping, Randomness
-from evergrad.recovery.transport import Group
+from evergrad.recovery.transport import Group, swap
 
 __all__ = ["OwnGuard"]
 
@@ -155,7 +155,7 @@ class OwnGuard:
     ) -> list[Difference]:
         """Give the neighbour what it holds wrongly, and get from it what is wrong here."""
         assert self._noted is not None
-        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        after, before = group.after, group.before
         sent, found = [], list[Difference]()
         # A loader's place may take more bytes on one rank than on another.
         mine = [self._noted.taken[begin:end] for begin, end in self._spans(self._noted.taken.numel()).values()]
@@ -194,7 +194,9 @@ class OwnGuard:
         mine = torch.frombuffer(
             bytearray(bytes([kept is not None]) + held.ljust(count * SIZE, b"\0")), dtype=torch.uint8
         )
-        found = _around(group, mine).numpy().tobytes()
+        theirs = torch.empty_like(mine)
+        swap(group, mine, group.before, theirs, group.after)
+        found = theirs.numpy().tobytes()
         return [found[1 + n * SIZE : 1 + (n + 1) * SIZE] for n in range(count)] if found[0] else None
 
     def _swap_actions(self, group: Group, actions: Sequence[int]) -> list[int]:
@@ -202,19 +204,8 @@ class OwnGuard:
         if group.size == 1:
             return [_NOTHING] * len(actions)
         mine, theirs = torch.tensor(actions, dtype=torch.uint8), torch.zeros(len(actions), dtype=torch.uint8)
-        sent = group.send(mine, (group.rank + 1) % group.size)
-        group.receive(theirs, (group.rank - 1) % group.size).wait()
-        sent.wait()
+        swap(group, mine, group.after, theirs, group.before)
         return theirs.tolist()
-
-
-def _around(group: Group, mine: torch.Tensor) -> torch.Tensor:
-    """Send to the rank before, receive from the one after."""
-    found = torch.empty_like(mine)
-    sent = group.send(mine, (group.rank - 1) % group.size)
-    group.receive(found, (group.rank + 1) % group.size).wait()
-    sent.wait()
-    return found
 
 
 def _receive_into(group: Group, place: torch.Tensor, sender: int) -> None:

@@ -20,17 +20,17 @@ __all__ = ["FAILED_STARTS", "Feeding"]
 FAILED_STARTS = 3
 """So many workers in a row that do not get ready are enough."""
 
-Packed = TypeVar("Packed")
+_Packed = TypeVar("_Packed")
 """A task as workers are sent it."""
 
 
-class Feeding(Executor, Generic[Packed]):
+class Feeding(Executor, Generic[_Packed]):
     """What such executors have in common."""
 
     def __init__(self, perform: str, workers_are: str) -> None:
         """`workers_are` is what one worker is called in messages."""
         self._perform, self._workers_are = perform, workers_are
-        self._waiting: deque[tuple[Task, Packed]] = deque()
+        self._waiting: deque[tuple[Task, _Packed]] = deque()
         self._ended: list[Ended] = []
         self._failed_starts = 0
         self._is_closed = False
@@ -76,7 +76,7 @@ class Feeding(Executor, Generic[Packed]):
         """Whether there is a worker that takes tasks."""
 
     @abstractmethod
-    def _packed(self, task: Task) -> Packed:
+    def _packed(self, task: Task) -> _Packed:
         """A task as it will be sent; refused if it cannot be."""
 
     @abstractmethod
