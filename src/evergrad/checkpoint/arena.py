@@ -20,8 +20,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,12 @@ from typing import Any
 import xxhash
 
 from evergrad.checkpoint import storage
+from evergrad.checkpoint.locks import is_locked, locked
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, reason
 
-__all__ = ["Arena", "ArenaFiles", "Ticket", "is_locked", "populate"]
+__all__ = ["Arena", "ArenaFiles", "Ticket", "populate"]
 
 _MAGIC = b"EGTICKET"
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
@@ -132,15 +132,9 @@ class ArenaFiles:
             os.close(fd)
         return True
 
-    @contextmanager
-    def worked_on(self) -> Iterator[None]:
+    def worked_on(self) -> AbstractContextManager[None]:
         """Be the only one who finishes what is in it; a second process waits here."""
-        fd = os.open(self.ticket.with_suffix(".work"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return locked(self.ticket.with_suffix(".work"))
 
 
 class Arena:
@@ -250,21 +244,6 @@ def _drop_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_in_child)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a living process holds a lock on a file."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def populate(buffer: mmap.mmap) -> None:

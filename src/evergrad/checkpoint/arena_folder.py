@@ -7,8 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.arena import ArenaFiles, is_locked
+from evergrad.checkpoint.arena import ArenaFiles
 from evergrad.checkpoint.job import Job, read_identity
+from evergrad.checkpoint.locks import is_locked
+from evergrad.checkpoint.manifest import shard_rank
 from evergrad.errors import CheckpointError, reason
 
 __all__ = ["LOCK", "arena_folder", "arenas_root", "find_arenas", "remove_orphans"]
@@ -53,10 +55,9 @@ def find_arenas(folder: Path, rank: int | None = None) -> list[ArenaFiles]:
         for entry in sorted(os.listdir(folder)):
             stem, _, ending = entry.rpartition(".")
             name, _, index = stem.rpartition(".")
-            if ending == "ticket" and name.startswith("rank-") and name[5:].isdigit() and index.isdigit():
-                files = ArenaFiles(folder, int(name[5:]), int(index))
-                if rank is None or files.rank == rank:
-                    found.append(files)
+            number = shard_rank(name)
+            if ending == "ticket" and number is not None and index.isdigit() and rank in (None, number):
+                found.append(ArenaFiles(folder, number, int(index)))
     return found
 
 

@@ -359,9 +359,8 @@ class Checkpointer:
 
     def _scratch(self) -> Path:
         """Where what has to be fetched lies meanwhile: on the node's own disk, if there is one."""
-        path = next((tier.path for tier in self._tiers if isinstance(tier, Local)), None)
-        root = Path(path) if path is not None else self._job.run_dir / "local"
-        return root / self._job.id / self._job.node_folder / ".fetched"
+        local = next((tier for tier in self._tiers if isinstance(tier, Local)), Local())
+        return local.root(self._job.run_dir) / self._job.id / self._job.node_folder / ".fetched"
 
     def _check_shared(self, attempt: int) -> None:
         if not self._job.sees_attempt(attempt):

@@ -32,10 +32,9 @@ class Attached(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Committed(Event):
-    """Every rank's shard of a version is complete in a tier."""
+class _OfVersion(Event):
+    """What became of a version in a tier."""
 
-    kind: ClassVar[str] = "committed"
     step: int
     attempt: int
     tier: str
@@ -47,19 +46,18 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Failed(Event):
-    """A version will never be complete in a tier, and why; an empty tier stands for all of them."""
+class Committed(_OfVersion):
+    """Every rank's shard of a version is complete in a tier."""
+
+    kind: ClassVar[str] = "committed"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(_OfVersion):
+    """A version will never be complete in a tier, and why."""
 
     kind: ClassVar[str] = "failed"
-    step: int
-    attempt: int
-    tier: str
     why: str
-
-    @property
-    def version(self) -> Version:
-        """Which version."""
-        return Version(self.step, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)

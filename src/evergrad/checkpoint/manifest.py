@@ -9,17 +9,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, reason
+from evergrad.formats.version_records import is_as_written, record_bytes, shard_name, shard_rank
 
-__all__ = ["SCHEMA_VERSION", "Manifest", "shard_name"]
+__all__ = ["SCHEMA_VERSION", "Manifest", "shard_name", "shard_rank"]
 
 SCHEMA_VERSION = 1
-_PREFIX = b'{"check": "'
 _DIGESTS = b'"digests": {'
-_BODY = len(_PREFIX) + 32 + len(b'", ')
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,7 @@ class Manifest:
             "header": self.header,
             "digests": dict(self.digests),
         }
-        text = json.dumps(body).encode()[1:] + b"\n"
-        return _PREFIX + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text
+        return record_bytes(body)
 
     @classmethod
     def read(cls, path: Path, *, digests: bool = True) -> Manifest:
@@ -103,9 +99,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, path: str | PathLike[str], *, digests: bool = True) -> Manifest:
         """As `read`, of bytes that came from a path or a URL."""
-        claimed = data[len(_PREFIX) : len(_PREFIX) + 32]
-        found = xxhash.xxh3_128_hexdigest(data[_BODY:])
-        if not data.startswith(_PREFIX) or claimed != found.encode():
+        if not is_as_written(data):
             raise DamagedFile(path, "the manifest is not as it was written")
         if not digests:  # the last such text: notes come before, and a tensor's digest is no table
             data = data[: data.rfind(_DIGESTS)] + b'"digests": {}}'
@@ -122,12 +116,3 @@ class Manifest:
             return cls(version=version, **fields)
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedFile(path, f"the manifest lacks what it should have: {error}") from None
-
-
-def shard_name(rank: int) -> str:
-    """What a rank's files are called, before the ending.
-
-    >>> shard_name(3)
-    'rank-00003'
-    """
-    return f"rank-{rank:05d}"

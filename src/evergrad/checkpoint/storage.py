@@ -18,6 +18,7 @@ __all__ = [
     "fsync",
     "fsync_folder",
     "make_folder",
+    "make_folders",
     "publish",
     "remove",
     "remove_folder",
@@ -36,6 +37,17 @@ def make_folder(path: Path, mode: int = 0o777) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing, each durable in the one above."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for each in reversed(missing):
+        if make_folder(each):
+            fsync_folder(each.parent)
 
 
 def create(path: Path, *, direct: bool = False) -> int:

@@ -36,8 +36,8 @@ __all__ = [
     "kill_after",
 ]
 
-# Made of the others, which it looks up when it is called: they are what is counted.
-_COMPOSITE = {"publish"}
+# Made of the others, which they look up when they are called: those are what is counted.
+_COMPOSITE = {"make_folders", "publish"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,9 +202,6 @@ class Target:
                 raise
         return copying
 
-    def close(self) -> None:
-        """Let go of the buffer."""
-
     def _place(self, first: Entry, shape: tuple[int, ...]) -> torch.Tensor:
         """The place of an entry, or of it and those behind it, as a tensor of its own type."""
         dtype, size = first.dtype, first.dtype.itemsize

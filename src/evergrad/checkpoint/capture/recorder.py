@@ -110,8 +110,6 @@ class Recorder:
         if self._queue is not None:
             self._queue.put(None)
             self._queue = None
-        for _, target in self._targets.values():
-            target.close()
         self._targets.clear()
         for pinned in self._pinned.values():
             pinned.close()
@@ -162,8 +160,7 @@ class Recorder:
         arena = self._free_arena()
         arena.begin()
         if arena.size != size:  # nothing may keep the old memory while the new is reserved
-            if (old := self._targets.pop(arena.files.index, None)) is not None:
-                old[1].close()
+            self._targets.pop(arena.files.index, None)
             if (pinned := self._pinned.pop(arena.files.index, None)) is not None:
                 pinned.close()
         arena.reserve(size)
@@ -200,8 +197,6 @@ class Recorder:
         known = self._targets.get(arena.files.index)
         if known is None or known[0] is not plan:
             assert arena.buffer is not None
-            if known is not None:
-                known[1].close()
             known = self._targets[arena.files.index] = (plan, Target(plan, arena.buffer, pinned=self._pin(arena, plan)))
         return known[1]
 

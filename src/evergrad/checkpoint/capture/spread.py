@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -24,6 +24,7 @@ from evergrad.errors import StateError
 from evergrad.state import Skeleton, Where, join, select
 from evergrad.state.paths import segments
 from evergrad.state.roles import tensor_info
+from evergrad.state.tree import is_stateful
 
 __all__ = [
     "Wanted",
@@ -35,6 +36,7 @@ __all__ = [
     "place_of",
     "spec_of",
     "stateful_paths",
+    "things",
 ]
 
 
@@ -99,7 +101,7 @@ class Wanted:
     def __init__(self, state: object, leaves: Mapping[str, torch.Tensor]) -> None:
         self._exact = {path: place for path, leaf in leaves.items() if (place := place_of(path, leaf)) is not None}
         self._slots: dict[str, Place] = {}
-        for path, thing in _objects(state, None):
+        for path, thing in things(state, _is_known):
             if isinstance(thing, Optimizer):
                 parameters = (parameter for group in thing.param_groups for parameter in group["params"])
                 for number, parameter in enumerate(parameters):
@@ -127,7 +129,7 @@ def known(state: object, leaves: Mapping[str, torch.Tensor]) -> Placements:
     first: dict[str, None] = {}
     if sharded or is_distributed():
         wrapped = _Wrapped()
-        objects = list(_objects(state, None))
+        objects = list(things(state, _is_known))
         for _, thing in objects:
             if isinstance(thing, nn.Module):
                 wrapped.look(thing)
@@ -162,18 +164,23 @@ def declared(where: Where | bool, tensors: Mapping[str, torch.Tensor], skeleton:
     return Placements(tuple(select(infos, where)))
 
 
-def stateful_paths(state: object, path: str | None = None) -> Iterator[str | None]:
-    """Where objects are in a state that load themselves, and are no modules."""
-    if isinstance(state, nn.Module):
-        return
-    if not isinstance(state, type) and callable(getattr(state, "state_dict", None)):
-        yield path
+def things(
+    state: object, is_one: Callable[[object], bool], path: str | None = None
+) -> Iterator[tuple[str | None, Any]]:
+    """The things of a kind in the containers of a state, with their paths; what is in them is their own."""
+    if is_one(state):
+        yield path, state
     elif isinstance(state, Mapping):
         for key, segment in segments(state).items():
-            yield from stateful_paths(state[key], join(path, segment))
+            yield from things(state[key], is_one, join(path, segment))
     elif isinstance(state, (list, tuple)):
         for index, child in enumerate(state):
-            yield from stateful_paths(child, join(path, str(index)))
+            yield from things(child, is_one, join(path, str(index)))
+
+
+def stateful_paths(state: object) -> Iterator[str | None]:
+    """Where objects are in a state that load themselves, and are no modules."""
+    return (path for path, thing in things(state, is_stateful) if not isinstance(thing, nn.Module))
 
 
 class _Wrapped:
@@ -222,13 +229,5 @@ def _ddp_modules() -> Iterator[Any]:
                 yield thing
 
 
-def _objects(state: object, path: str | None) -> Iterator[tuple[str | None, object]]:
-    """Modules and optimizers in the containers of a state, with their paths."""
-    if isinstance(state, (nn.Module, Optimizer)):
-        yield path, state
-    elif isinstance(state, Mapping):
-        for key, segment in segments(state).items():
-            yield from _objects(state[key], join(path, segment))
-    elif isinstance(state, (list, tuple)):
-        for index, child in enumerate(state):
-            yield from _objects(child, join(path, str(index)))
+def _is_known(thing: object) -> bool:
+    return isinstance(thing, (nn.Module, Optimizer))

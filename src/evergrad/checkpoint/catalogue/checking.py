@@ -96,7 +96,7 @@ def _open_one(entry: CatalogueEntry, seen: Survey, rank: int, folder: Path) -> S
             complaints.append(f"tier {found.copy.tier}: {error}")
             continue
         try:
-            wrong = _wrong(shard)
+            wrong = shard.complaint()
         except BaseException as error:
             shard.close()
             if not isinstance(error, (EvergradError, OSError)):
@@ -115,15 +115,9 @@ def _check(found: Found, job: str) -> CopyVerdict:
     copy, place = found.copy, found.copy.url or str(found.copy.shard)
     try:
         with tempfile.TemporaryDirectory(prefix="evergrad-") as folder, opened(found, job, Path(folder)) as shard:
-            wrong = _wrong(shard)
+            wrong = shard.complaint()
             if not shard.is_current():
                 return CopyVerdict(copy.tier, copy.rank, place, "unknown", "a trainer overwrote it meanwhile")
             return CopyVerdict(copy.tier, copy.rank, place, "failed" if wrong else "ok", wrong)
     except (EvergradError, OSError) as error:
         return CopyVerdict(copy.tier, copy.rank, place, "failed", str(error))
-
-
-def _wrong(shard: Shard) -> str:
-    paths = shard.verify()
-    more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-    return f"{paths[0]}: not what was captured{more}" if paths else ""

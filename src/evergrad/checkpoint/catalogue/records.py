@@ -119,10 +119,6 @@ class Catalogue:
         """Pins and tags; `UsageError` for a URL."""
         return Pins(self._run_dir())
 
-    def note_shard(self, manifest: Manifest, writer: str) -> None:
-        """A shard is complete in its first tier. `writer` is one process at a time: the node, or the node and rank."""
-        self._journal.note_shard(manifest, writer)
-
     def note_verified(self, version: Version, tier: str, *, ok: bool, why: str = "", writer: str = "verify") -> None:
         """Every digest of a version in a tier was checked. With a URL there is no place to note that."""
         if self.home.run_dir is not None:
@@ -219,31 +215,19 @@ def _entry(
     first = notes[min(notes)] if notes else None
     world_size = first.world_size if first is not None else 0
     tiers = seen.tiers(version, world_size) if world_size else ()
-    here = seen.ranks(version)
-    if world_size and here >= set(range(world_size)):
-        state: State = "restorable"
-    elif here:
-        state = "partial"
-    elif seen.unseen:
-        state = "unknown"
-    else:
-        state = "retired" if len(notes) == world_size else "torn"
     present = {each.copy.tier for each in seen.shards.get(version, [])}
     relevant = [verdict for verdict in verdicts if verdict.tier in present] or list(verdicts)
     worst = sorted(relevant, key=lambda verdict: (verdict.verdict == "failed", verdict.time))[-1:]
-    digest = ""
-    if notes and len(notes) == world_size and all(note.digest for note in notes.values()):
-        digest = xxhash.xxh3_128_hexdigest("\n".join(f"{rank} {notes[rank].digest}" for rank in sorted(notes)).encode())
     return CatalogueEntry(
         job=job,
         version=version,
-        state=state,
+        state=_state(seen, version, world_size, len(notes)),
         tiers=tiers,
         parent=parent,
         time=first.time if first is not None else "",
         world_size=world_size,
         size_bytes=sum(note.size for note in notes.values()),
-        digest=digest,
+        digest=_digest(notes) if len(notes) == world_size else "",
         meta=first.meta if first is not None else {},
         verified=worst[0].verdict if worst else "unknown",
         verified_at=worst[0].time if worst else "",
@@ -252,3 +236,22 @@ def _entry(
         tags=tuple(sorted(tags)),
         nodes={rank: safe_name(note.node) for rank, note in notes.items() if note.node},
     )
+
+
+def _state(seen: Survey, version: Version, world_size: int, noted: int) -> State:
+    """What is left of a version of which so many shards were noted."""
+    here = seen.ranks(version)
+    if world_size and here >= set(range(world_size)):
+        return "restorable"
+    if here:
+        return "partial"
+    if seen.unseen:
+        return "unknown"
+    return "retired" if noted == world_size else "torn"
+
+
+def _digest(notes: Mapping[int, ShardNote]) -> str:
+    """Of all ranks' digests; nothing where one is not known."""
+    if not notes or not all(note.digest for note in notes.values()):
+        return ""
+    return xxhash.xxh3_128_hexdigest("\n".join(f"{rank} {notes[rank].digest}" for rank in sorted(notes)).encode())

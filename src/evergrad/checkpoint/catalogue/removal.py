@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evergrad.checkpoint.arena import is_locked
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Found, Survey
+from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.version import Version
 from evergrad.errors import UsageError
 

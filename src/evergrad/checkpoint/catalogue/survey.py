@@ -24,7 +24,7 @@ from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError
 
-__all__ = ["Found", "Home", "Survey", "find_home", "reached", "survey"]
+__all__ = ["Found", "Home", "Survey", "find_home", "reached", "sites", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def survey(home: Home, only: str | None = None) -> Survey:
         if only not in (None, tier.kind):
             continue
         is_shared = not isinstance(tier, (Local, Memory))
-        for node in _nodes(home, tier):
-            site = Site(home.job, node, arenas_root() / home.job / node, home.run_dir or Path(os.devnull))
+        for site in sites(home, tier):
+            node = "" if is_shared else site.node
             try:
                 store = tier.store(site)
                 copies = store.find()
@@ -119,11 +119,17 @@ def survey(home: Home, only: str | None = None) -> Survey:
                     place = copy.url or str(copy.manifest)
                     if (copy.tier, place) not in seen and (not is_shared or _is_of(home.job, copy, store)):
                         seen.add((copy.tier, place))
-                        found.shards.setdefault(copy.version, []).append(Found(copy, store, "" if is_shared else node))
-                found.nodes |= set() if is_shared else {node}
+                        found.shards.setdefault(copy.version, []).append(Found(copy, store, node))
+                found.nodes |= {node} if node else set()
             except (EvergradError, OSError) as error:
                 found.unseen.append(f"tier {tier.kind}: {error}")
     return found
+
+
+def sites(home: Home, tier: Tier) -> list[Site]:
+    """The parts of a tier that can be seen here: of one that the nodes have each for itself, one a node."""
+    run_dir = home.run_dir or Path(os.devnull)
+    return [Site(home.job, node, arenas_root() / home.job / node, run_dir) for node in _nodes(home, tier)]
 
 
 def reached(tier: Tier, tiers: Sequence[Tier]) -> Tier:
@@ -163,8 +169,7 @@ def _nodes(home: Home, tier: Tier) -> list[str]:
     if isinstance(tier, Local):
         if tier.path is None and home.run_dir is None:
             return []
-        root = Path(tier.path) if tier.path is not None else Path(home.run_dir or "") / "local"
-        return _folders(root / home.job)
+        return _folders(tier.root(home.run_dir or Path()) / home.job)
     return [safe_name(node_name())]
 
 

@@ -23,6 +23,7 @@ from evergrad.checkpoint.events import Committed, Event, Failed, Free
 from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, run_chain
 from evergrad.checkpoint.finish.desk import Desk, where
 from evergrad.checkpoint.finish.flushing import Flushing
+from evergrad.checkpoint.finish.freeing import Freeing
 from evergrad.checkpoint.finish.workers import Workers
 from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.layout import parse
@@ -47,7 +48,8 @@ class Engine:
         self._desk = Desk(job, self._site, writer, rank, self._evaluate)
         self._lock, self._completion, self._holdings = self._desk.lock, self._desk.completion, self._desk.holdings
         self._near = Workers("evergrad")
-        self._flushing = Flushing(self._desk, self._end, self._forget)
+        self._freeing = Freeing(self._desk)
+        self._flushing = Flushing(self._desk, self._freeing.end, self._forget)
         self._journal, self._writer = Journal(job.run_dir), writer
         self._noted: set[tuple[Version, int]] = set()
         """Version and rank of shards that the catalogue knows of."""
@@ -58,8 +60,6 @@ class Engine:
         self._settled = threading.Condition(self._lock)
         self._taken: dict[tuple[int, int], int] = {}
         """(rank, index) → the generation of the arena that was last taken up."""
-        self._finished: dict[tuple[int, int], int] = {}
-        """(rank, index) → the generation of the arena whose chain has ended."""
         self._attempt = 0
         self._told: set[tuple[type[Event], Version, str]] = set()
         self._news = threading.Event()
@@ -95,7 +95,7 @@ class Engine:
             else:
                 with self._lock:
                     self._taken[files.rank, files.index] = ticket.generation
-                    self._finished[files.rank, files.index] = ticket.generation
+                    self._freeing.end(files, ticket)
         for copy, manifest, tiers in self._holdings.owed():
             _log.info("%s, rank %d: not in tier %s yet, going on", copy.version, copy.rank, tiers[0].kind)
             self._flushing.later(_ticket(manifest, tiers), replace(manifest, owed=()), copy)
@@ -180,51 +180,12 @@ class Engine:
         self._news.set()
 
     def free_arenas(self, rank: int) -> dict[str, int]:
-        """The arenas of a rank that may be overwritten: what they held is finished, and is not all that there is.
-
-        The newest complete version stays, if memory is the only place that has it; so does one that other ranks are
-        still completing in memory.
-        """
-        free: dict[str, int] = {}
-        with self._lock:
-            complete = self._holdings.complete()
-            for files in find_arenas(self._site.arenas, rank):
-                ticket = files.read_ticket()
-                if ticket is None or not ticket.captured:
-                    continue  # its trainer knows best
-                if self._finished.get((rank, files.index)) == ticket.generation and not self._needed(ticket, complete):
-                    free[str(files.index)] = ticket.generation
-        return free
+        """The arenas of a rank that may be overwritten, each with the generation that is done with."""
+        return self._freeing.free(rank, self._attempt)
 
     def clean(self) -> None:
-        """Give back the memory of arenas that nobody needs: unlocked, finished, and not a rank's newest version."""
-        with self._lock:
-            self._completion.refresh()
-            complete = self._completion.complete("memory")
-            newest: dict[int, Version] = {}
-            tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
-            for files, ticket in tickets:
-                if ticket is not None and ticket.captured and any(tier["kind"] == "memory" for tier in ticket.tiers):
-                    newest[files.rank] = max(ticket.version, newest.get(files.rank, ticket.version), key=Version.age)
-            for files, ticket in tickets:
-                if ticket is not None and ticket.captured:
-                    kept = {newest.get(files.rank), complete[-1] if complete else None}
-                    flushed = any(tier.survives_reboot for tier in read_tiers(ticket.tiers))
-                    if ticket.version in kept or not flushed or self._holdings.missing(ticket):
-                        continue
-                files.remove_if_free()
-
-    def _needed(self, ticket: Ticket, complete: list[Version]) -> bool:
-        version = ticket.version
-        kinds = [tier["kind"] for tier in ticket.tiers]
-        if "memory" not in kinds:
-            return False
-        elsewhere = any(version in self._holdings.complete(kind) for kind in kinds if kind != "memory")
-        if self._completion.is_complete(version, "memory"):
-            return bool(complete) and version == complete[-1] and not elsewhere
-        overtaken = bool(complete) and complete[-1].age() > version.age()
-        failed = self._completion.failure(version, "memory") is not None
-        return not (overtaken or failed or version.attempt < self._attempt)
+        """Give back the memory of arenas that nobody needs."""
+        self._freeing.clean()
 
     def _is_taken(self, files: ArenaFiles, ticket: Ticket) -> bool:
         with self._lock:
@@ -247,7 +208,7 @@ class Engine:
         flushed_from_here = False
         try:
             # What was captured later is announced later; an arena is never reused before its chain has ended.
-            if self._finished.get((files.rank, files.index)) != ticket.generation:
+            if not self._freeing.has_ended(files, ticket):
                 with files.worked_on():  # another process may have found it too
                     now = files.read_ticket()
                     if now is not None and now.generation == ticket.generation:
@@ -258,14 +219,9 @@ class Engine:
                 self._desk.note(ticket, tier.kind, f"{type(error).__name__}: {error}")
         finally:
             if not flushed_from_here:
-                self._end(files, ticket)
+                self._freeing.end(files, ticket)
             self._settle(files, ticket)
             self._evaluate()
-
-    def _end(self, files: ArenaFiles, ticket: Ticket) -> None:
-        """Nobody reads the arena any more."""
-        with self._lock:
-            self._finished[files.rank, files.index] = ticket.generation
 
     def _settle(self, files: ArenaFiles, ticket: Ticket) -> None:
         with self._settled:
@@ -323,12 +279,12 @@ class Engine:
             for kind in (tier.kind for tier in tiers):
                 complete = self._holdings.complete(kind)
                 for version in complete:
-                    self._tell(news, Committed(version.step, version.attempt, kind), version, kind)
+                    self._tell(news, Committed(version.step, version.attempt, kind))
                 if complete:
                     self._overtake(news, kind, complete[-1])
             for version, name in list(self._completion.failed()):
                 why = self._completion.failure(version, name) or ""
-                self._tell(news, Failed(version.step, version.attempt, name, why), version, name)
+                self._tell(news, Failed(version.step, version.attempt, name, why))
             ranks = {files.rank for files in find_arenas(self._site.arenas, self._rank)}
             if any(isinstance(event, Committed) for event in news):
                 for version, name in self._holdings.retain(shared=False):
@@ -349,7 +305,7 @@ class Engine:
             if tier == kind and version.age() < newest.age():
                 ranks = ", ".join(map(str, self._completion.missing(version, tier)))
                 why = f"overtaken by {newest}: no shard of rank {ranks} came"
-                self._tell(news, Failed(version.step, version.attempt, tier, why), version, tier)
+                self._tell(news, Failed(version.step, version.attempt, tier, why))
                 self._forget(version, tier)
 
     def _forget(self, version: Version, tier: str) -> None:
@@ -357,9 +313,10 @@ class Engine:
         for kind in (Committed, Failed):
             self._told.discard((kind, version, tier))
 
-    def _tell(self, news: list[Event], event: Event, version: Version, tier: str) -> None:
-        if (type(event), version, tier) not in self._told:
-            self._told.add((type(event), version, tier))
+    def _tell(self, news: list[Event], event: Committed | Failed) -> None:
+        key = type(event), event.version, event.tier
+        if key not in self._told:
+            self._told.add(key)
             news.append(event)
 
     def _watch(self) -> None:

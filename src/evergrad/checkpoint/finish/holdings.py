@@ -181,22 +181,14 @@ class Holdings:
             complete = self.complete(tier.kind)
             if not complete:
                 continue
-            kept, newest = {*complete[-tier.keep :], *pinned}, complete[-1]
+            kept = {*complete[-tier.keep :], *pinned}
             try:
                 # Arenas are overwritten by themselves.
                 copies = store.find(None if shared else self._rank) if tier.kind != "memory" else []
             except EvergradError as error:
                 _log.warning("tier %s: old versions could not be looked for: %s", tier.kind, error)
                 continue
-            for copy in copies:
-                old = copy.version not in kept and copy.version.age() < newest.age()
-                if shared:
-                    old = old and copy.version in complete  # what was there before it was adopted is not ours
-                if old and (shared or not self._is_awaited(copy)):
-                    try:
-                        store.drop(copy)
-                    except EvergradError as error:
-                        _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
+            self._drop_old(tier, store, copies, kept, complete)
             forgotten += ((version, tier.kind) for version in complete if version not in kept)
         with self._lock:
             newest_of_all = self._completion.complete()[-1:]
@@ -205,6 +197,20 @@ class Holdings:
                     forgotten.append((version, kind))
             self._visible -= set(forgotten)
         return forgotten
+
+    def _drop_old(
+        self, tier: Tier, store: Store, copies: Sequence[Copy], kept: set[Version], complete: Sequence[Version]
+    ) -> None:
+        """Remove what is older than the newest complete version, and not kept; what a flush reads from stays."""
+        for copy in copies:
+            if copy.version in kept or copy.version.age() >= complete[-1].age():
+                continue
+            # What was in a shared tier before it was adopted is not ours.
+            if copy.version in complete if tier.shared else not self._is_awaited(copy):
+                try:
+                    store.drop(copy)
+                except EvergradError as error:
+                    _log.warning("tier %s: an old version could not be removed: %s", tier.kind, error)
 
     def _is_awaited(self, copy: Copy) -> bool:
         """Whether a flush reads from a copy, or will."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from evergrad.checkpoint.arena import is_locked
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.events import Attached, Settled, read_event
@@ -24,6 +22,7 @@ from evergrad.checkpoint.finish.agent import socket_address
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.locks import is_locked, locked
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, CheckpointError
 
@@ -271,15 +270,11 @@ class AgentLink(Link):
             finally:
                 os.close(fd)
             # One at a time: all ranks of a node come at once, and one agent is enough.
-            turn = os.open(self._folder / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(turn, fcntl.LOCK_EX)
+            with locked(self._folder / "start.lock"):
                 if not is_locked(self._folder / LOCK):
                     self._start()
                 else:
                     time.sleep(0.02)  # one is about to serve, or about to leave
-            finally:
-                os.close(turn)
 
     def _start(self) -> None:
         """Start an agent in a session of its own; returns when it serves. It inherits no descriptor of ours."""

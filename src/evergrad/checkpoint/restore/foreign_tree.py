@@ -7,7 +7,7 @@ for is kept under its flat name, so that comparing the two finds it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.capture.spread import place_of
+from evergrad.checkpoint.capture.spread import place_of, things
 from evergrad.checkpoint.placement import Place
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
@@ -53,7 +53,7 @@ class Tree:
         """The whole folder, nested as the live state is."""
         self._parameters = {
             id(parameter): _bare(name)
-            for module in _modules(live)
+            for _, module in things(live, lambda thing: isinstance(thing, nn.Module))
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         node = self._node(live, "", None)
@@ -239,17 +239,6 @@ def _regrouped(live: Optimizer, groups: Mapping[str, Mapping[str, Json]], number
 def _listed(node: Json) -> list[Any]:
     value = decode_value(node)
     return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _modules(live: object) -> Iterator[nn.Module]:
-    if isinstance(live, nn.Module):
-        yield live
-    elif isinstance(live, Mapping):
-        for child in live.values():
-            yield from _modules(child)
-    elif isinstance(live, (list, tuple)):
-        for child in live:
-            yield from _modules(child)
 
 
 def _bare(name: str) -> str:

@@ -19,9 +19,9 @@ from evergrad.checkpoint.restore.assembled import Assembled, needs
 from evergrad.checkpoint.restore.filling import Source
 from evergrad.checkpoint.restore.objects import live_tensors
 from evergrad.checkpoint.restore.resizing import Resize, own_tensors, own_values, refuse, resize
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shard import Shard, fetch_intact
 from evergrad.checkpoint.tiers import Copy, Store
-from evergrad.errors import DamagedFile, EvergradError, FormatError
+from evergrad.errors import DamagedFile, EvergradError
 from evergrad.state import Skeleton, Where
 
 __all__ = ["Obtained", "Obtaining"]
@@ -184,28 +184,12 @@ class Obtaining:
 
     def _open(self, copy: Copy, paths: Iterable[str] | None, told: list[str]) -> Shard | None:
         """A copy that is what was captured, or None, and what is wrong with it."""
-        where = f"{copy.version} in tier {copy.tier}"
-        try:
-            near = self.stores[copy.tier].fetch(copy, self.scratch)
-            shard = Shard(near, self.job, self.mapped.get(near.shard))
-        except (EvergradError, OSError) as error:
-            told.append(f"{where}: {error}")
-            return None
-        try:
-            if paths is not None and not shard.manifest.digests.keys() >= set(paths):
-                told.append(f"{where}: rank {copy.rank}'s shard does not hold what others left to it")
-                shard.close()
-                return None
-            wrong = shard.verify(paths)
-            if not wrong and shard.is_current():
-                return shard
-            what = f"{wrong[0]}: not what was captured" if wrong else "overwritten meanwhile"
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            told.append(f"{where}: {what}{more}")
-        except FormatError as error:
-            told.append(f"{where}: {error}")
-        shard.close()
-        return None
+        shard, complaint = fetch_intact(
+            self.stores[copy.tier], copy, self.job, self.scratch, mapped=self.mapped, paths=paths
+        )
+        if shard is None:
+            told.append(f"{copy.version} in tier {copy.tier}: {complaint}")
+        return shard
 
     def _room(self) -> Wanted:
         """The pieces that the live state has room for."""

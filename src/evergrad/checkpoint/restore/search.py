@@ -20,7 +20,6 @@ from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.loading import Loading, prepare
 from evergrad.checkpoint.restore.obtaining import Obtained, Obtaining
 from evergrad.checkpoint.restore.offers import Offer, Shelf, look
-from evergrad.checkpoint.restore.resizing import Resize
 from evergrad.checkpoint.tiers import Store
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import EvergradError, RestoreError, UsageError
@@ -39,8 +38,6 @@ class Request:
     version: Version | int | None = None
     strict: bool = True
     where: Where | None = None
-    resize: Resize | None = None
-    replicated: Where | bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,35 +154,47 @@ def _try(
         ways.append(lambda: obtaining.assembled(copies, offers[0].world_size, ranks, told))
     try:
         for way in ways:
-            obtained, failure = None, None
+            obtained, fits = _obtain_together(way, ranks)
+            if obtained is None:
+                continue
             try:
-                obtained = way()
-            except Exception as error:  # not a matter of which copy, and the other ranks must not wait for this one
-                failure = error
-            why_not = "" if failure is None else str(failure) or type(failure).__name__
-            try:
-                states = ranks.gather((obtained is not None, why_not, obtained is not None and obtained.fits))
-                if failure is not None:
-                    raise failure
-                for rank, (_, why, _) in enumerate(states):
-                    if why:
-                        raise RestoreError(f"rank {rank}: {why}")
-                if not all(intact for intact, _, _ in states):
-                    if obtained is not None:
-                        lost = ", ".join(str(rank) for rank, state in enumerate(states) if not state[0])
-                        told.append(f"{version}: no intact shard of rank {lost}")
-                    continue
-                if not all(fits for _, _, fits in states):
-                    continue  # cut in another way: it has to be assembled
-                assert obtained is not None
-                return _load_together(request, obtained, ranks)
+                lost = [rank for rank, fit in enumerate(fits) if fit is None]
+                if lost:
+                    told.append(f"{version}: no intact shard of rank {', '.join(map(str, lost))}")
+                elif all(fits):  # if not, it is cut in another way, and has to be assembled
+                    return _load_together(request, obtained, ranks)
             finally:
-                if obtained is not None:
-                    obtained.close()
+                obtained.close()
         return None
     finally:
         if not told:
             del complaints[version]
+
+
+def _obtain_together(way: Callable[[], Obtained | None], ranks: Ranks) -> tuple[Obtained | None, Sequence[bool | None]]:
+    """What this rank has obtained; and of every rank whether that fits its state, None if it has nothing intact.
+
+    An error, which is not a matter of which copy, is one on all ranks: none waits for another.
+    """
+    obtained: Obtained | None = None
+    failure: Exception | None = None
+    try:
+        obtained = way()
+    except Exception as error:
+        failure = error
+    try:
+        why_not = "" if failure is None else str(failure) or type(failure).__name__
+        told = ranks.gather((why_not, obtained.fits if obtained is not None else None))
+        if failure is not None:
+            raise failure
+        for rank, (why, _) in enumerate(told):
+            if why:
+                raise RestoreError(f"rank {rank}: {why}")
+    except BaseException:
+        if obtained is not None:
+            obtained.close()
+        raise
+    return obtained, [fit for _, fit in told]
 
 
 def _load_together(request: Request, obtained: Obtained, ranks: Ranks) -> Restored:

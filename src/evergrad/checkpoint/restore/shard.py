@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,16 @@ from evergrad.checkpoint.arena import Ticket, populate
 from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import Entry, Parsed, parse
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.tiers import Copy
+from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, FileAccessError, reason
+from evergrad.errors import DamagedFile, EvergradError, FileAccessError, FormatError, reason
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Shard"]
+__all__ = ["Shard", "fetch_intact"]
 
 
 class Shard:
@@ -93,6 +94,12 @@ class Shard:
         return [
             entry.path for entry, digest in zip(order, found, strict=True) if digest != manifest.digests[entry.path]
         ]
+
+    def complaint(self, paths: Iterable[str] | None = None) -> str:
+        """What `verify` finds wrong, in a line; empty if all is as it was captured."""
+        wrong = self.verify(paths)
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return f"{wrong[0]}: not what was captured{more}" if wrong else ""
 
     @property
     def view(self) -> memoryview:
@@ -169,6 +176,39 @@ class Shard:
             address = np.frombuffer(self._view, np.uint8).ctypes.data
             self._whole = torch.frombuffer((ctypes.c_uint8 * len(self._view)).from_address(address), dtype=torch.uint8)
         return self._whole
+
+
+def fetch_intact(
+    store: Store,
+    copy: Copy,
+    job: str,
+    folder: Path,
+    *,
+    mapped: Mapping[Path, mmap.mmap] | None = None,
+    paths: Iterable[str] | None = None,
+) -> tuple[Shard | None, str]:
+    """A copy that is as it was captured, all of it or some paths; or None, and what is wrong with it.
+
+    What is in no file system is brought into the folder first; arenas may be `mapped` already.
+    """
+    try:
+        near = store.fetch(copy, folder)
+        shard = Shard(near, job, (mapped or {}).get(near.shard))
+    except (EvergradError, OSError) as error:
+        return None, str(error)
+    wanted = None if paths is None else set(paths)
+    try:
+        absent = wanted - shard.manifest.digests.keys() if wanted is not None else set()
+        if absent and not absent <= shard.parsed.layout.aliases.keys():
+            complaint = f"rank {copy.rank}'s shard does not hold what others left to it"
+        else:
+            complaint = shard.complaint(wanted) or ("" if shard.is_current() else "overwritten meanwhile")
+        if not complaint:
+            return shard, ""
+    except FormatError as error:
+        complaint = str(error)
+    shard.close()
+    return None, complaint
 
 
 def _lock(fd: int, copy: Copy) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from evergrad.checkpoint.arena_folder import arenas_root
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
-from evergrad.checkpoint.catalogue.survey import find_home, reached
-from evergrad.checkpoint.job import node_name, safe_name
+from evergrad.checkpoint.catalogue.survey import find_home, reached, sites
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, Torn, Work
+from evergrad.checkpoint.tiers import Copy, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 
@@ -42,33 +39,12 @@ def stores_of(source: str | os.PathLike[str], tiers: list[Tier]) -> tuple[str, d
     home = find_home(text, tiers if "://" in text else ())
     stores: dict[str, Store] = {}
     for tier in (reached(each, tiers) for each in home.tiers):
-        if isinstance(tier, (Local, Memory)):
-            parts = [tier.store(site) for site in _sites(tier, home.job, home.run_dir)]
-        else:
-            parts = [tier.store(_site(home.job, safe_name(node_name()), home.run_dir))]
+        parts = [tier.store(site) for site in sites(home, tier)]
         known = stores.get(tier.kind)
         if parts:
             parts = parts if known is None else [known, *parts]
             stores[tier.kind] = _Several(parts) if len(parts) > 1 else parts[0]
     return home.job, stores
-
-
-def _sites(tier: Local | Memory, job: str, run_dir: Path | None) -> Iterator[Site]:
-    """A site for every node whose folder is seen here."""
-    if isinstance(tier, Memory):
-        root = arenas_root() / job
-    elif tier.path is not None:
-        root = Path(tier.path) / job
-    elif run_dir is not None:
-        root = run_dir / "local" / job
-    else:
-        return
-    if root.is_dir():
-        yield from (_site(job, name, run_dir) for name in sorted(os.listdir(root)) if (root / name).is_dir())
-
-
-def _site(job: str, node: str, run_dir: Path | None) -> Site:
-    return Site(job, node, arenas_root() / job / node, run_dir or Path(os.devnull))
 
 
 class _Several(Store):

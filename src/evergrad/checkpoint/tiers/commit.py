@@ -12,13 +12,12 @@ import xxhash
 from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile
+from evergrad.formats.version_records import COMMIT, is_as_written, record_bytes
 
 __all__ = ["COMMIT_NAME", "Commit", "StoredShard", "payload_name"]
 
-COMMIT_NAME = "COMMIT.json"
+COMMIT_NAME = COMMIT
 SCHEMA_VERSION = 1
-_PREFIX = b'{"check": "'
-_BODY = len(_PREFIX) + 32 + len(b'", ')
 _MAX_RANKS = 1_000_000
 
 
@@ -81,14 +80,12 @@ class Commit:
             "encoding": self.encoding,
             "shards": [asdict(shard) for shard in self.shards],
         }
-        text = json.dumps(body).encode()[1:] + b"\n"
-        return _PREFIX + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text
+        return record_bytes(body)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str, version: Version) -> Commit:
         """Read and check a record; `DamagedFile` if it is not as it was written, or of another version."""
-        claimed = data[len(_PREFIX) : len(_PREFIX) + 32]
-        if not data.startswith(_PREFIX) or claimed != xxhash.xxh3_128_hexdigest(data[_BODY:]).encode():
+        if not is_as_written(data):
             raise DamagedFile(where, "the record is not as it was written")
         try:
             body = json.loads(data)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
 from evergrad.checkpoint import storage
+from evergrad.checkpoint.locks import locked
 from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.tiers.buckets import Bucket
 from evergrad.checkpoint.tiers.commit import StoredShard
@@ -32,7 +31,7 @@ def fetch_shard(bucket: Bucket, name: str, shard: StoredShard, manifest: bytes, 
     folder.mkdir(parents=True, exist_ok=True)
     stem = shard_name(shard.rank)
     target, record = folder / f"{stem}.safetensors", folder / f"{stem}.json"
-    with _locked(folder / f".{stem}.lock"):
+    with locked(folder / f".{stem}.lock"):
         if not _is_fetched(target, record, shard):
             storage.remove(record)
             size = Manifest.from_bytes(manifest, bucket.label(name), digests=False).size
@@ -105,13 +104,3 @@ def _chunks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
             yield chunk
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.arena import is_locked
-from evergrad.checkpoint.manifest import shard_name
+from evergrad.checkpoint.locks import is_locked
+from evergrad.checkpoint.manifest import shard_name, shard_rank
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError, reason
@@ -54,9 +54,13 @@ class Local(Tier):
         if not isinstance(self.keep, int) or self.keep < 1:
             raise UsageError(f"Local(keep={self.keep!r}): expected 1 or more versions")
 
+    def root(self, run_dir: Path) -> Path:
+        """The folder that those of jobs are in."""
+        return Path(self.path) if self.path is not None else run_dir / "local"
+
     def store(self, site: Site) -> Store:
         """The folder of a job and node below the path."""
-        root = Path(self.path) if self.path is not None else site.run_dir / "local"
+        root = self.root(site.run_dir)
         return _LocalStore(root, root / site.job / site.node)
 
 
@@ -67,7 +71,7 @@ class _LocalStore(Store):
 
     def check(self) -> None:
         try:
-            self._make_folder()
+            storage.make_folders(self._folder)
             if os.statvfs(self._folder).f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, "read-only file system")
             if not os.access(self._folder, os.W_OK | os.X_OK):
@@ -105,10 +109,11 @@ class _LocalStore(Store):
                 continue
             for entry in entries:
                 stem, _, ending = entry.rpartition(".")
-                if ending == "json" and stem.startswith("rank-") and stem[5:].isdigit():
+                number = shard_rank(stem)
+                if ending == "json" and number is not None:
                     shard, manifest = folder / f"{stem}.safetensors", folder / entry
                     if rank is None or _is_there(manifest):
-                        found.append(Copy("local", version, int(stem[5:]), shard, manifest))
+                        found.append(Copy("local", version, number, shard, manifest))
         return found
 
     def torn(self, rank: int) -> dict[Version, Torn]:
@@ -136,7 +141,7 @@ class _LocalStore(Store):
             raise _tier_error(self._folder, error) from error
 
     def _put(self, work: Work) -> None:
-        self._make_folder()
+        storage.make_folders(self._folder)
         folder = self._folder / work.version.name
         if storage.make_folder(folder):
             storage.fsync_folder(self._folder)
@@ -215,13 +220,6 @@ class _LocalStore(Store):
 
     def _spare(self, rank: int) -> Path:
         return self._folder / f".spare-{shard_name(rank)}"
-
-    def _make_folder(self) -> None:
-        if self._folder.is_dir():
-            return
-        for path in reversed((self._folder, *self._folder.parents)):
-            if not path.is_dir() and storage.make_folder(path):
-                storage.fsync_folder(path.parent)
 
 
 def _is_there(path: Path) -> bool:

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.manifest import Manifest, shard_name, shard_rank
 from evergrad.checkpoint.tiers.buckets import Bucket, Chunk
 from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, payload_name
 from evergrad.checkpoint.tiers.compress import Compress
@@ -108,10 +108,10 @@ class PersistentStore(Store):
                 names = self._ledger.names(version)
                 for name in sorted(names):
                     stem, _, ending = name.partition(".")
-                    is_one = ending == "json" and stem.startswith("rank-") and stem[5:].isdigit()
-                    if is_one and rank in (None, int(stem[5:])):
-                        payloads = [payload_name(int(stem[5:]), encoding) for encoding in ("", ENCODING)]
-                        found += [self._copy(version, int(stem[5:]), each) for each in payloads if each in names][:1]
+                    number = shard_rank(stem)
+                    if ending == "json" and number is not None and rank in (None, number):
+                        payloads = [payload_name(number, encoding) for encoding in ("", ENCODING)]
+                        found += [self._copy(version, number, each) for each in payloads if each in names][:1]
         return found
 
     def torn(self, rank: int) -> dict[Version, Torn]:

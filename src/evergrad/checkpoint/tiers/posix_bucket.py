@@ -58,7 +58,7 @@ class PosixBucket(Bucket):
             path = self._root / name
             if new and path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-            _make_folders(path.parent)
+            storage.make_folders(path.parent)
             storage.publish(path, data)
 
         self._retry(f"writing {name}", put)
@@ -67,7 +67,7 @@ class PosixBucket(Bucket):
         def put() -> int:
             path = self._root / name
             partial = path.with_name(f".{path.name}{_PARTIAL}")
-            _make_folders(path.parent)
+            storage.make_folders(path.parent)
             with _written(partial) as fd:
                 total = 0
                 try:
@@ -134,13 +134,3 @@ def _written(partial: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _make_folders(folder: Path) -> None:
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for each in reversed(missing):
-        if storage.make_folder(each):
-            storage.fsync_folder(each.parent)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from evergrad.checkpoint import Checkpointer
 from evergrad.checkpoint.placement import Place, Placements
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shard import Shard, fetch_intact
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.checkpoint.version import Version
 from evergrad.dtypes import DType
@@ -87,7 +87,7 @@ class Sight:
         complaints = []
         wanted = None if paths is None else list(paths)
         for store, copy in self.copies.get(version, {}).get(rank, ()):
-            shard, what = _open(store, copy, self.job, self.mapped, wanted, folder)
+            shard, what = fetch_intact(store, copy, self.job, folder, mapped=self.mapped, paths=wanted)
             if shard is not None:
                 return shard, what
             complaints.append(f"{version}, rank {rank}, in tier {copy.tier}: {what}")
@@ -198,25 +198,6 @@ def _try(intact: Intact, seen: Mapping[int, list[int]], ranks: Ranks) -> tuple[I
     every = {rank: held for _, part in told for rank, held in part.items()}
     intact.held = [every[rank] for rank in range(intact.world_size)]
     return intact, []
-
-
-def _open(
-    store: Store, copy: Copy, job: str, mapped: Mapping[Path, mmap.mmap], paths: list[str] | None, folder: Path
-) -> tuple[Shard | None, str]:
-    try:
-        local = store.fetch(copy, folder)
-        shard = Shard(local, job, mapped.get(local.shard))
-    except (FormatError, CheckpointError, OSError) as error:
-        return None, str(error)
-    try:
-        wrong = shard.verify(paths)
-        if not wrong and shard.is_current():
-            return shard, ""
-        what = f"{wrong[0]}: not what was captured" if wrong else "overwritten meanwhile"
-    except FormatError as error:
-        what = str(error)
-    shard.close()
-    return None, what
 
 
 def _held(shard: Shard) -> dict[str, Held]:
