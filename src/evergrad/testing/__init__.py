@@ -23,7 +23,7 @@ from evergrad.testing.crashes import (
     StorageCalls,
     kill_after,
 )
-from evergrad.testing.executors import ExecutorContract
+from evergrad.testing.executor_contract import ExecutorContract
 from evergrad.testing.format_contract import FormatContract, raw_bytes
 from evergrad.testing.job_run import JobRun, Weights
 from evergrad.testing.jobs import RunJob, close_nursery, run_job
