@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evergrad.recovery.membership import Plan, Point, Report, Verdict
-from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact
+from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
 
 BEGIN, STEP, END, JOIN = Point.BEGIN, Point.STEP, Point.END, Point.JOIN
 PROCEED, RETRY, REDO, REPAIR, RESTART, LEAVE = Verdict
@@ -397,3 +397,17 @@ def _check(plan: Plan, found: Plan, reports: dict[int, Report], strategy: Strate
         for bucket in range(3):
             kept = len(repairing) == len(found.members) and all(bucket in reports[uid].done for uid in repairing)
             assert (bucket in found.todo) == (not kept)
+
+
+def test_a_relaunch_keeps_the_living_then_takes_spares_then_starts_processes() -> None:
+    plan = Plan(3, (), previous=(0, 1, 2), verdicts={1: Verdict.RESTART}, relaunch=True)
+    started: list[tuple[int, int | None]] = []
+
+    def start(rank: int, before: int | None) -> int:
+        started.append((rank, before))
+        return 90 + rank
+
+    whole = relaunched(plan, 4, [7], start)
+    assert whole.members == (7, 1, 92, 93)
+    assert whole.joiners == (7, 92, 93)
+    assert started == [(2, 2), (3, None)], "the last place had nobody before"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -222,3 +223,13 @@ def test_without_dask_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UsageError, match=r"pip install 'evergrad\[dask\]'"):
         DaskCluster(tmp_path, REHEARSAL)
+
+
+def test_what_became_of_a_task_is_one_line_and_survives_the_way_between_machines() -> None:
+    ended = Ended("t1", Fate.LOST, reason="gone\n\x1b[31m" + "x" * 1000)
+    assert ended.reason.isprintable()
+    assert len(ended.reason) <= 600
+    for one in (ended, Ended("t2", Fate.DONE, {"value": [1, None]})):
+        assert Ended.from_json(json.loads(json.dumps(one.to_json()))) == one
+    task = Task("t3", {"do": "echo"}, 2.5)
+    assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task
