@@ -198,6 +198,22 @@ def test_slurm_counts_only_as_a_whole(there: set[str], verdict: str, monkeypatch
     assert named([*environment.look(Path())], "slurm").verdict == verdict
 
 
+def test_the_cgroup_that_leaves_least_counts_and_the_page_cache_does_not(tmp_path: Path) -> None:
+    own, job = tmp_path / "own", tmp_path / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    own.write_text("0::/slurm/job_7\n")
+    for group, limit, used in ((job, 8_000, 7_000), (job.parent, 9_000, 8_500)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+    (job.parent / "memory.stat").write_text("anon 400\ninactive_file 8000\n")
+    (job / "cpu.max").write_text("max 100000\n")
+    (job.parent / "cpu.max").write_text("400000 100000\n")
+    assert machine.cgroup_memory(tmp_path, own) == (8_000, 7_000)
+    assert machine.cgroup_cores(tmp_path, own) == 4
+    (job / "memory.stat").write_text("inactive_file 6900\n")
+    assert machine.cgroup_memory(tmp_path, own) == (8_000, 100)
+
+
 def test_a_clock_that_was_never_set_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.time, "time", lambda: 86_400.0)
     assert named([*environment.look(Path())], "clock").verdict == "failed"

@@ -55,9 +55,10 @@ def _clock() -> Check:
     follows = _synchronised()
     if follows:
         return Check("clock", "ok", f"{told}, synchronised")
-    why = "it follows no time service" if follows is False else "whether it follows a time service cannot be seen"
     todo = "on several machines, and for S3, let it follow one (chrony, systemd-timesyncd)"
-    return Check("clock", "unknown", f"{told}; {why}", todo)
+    if follows is False:
+        return Check("clock", "ok", f"{told}; it follows no time service, which one machine does not need", todo)
+    return Check("clock", "unknown", f"{told}; whether it follows a time service cannot be seen", todo)
 
 
 def _synchronised() -> bool | None:

@@ -13,6 +13,11 @@ from evergrad.doctor.check import Check, checked
 __all__ = ["available_bytes", "cgroup_cores", "cgroup_memory", "look"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_MEMORY = (  # limit, use, and what of it is of files: versions 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 _LITTLE_MEMORY = 2e9
 _FEW_FILES = 1024
 
@@ -25,27 +30,53 @@ def look() -> Iterator[Check]:
     yield from checked("locked memory", _locked)
 
 
-def cgroup_cores(root: Path = _CGROUPS) -> float | None:
-    """How many cores the cgroup grants, if it limits them; versions 2 and 1 of cgroups."""
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = (root / "cpu.max").read_text().split()[:2]
-        return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota = (root / "cpu/cpu.cfs_quota_us").read_text()
-        period = (root / "cpu/cpu.cfs_period_us").read_text()
-        return None if int(quota) <= 0 else int(quota) / int(period)
-    return None
+def cgroup_cores(root: Path = _CGROUPS, own: Path = _OWN) -> float | None:
+    """How many cores this process's cgroups grant, if any of them limits them; versions 2 and 1."""
+    granted = []
+    for group in _groups(root, own, "cpu"):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = (group / "cpu.max").read_text().split()[:2]
+            granted += [] if quota == "max" else [int(quota) / int(period)]
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            share = int((group / "cpu.cfs_quota_us").read_text())
+            granted += [] if share <= 0 else [share / int((group / "cpu.cfs_period_us").read_text())]
+    return min(granted, default=None)
 
 
-def cgroup_memory(root: Path = _CGROUPS) -> tuple[int, int] | None:
-    """The cgroup's limit and what of it is in use, if it has one that means anything."""
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
-        with suppress(OSError, ValueError):
-            bound = int((root / limit).read_text())
-            if bound < 1 << 60:  # version 1 says "none" by a huge number
-                return bound, int((root / used).read_text())
-    return None
+def cgroup_memory(root: Path = _CGROUPS, own: Path = _OWN) -> tuple[int, int] | None:
+    """The limit of this process's cgroups that leaves least, and what of it is in use; None without one."""
+    found = []
+    for group in _groups(root, own, "memory"):
+        for limit, used, file_pages in _MEMORY:
+            with suppress(OSError, ValueError):
+                bound = int((group / limit).read_text())
+                if bound < 1 << 60:  # version 1 says "none" by a huge number
+                    found.append((bound, max(0, int((group / used).read_text()) - _cached(group, file_pages))))
+    return min(found, key=lambda each: each[0] - each[1], default=None)
+
+
+def _groups(root: Path, own: Path, controller: str) -> Iterator[Path]:
+    """The cgroup that this process is in, and those around it: Slurm and systemd set limits on any of them."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, names, place = line.split(":", 2)
+            if names and controller not in names.split(","):
+                continue
+            base = root / controller if names else root
+            group = base / place.lstrip("/")
+            while group != base and base in group.parents:
+                yield group
+                group = group.parent
+    yield from (root, root / controller)
+
+
+def _cached(group: Path, name: str) -> int:
+    """What the kernel gives back as soon as anyone asks: pages of files that nobody has read for a while."""
+    with suppress(OSError, ValueError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.split()[0] == name:
+                return int(line.split()[1])
+    return 0
 
 
 def available_bytes() -> int | None:

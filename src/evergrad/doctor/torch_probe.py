@@ -146,7 +146,7 @@ def _nccl(found: Probe) -> Check:
 
 
 def _has_gpu() -> bool:
-    return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/kfd"))
+    return Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _ending(code: int) -> str:

@@ -36,6 +36,7 @@ __all__ = [
 INTERVALS = ("wilson", "clopper-pearson", "anytime")
 
 _RESAMPLES = 2_000
+_AT_ONCE = 1_000
 
 
 def wilson(k: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -142,6 +143,8 @@ def paired_interval(differences: Sequence[float], confidence: float = 0.95, seed
     bootstrap = scipy_part("stats").bootstrap
     # Since scipy 1.15 the generator goes by another name.
     generator = "rng" if "rng" in inspect.signature(bootstrap).parameters else "random_state"
+    # In one go where that is little: of n values all resamples, and the n × n that the correction looks at.
+    batch = None if len(values) <= _AT_ONCE else max(1, _AT_ONCE * _RESAMPLES // len(values))
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # of degenerate data: the next method is the answer to it
@@ -151,6 +154,7 @@ def paired_interval(differences: Sequence[float], confidence: float = 0.95, seed
                 n_resamples=_RESAMPLES,
                 confidence_level=confidence,
                 method=method,
+                batch=batch,
                 **{generator: np.random.default_rng(seed)},
             ).confidence_interval
         low, high = float(found.low), float(found.high)
