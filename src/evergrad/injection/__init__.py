@@ -10,7 +10,7 @@ execution.py   from a plan to altered files: rehearse, log, then write
 log.py         the injection log; columns.py what happened to a tensor, and to one number in a person's words
 patches.py     the blocks of a file that change; rewriting.py files that have to be rewritten
 workplace.py   in place, or in a copy
-published.py   the settings of the published injector, by their names
+published.py   the settings of the published injector, by their names; published_files.py reads them
 injector.py · undo.py · replay.py    what people call; order.py which logs follow which
 live.py        the same in tensors in memory · spelling.py faults as words
 

@@ -6,28 +6,22 @@ What the names say is done; what the study's own tool got wrong is not: a precis
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from evergrad.errors import DamagedFile, UsageError, nearest
-from evergrad.formats.data_file import file_errors
+from evergrad.errors import UsageError, nearest
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale
+from evergrad.injection.published_files import found_text, read_settings
 
 __all__ = ["PublishedSettings"]
 
 _ALIASES = {"injection_tries": "injection_attempts"}  # what the study's tool calls it
-_MAX_BYTES = 1 << 20
-_MAX_VALUE = 4096
-_MAX_DEPTH = 8
-_HUGE = 1 << 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +75,7 @@ class PublishedSettings:
             if given is not None or field.default is not None:
                 checked = check(given)
                 if checked is None:
-                    raise _wrong(field.name, expected, _shown(given))
+                    raise _wrong(field.name, expected, found_text(given))
                 object.__setattr__(self, field.name, checked)
         object.__setattr__(self, "corruption_mode", self._mode())
         attempts = self.injection_attempts
@@ -100,7 +94,7 @@ class PublishedSettings:
     @classmethod
     def load(cls, path: str | PathLike[str], *, hdf5_file: str | PathLike[str] | None = None) -> PublishedSettings:
         """Read a file: YAML, TOML or JSON, by its ending; `hdf5_file` stands for the one in it. Nothing is executed."""
-        table = dict(_read(Path(path)))
+        table = dict(read_settings(Path(path)))
         if hdf5_file is not None:
             table["hdf5_file"] = str(hdf5_file)
         try:
@@ -118,7 +112,7 @@ class PublishedSettings:
                 known = [*_CHECKS, *_ALIASES]
                 close = nearest(key[:100], known) if isinstance(key, str) else []
                 hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"Known: {', '.join(known)}."
-                raise UsageError(f"unknown setting {_shown(key)}. {hint}")
+                raise UsageError(f"unknown setting {found_text(key)}. {hint}")
             if value is not None and name in found:
                 raise UsageError(f"{name} is given twice, also as {' or '.join(_ALIASES)}: choose one")
             if value is not None:
@@ -211,48 +205,6 @@ class PublishedSettings:
         return BitFlip(range(first, self.last_bit + 1, step), self.burst)
 
 
-def _read(path: Path) -> Mapping[Any, Any]:
-    """The table that a file holds."""
-    kinds = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": "JSON"}
-    kind = kinds.get(path.suffix.lower())
-    if kind is None:
-        raise UsageError(f"{path}: expected settings that end in {', '.join(kinds)}, found {path.suffix!r}")
-    with file_errors(path), path.open("rb") as file:
-        raw = file.read(_MAX_BYTES + 1)
-    if len(raw) > _MAX_BYTES:
-        raise UsageError(f"{path}: expected settings of at most {_MAX_BYTES:,} bytes, found more")
-    try:
-        text = raw.decode("utf-8-sig")
-        table = _yaml(path, text) if kind == "YAML" else tomllib.loads(text) if kind == "TOML" else json.loads(text)
-    # PyYAML raises any of these where a value is tagged as what it is not.
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedFile(path, f"is not {kind}: {error or type(error).__name__}") from None
-    if not isinstance(table, dict):
-        raise DamagedFile(path, "holds no settings", expected="names with values", found=_shown(table))
-    return table
-
-
-def _yaml(path: Path, text: str) -> object:
-    try:
-        import yaml
-    except ImportError:
-        raise UsageError(f"{path}: is YAML, and pyyaml is not installed. pip install 'evergrad[yaml]'") from None
-    try:
-        depth = 0
-        for token in yaml.scan(text, Loader=yaml.SafeLoader):  # what takes memory or time out of proportion
-            depth += isinstance(token, (yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken))
-            depth -= isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken))
-            long = isinstance(token, yaml.ScalarToken) and len(token.value) > _MAX_VALUE
-            if long or depth > _MAX_DEPTH or isinstance(token, yaml.AliasToken):
-                found = "an alias, deep nesting or a very long value"
-                raise DamagedFile(path, "is no settings file", expected="names with values", found=found)
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        raise DamagedFile(path, f"is not YAML{line}: {getattr(error, 'problem', None) or error}") from None
-
-
 def _literally(name: str) -> str:
     """A location as `where` takes it: a name is a name, also one that reads like a pattern."""
     return rf"re:^{re.escape(name)}(?:[/.]|$)" if re.search(r"[*?\[]|^(?:re|role):", name) else name
@@ -295,14 +247,6 @@ def _wrong(name: str, expected: str, found: object) -> UsageError:
     return UsageError(f"{name}: expected {expected}, found {found}")
 
 
-def _shown(value: object) -> str:
-    """What was found, in few words, however large it is."""
-    if isinstance(value, (str, bool, float)) or (isinstance(value, int) and abs(value) < _HUGE):
-        return f"{value!r:.100}"
-    kinds = {type(None): "nothing", int: "a huge number", list: "a list", tuple: "a list", dict: "a table"}
-    return kinds.get(type(value), type(value).__name__)
-
-
 _BIT = ("a bit from 0 (the sign) to 63", _number(0, 63, whole=True))
 _SWITCH = ("true or false", lambda value: value if isinstance(value, bool) else None)
 _PATH = ("a path", lambda value: value if isinstance(value, str) else None)
@@ -326,5 +270,5 @@ _CHECKS: dict[str, tuple[str, Callable[[object], object]]] = {
     "log_file_path": _PATH,
     "save_injection_sequence": _SWITCH,
     "injection_sequence_path": _PATH,
-    "seed": ("a whole number from 0 to 2**128 − 1", _number(0, _HUGE - 1, whole=True)),
+    "seed": ("a whole number from 0 to 2**128 − 1", _number(0, (1 << 128) - 1, whole=True)),
 }
