@@ -15,6 +15,7 @@ import torch
 
 from evergrad.errors import StudyError, UsageError
 from evergrad.formats.durable import fsync
+from evergrad.state.paths import split
 from evergrad.study.golden import (
     CHECKPOINT,
     Golden,
@@ -151,10 +152,11 @@ def _nested(state: Snapshot) -> dict[str, Any]:
     """As people save it: `{"model": …, "optimizer": {"state": {0: …}}, "epoch": …}`."""
     nested: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}, "epoch": state.epoch}
     for name, tensor in state.tensors.items():
-        kind, _, rest = name.partition("/")
+        kind, *rest = split(name)
         if kind == "model":
-            nested["model"][rest.replace("%2F", "/").replace("%25", "%")] = tensor.cpu()
+            (key,) = rest
+            nested["model"][key] = tensor.cpu()
         else:
-            _, index, slot = rest.split("/")
+            _, index, slot = rest
             nested["optimizer"]["state"].setdefault(int(index), {})[slot] = tensor.cpu()
     return nested
