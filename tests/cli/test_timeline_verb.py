@@ -73,6 +73,8 @@ def test_the_page_goes_where_it_is_told(run: Path, say: Any, tmp_path: Path) -> 
         (["begun"], "no event in it"),
         (["garbage"], "line 1 is no event of a timeline"),
         (["kill", "--out", "nowhere/x.html"], "nowhere/x.html: there is no folder 'nowhere'"),
+        (["kill", "--out", "kill/timeline.jsonl"], "is no page, and is not overwritten by one"),
+        (["kill", "--out", "kill"], "kill: is no file"),
         (["kill", "--out", "x.html", "--no-page"], "expected one of them, found both"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -85,9 +87,11 @@ def test_a_mistake_is_one_line_and_exit_2(
         Path(name).mkdir()
         if content is not None:
             (Path(name) / "timeline.jsonl").write_text(content)
+    told = Path("kill/timeline.jsonl").read_bytes()
     code, out, err = say(*arguments)
     assert (code, out) == (2, "")
     assert words in err
+    assert Path("kill/timeline.jsonl").read_bytes() == told
     assert err.count("\n") == 1
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
 import pytest
 from browsing import OpenPage
 
-from evergrad.errors import UsageError
+from evergrad.errors import FileAccessError, UsageError
+from evergrad.formats.durable import replacing
 from evergrad.report import plots
 from evergrad.report.page import (
     PALETTE,
@@ -177,6 +179,39 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
         write_page(Page("new", "k", "q", ["a"], [Section("s", [torn])]), path)
     assert "<title>old</title>" in path.read_text()
     assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_only_a_page_or_an_empty_file_is_overwritten(tmp_path: Path) -> None:
+    page = Page("new", "k", "q", ["a"])
+    kept, empty, old = (tmp_path / name for name in ("timeline.jsonl", "empty", "old.html"))
+    kept.write_text('{"event": "begin"}\n')
+    empty.touch()
+    old.write_text("\ufeff<!DOCTYPE HTML>\n<p>old")
+    with pytest.raises(UsageError, match=r"timeline\.jsonl: is no page, and is not overwritten by one"):
+        write_page(page, kept)
+    assert kept.read_text() == '{"event": "begin"}\n'
+    for path in (empty, old):
+        assert "<title>new</title>" in write_page(page, path).read_text()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a pipe"])
+def test_what_is_no_file_is_not_replaced_by_a_page(kind: str, tmp_path: Path) -> None:
+    """A pipe stands for devices, which only root can make."""
+    path = tmp_path / "there"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    if kind.startswith("link"):
+        path, aim = tmp_path / "link", path
+        path.symlink_to(aim)
+    before = path.stat()
+    with pytest.raises(UsageError, match="is no file"):
+        write_page(Page("t", "k", "q", ["a"]), path)
+    with pytest.raises(FileAccessError, match="is no file"), replacing(path):
+        pass
+    assert path.stat() == before
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_colours_can_be_seen_on_light_and_on_dark() -> None:

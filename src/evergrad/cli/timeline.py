@@ -35,6 +35,7 @@ def timeline(
     as_json: JsonOption = False,
 ) -> int:
     """Tell what happened in a run: each failure from its moment to the next step, as a table and as a page."""
+    from evergrad.report.page import checked_target
     from evergrad.report.run_analysis import analyse
     from evergrad.report.run_reading import read_run
 
@@ -42,11 +43,12 @@ def timeline(
         raise UsageError("--out and --no-page: expected one of them, found both")
     if out is not None and not out.absolute().parent.is_dir():
         raise UsageError(f"{out}: there is no folder {str(out.parent)!r}")
+    target = None if no_page else checked_target(out if out is not None else run / "timeline.html")
     folder = read_run(run)
     story = analyse(folder.events, folder.notes)
     if not as_json:
         _print(story)
-    page = None if no_page else _write(story, folder, out if out is not None else run / "timeline.html")
+    page = None if target is None else _write(story, folder, target)
     if as_json:
         print_json({"run": str(run), "page": None if page is None else str(page), **story.to_json()})
     elif page is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from evergrad.errors import FileAccessError
 from evergrad.formats.data_file import file_errors
 
 __all__ = ["appearing", "fsync", "replacing", "temporary_name"]
@@ -19,9 +20,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place, durably, if the block ends well.
 
     Permissions of a replaced file are kept; a symbolic link keeps pointing to the file it names. A crash
-    leaves the old file, and at most a temporary one named `.<name>.….partial` beside it.
+    leaves the old file, and at most a temporary one named `.<name>.….partial` beside it. What is there and is no
+    file, such as a device or a folder, is refused.
     """
     with file_errors(path, "cannot be written"):
+        if path.exists() and not path.is_file():
+            raise FileAccessError(path, "is no file, and is not replaced by one")
         try:
             target = path.resolve()
         except RuntimeError as error:  # links that lead to each other

@@ -16,6 +16,8 @@ import importlib.resources
 import itertools
 from pathlib import Path
 
+from evergrad.errors import UsageError
+from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import replacing
 from evergrad.report.blocks import (
     Block,
@@ -57,10 +59,14 @@ __all__ = [
     "Page",
     "Prose",
     "Section",
+    "checked_target",
     "page_html",
     "series_colour",
     "write_page",
 ]
+
+_PAGE = b"<!doctype html"
+"""How a page begins."""
 
 
 def page_html(page: Page) -> str:
@@ -106,9 +112,24 @@ def page_html(page: Page) -> str:
 """
 
 
+def checked_target(path: Path) -> Path:
+    """A path that a page may be written to: nothing is there, or an empty file, or a page; else `UsageError`."""
+    with file_errors(path, "cannot be written"):
+        if not path.exists():
+            return path
+        if not path.is_file():
+            raise UsageError(f"{path}: is no file. Name one that a page can be written to: --out FILE.html")
+        with open(path, "rb") as file:
+            head = file.read(len(_PAGE) + 16).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head and not head.lower().startswith(_PAGE):
+        raise UsageError(f"{path}: is no page, and is not overwritten by one. Name another file, or remove it first")
+    return path
+
+
 def write_page(page: Page, path: Path) -> Path:
-    """Write the page to a file, which is whole at any time: the old one or the new one."""
+    """Write the page to a file, which is whole at any time: the old one or the new one. Only a page is overwritten."""
     made = page_html(page).encode("utf-8")
+    checked_target(path)
     with replacing(path) as temporary:
         temporary.write_bytes(made)
     return path

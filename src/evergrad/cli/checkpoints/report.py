@@ -31,13 +31,14 @@ def report(
     from evergrad.report.checkpoints_page import checkpoints_page
     from evergrad.report.checkpoints_reading import look
     from evergrad.report.checkpoints_words import answer, problems
-    from evergrad.report.page import write_page
+    from evergrad.report.page import checked_target, write_page
 
     catalogue = catalogue_of(run_dir)
     if out is None:
         if catalogue.home.run_dir is None:
             raise UsageError(f"{catalogue.label}: is a tier, and no page is put there. Name a file: --out FILE")
         out = catalogue.home.run_dir / "checkpoints.html"
+    checked_target(out)
     seen = look(catalogue)
     made = f"evergrad checkpoints report {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
     page = write_page(checkpoints_page(seen, made), out)

@@ -25,11 +25,12 @@ def report(
     as_json: JsonOption = False,
 ) -> int:
     """Write a study as one HTML file that needs no network: the answer in words, tables, figures, the worst trials."""
-    from evergrad.report.page import write_page
+    from evergrad.report.page import checked_target, write_page
     from evergrad.report.study_page import REPORT, study_page
 
+    path = checked_target(out or folder / REPORT)
     page = study_page(folder)
-    path = write_page(page, out or folder / REPORT)
+    write_page(page, path)
     if as_json:
         print_json({"file": str(path), "answer": [*page.answer], "sections": [one.title for one in page.sections]})
     else:
