@@ -20,6 +20,7 @@ from evergrad.report.published import _all, published_for
 from evergrad.report.study_data import study_data
 from evergrad.report.study_page import study_page
 from evergrad.study.columns import PUBLISHED
+from evergrad.study.comparisons import compare_cells
 from evergrad.study.folder import StudyFolder
 from evergrad.study.plan_files import gallery
 from evergrad.study.tally import results_of
@@ -67,9 +68,31 @@ def test_the_answer_is_in_words_and_says_what_the_tables_say(nev: Path) -> None:
     assert high is not None
     assert f"{low.value:.1f} % [{low.low:.1f}, {low.high:.1f}] at 1 flip" in page.answer[0]
     assert f"{high.value:.1f} % [{high.low:.1f}, {high.high:.1f}] at 1000 flips" in page.answer[0]
-    assert "a rise is told for resnet50; vgg16; alexnet" in page.answer[1]
-    assert "Told apart after Holm's correction" in page.answer[2]
+    assert "a rise is told for resnet50; vgg16; alexnet" in page.answer[2]
+    assert "Told apart after Holm's correction" in page.answer[3]
+    tests = len(compare_cells(results_of(nev)))
+    assert f"of {tests} comparisons (N-EV and RWC of neighbouring cells)" in page.answer[3]
     assert not any("complete" in part for part in page.answer)
+
+
+def test_an_axis_that_goes_down_in_the_plan_is_told_from_its_lowest_place(tmp_path: Path) -> None:
+    downwards = HOSTILE.replace("seed = 3", 'seed = 3\nrows = "flips"').replace("[1, 4]", "[1000, 100, 10, 1]")
+    answer = study_page(made_study(tmp_path / "study", downwards, trainings=20)).answer
+    first, _, last = answer[0].partition(" and ")
+    assert first.endswith("at 1 flip")
+    assert "at 1000 flips" in last
+    assert "a rise is told for all trainings" in answer[2]
+
+
+def test_a_study_in_which_nothing_was_finished_does_not_read_as_harmless(tmp_path: Path) -> None:
+    ends = {0: End.CRASHED, 1: End.FINISHED}
+
+    def bad(trial: Trial) -> Observation:
+        return dataclasses.replace(GOLDEN, end=ends[trial.repetition % 2], metrics=(0.8, 0.85, 0.6), digest="other")
+
+    page = study_page(made_study(tmp_path / "study", HOSTILE, bad))
+    totals = "Of 12 trainings with a known outcome: 0 N-EV, 6 failed (TF), 6 degraded (AccR), 0 changed, 0 identical."
+    assert totals in page.answer
 
 
 def test_published_figures_stand_beside_ours_and_are_marked(nev: Path) -> None:

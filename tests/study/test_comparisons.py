@@ -147,8 +147,18 @@ def test_a_trend_along_an_axis_is_told_for_each_of_the_others() -> None:
     rising, flat = trend(_results(*cells, axes=("model", "flips")), "flips")
     assert (rising.verdict, rising.never_falls, rising.others) == ("rises", True, {"model": "a"})
     assert (flat.verdict, flat.never_falls) == ("no trend told", False)
-    (falling,) = trend(_results(*cells[2::-1], axes=("flips",)), "flips")
+    falls = [_cell(nev, flips=flips) for flips, nev in ((1, 30), (10, 9), (100, 0))]
+    (falling,) = trend(_results(*falls, axes=("flips",)), "flips")
     assert falling.verdict == "falls"
+
+
+def test_a_trend_goes_by_the_numbers_of_an_axis_and_not_by_the_plans_order() -> None:
+    cells = [_cell(nev, flips=flips) for flips, nev in ((1000, 45), (1, 0), (100, 30), (10, 9))]
+    (found,) = trend(_results(*cells, axes=("flips",)), "flips")
+    assert (found.places, found.verdict, found.never_falls) == ((1, 10, 100, 1000), "rises", True)
+    named = [_cell(nev, layer=layer) for layer, nev in (("last", 0), ("first", 9), ("middle", 30))]
+    (by_plan,) = trend(_results(*named, axes=("layer",)), "layer")
+    assert (by_plan.places, by_plan.verdict) == (("last", "first", "middle"), "rises")
 
 
 def test_an_unknown_axis_or_measure_names_the_known() -> None:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from evergrad.report.study_data import StudyData, place_words
 from evergrad.study.columns import MEANINGS, PUBLISHED
-from evergrad.study.comparisons import DIFFERS, Comparison, Trend, compare_cells, trend
+from evergrad.study.comparisons import DIFFERS, Comparison, Trend, by_value, compare_cells, trend
 from evergrad.study.outcomes import Outcome
 from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Cell, Results
@@ -17,6 +17,14 @@ from evergrad.study.watched_tables import watched_kinds, watched_table
 __all__ = ["answer", "completeness"]
 
 _MOST = 4
+_COMPARED = "N-EV and RWC of neighbouring cells"
+_TOTALS = {
+    Outcome.NEV: "N-EV",
+    Outcome.FAILED: "failed (TF)",
+    Outcome.DEGRADED: "degraded (AccR)",
+    Outcome.CHANGED: "changed",
+    Outcome.IDENTICAL: "identical",
+}
 _OTHERS = "of this plan"
 """How the note ends that other trials are in the journal too, which is no reason to doubt those of the plan."""
 
@@ -31,8 +39,9 @@ def answer(data: StudyData, lead: str) -> list[str]:
     for kind in kinds:
         told += _WATCHED[kind](watched_table(results, kind), results)
     if set(kinds) & {"costs", "guards"}:  # their cells differ in what no rate of outcomes is asked about
-        return told
+        return [*told, _totals(results)]
     told += _along(results, lead)
+    told.append(_totals(results))
     told += _trends(results, lead)
     told += _comparisons(results)
     return told + [f"Left out: {note}." for note in results.notes if note.endswith(_OTHERS)]
@@ -59,6 +68,14 @@ def completeness(data: StudyData) -> list[str]:
     return told
 
 
+def _totals(results: Results) -> str:
+    """Every outcome: the rate that is asked about may be nought because trainings met with something else."""
+    counts = {outcome: sum(cell.counts[outcome] for cell in results.cells) for outcome in Outcome}
+    known = sum(cell.known for cell in results.cells)
+    parts = ", ".join(f"{counts[outcome]:,} {word}" for outcome, word in _TOTALS.items())
+    return f"Of {known:,} {'training' if known == 1 else 'trainings'} with a known outcome: {parts}."
+
+
 def _along(results: Results, lead: str) -> list[str]:
     """Where the rate begins and where it ends along the study's axis, for each place on the others."""
     header, entry = PUBLISHED[lead]
@@ -72,8 +89,9 @@ def _along(results: Results, lead: str) -> list[str]:
         return [_extremes(results, found, label, unit)]
     sentences = []
     lines: dict[str, list[tuple[Cell, Quantity]]] = {}
-    for cell, quantity in found:
-        lines.setdefault(_others(cell, results, down), []).append((cell, quantity))
+    quantities = {id(cell): quantity for cell, quantity in found}
+    for cell in by_value([cell for cell, _ in found], down):
+        lines.setdefault(_others(cell, results, down), []).append((cell, quantities[id(cell)]))
     for place, line in list(lines.items())[:_MOST]:
         (first, low), (last, high) = line[0], line[-1]
         where = f"For {place}, " if place else ""
@@ -128,7 +146,7 @@ def _comparisons(results: Results) -> list[str]:
     differ = [one for one in found if one.verdict == DIFFERS]
     if not differ:
         return [
-            f"Of {len(found)} pairs of neighbouring cells none is told apart after Holm's correction, which is not to "
+            f"Of {len(found)} comparisons ({_COMPARED}) none is told apart after Holm's correction, which is not to "
             f"say that they are equal.{_early(results)}"
         ]
     # The largest differences first: a reader wants those.
@@ -137,7 +155,7 @@ def _comparisons(results: Results) -> list[str]:
     more = f"; and {len(differ) - _MOST} more below" if len(differ) > _MOST else ""
     rest = len(found) - len(differ)
     left = f" The other {rest} are not told apart, which is not to say that they are equal." if rest else ""
-    many = f"{len(differ)} of {len(found)} pairs of neighbouring cells"
+    many = f"{len(differ)} of {len(found)} comparisons ({_COMPARED})"
     return [f"Told apart after Holm's correction, {many}: {names}{more}.{left}{_early(results)}"]
 
 
@@ -166,13 +184,7 @@ def _costs(table: Table, results: Results) -> list[str]:
         told.append(f"{place_words({name: str(row[name]) for name in axes})}: {numbers}")  # fmt: skip
     if not told:
         return []
-    same = sum(cell.counts[Outcome.IDENTICAL] for cell in results.cells)
-    known = sum(cell.known for cell in results.cells)
-    spread = "Medians; in brackets the quartiles, of the overhead an interval of the median."
-    return [
-        f"{'; '.join(told)}. {spread}",
-        f"{same:,} of {known:,} trainings ended with the golden run's result.",
-    ]
+    return [f"{'; '.join(told)}. Medians; in brackets the quartiles, of the overhead an interval of the median."]
 
 
 def _spread(table: Table, results: Results) -> list[str]:

@@ -31,6 +31,7 @@ __all__ = [
     "Comparison",
     "Trend",
     "benjamini_hochberg",
+    "by_value",
     "cochran_armitage",
     "compare_cells",
     "fisher",
@@ -142,13 +143,15 @@ def compare_cells(
 def trend(results: Results, axis: str, *, measure: str = "nev", confidence: float | None = None) -> tuple[Trend, ...]:
     """The trend along an axis, for each combination of the others, corrected over them.
 
-    The places count as equally far apart, in the plan's order: for 1, 10, 100 flips that is the logarithm.
+    Numbers go from the lowest to the highest, other places in the plan's order. They count as equally far apart: for
+    1, 10, 100 flips that is the logarithm.
     """
     level = checked_confidence(results.confidence if confidence is None else confidence)
     found: list[Trend] = []
-    for others, cells in _lines(results, _checked_axis(results, axis)):
-        if len(cells) < 2:
+    for others, line in _lines(results, _checked_axis(results, axis)):
+        if len(line) < 2:
             continue
+        cells = by_value(line, axis)
         counts = tuple(measured(cell, measure) for cell in cells)
         places = tuple(cell.axes[axis] for cell in cells)
         z, p = cochran_armitage(counts)
@@ -158,6 +161,15 @@ def trend(results: Results, axis: str, *, measure: str = "nev", confidence: floa
         replace(one, p_holm=p, verdict=("rises" if one.z > 0 else "falls") if p <= 1 - level else one.verdict)
         for one, p in corrected
     )
+
+
+def by_value(cells: Sequence[Cell], axis: str) -> list[Cell]:
+    """Cells by their places on an axis of numbers, the lowest first; in the order given if it is of anything else."""
+    places = [cell.axes.get(axis) for cell in cells]
+    numbers = [place for place in places if isinstance(place, int | float)]
+    if len(numbers) < len(places):
+        return list(cells)
+    return [cell for _, cell in sorted(zip(numbers, cells, strict=True), key=lambda pair: pair[0])]
 
 
 def measured(cell: Cell, measure: str) -> tuple[int, int]:
