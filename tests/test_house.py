@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "study",
         "cli",
     },
-    "doctor": {"evergrad", "records"},
+    "doctor": {"evergrad", "errors", "records"},
     "integrations": {"errors", "dtypes", "records", "state", "formats", "checkpoint"},
     "cli": {
         "evergrad",

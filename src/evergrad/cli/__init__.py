@@ -41,7 +41,7 @@ from evergrad.cli import (
 from evergrad.cli.completion import check_shell
 from evergrad.cli.mistakes import parser_line
 from evergrad.cli.output import printable, safe_streams
-from evergrad.errors import EvergradError
+from evergrad.errors import EvergradError, reason
 
 __all__ = ["app", "main"]
 
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
             return _fail(f"{'the output cannot be written: ' if _output_is_full() else ''}no space left on device")
         if isinstance(error, OSError) and error.filename is not None:  # the file system refuses: no bug of ours
-            return _fail(f"{os.fsdecode(error.filename)}: {(error.strerror or str(error)).lower()}")
+            return _fail(f"{os.fsdecode(error.filename)}: {reason(error)}")
         if not hasattr(error, "format_message"):  # not a usage error of the parser's
             return _report()
         line = parser_line(error, words)

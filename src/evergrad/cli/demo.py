@@ -15,7 +15,7 @@ import typer
 
 from evergrad.cli import demo_checkpoints, demo_files, demo_recovery, demo_study
 from evergrad.cli.output import JsonOption, console, print_json
-from evergrad.errors import FileAccessError, UsageError, nearest
+from evergrad.errors import FileAccessError, UsageError, nearest, reason
 
 if TYPE_CHECKING:
     from evergrad.records import Json
@@ -97,7 +97,7 @@ def _make_folder(folder: Path) -> None:
         if any(folder.iterdir()):
             raise UsageError(f"{folder}: is not empty. Choose a new or an empty folder.")
     except OSError as error:
-        what = f"cannot be made: {(error.strerror or str(error)).lower()}"
+        what = f"cannot be made: {reason(error)}"
         raise FileAccessError(folder, what) from error
 
 

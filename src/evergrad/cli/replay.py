@@ -10,7 +10,7 @@ import typer
 
 from evergrad.cli.inject import report
 from evergrad.cli.output import JsonOption, progress
-from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.errors import DamagedFile, FileAccessError, reason
 
 if TYPE_CHECKING:
     from evergrad.injection.replay import Rename
@@ -78,7 +78,7 @@ def _read_map(path: Path) -> Rename:
     try:
         told = tomllib.loads(path.read_text())
     except OSError as error:
-        what = f"cannot be read: {(error.strerror or str(error)).lower()}"
+        what = f"cannot be read: {reason(error)}"
         raise FileAccessError(path, what, hint="Give 'auto', or a TOML file of names.") from None
     except (ValueError, RecursionError) as error:
         raise DamagedFile(path, f"is no TOML: {error}") from None

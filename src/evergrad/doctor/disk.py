@@ -18,6 +18,7 @@ from statistics import median
 
 from evergrad.doctor.check import Check, checked
 from evergrad.doctor.shared_memory import filesystem_of
+from evergrad.errors import reason
 
 __all__ = ["look", "measure"]
 
@@ -103,7 +104,7 @@ def _look(folder: Path) -> Iterator[Check]:
         free = room.f_bavail * room.f_frsize
         found = measure(folder)
     except OSError as error:
-        yield Check(name, "failed", f"{place}: cannot be written: {(error.strerror or str(error)).lower()}", elsewhere)
+        yield Check(name, "failed", f"{place}: cannot be written: {reason(error)}", elsewhere)
         return
     facts = {**found, "free_bytes": free}
     told = (

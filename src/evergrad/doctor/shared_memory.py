@@ -9,6 +9,7 @@ from pathlib import Path
 
 from evergrad.doctor.check import Check, checked
 from evergrad.doctor.machine import available_bytes
+from evergrad.errors import reason
 
 __all__ = ["filesystem_of", "look"]
 
@@ -48,7 +49,7 @@ def _look(place: Path) -> Check:
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:  # without a name: a crash leaves nothing
             file.write(b"\0" * 4096)
     except OSError as error:
-        return Check(name, "failed", f"{place}: cannot be written: {(error.strerror or str(error)).lower()}", elsewhere)
+        return Check(name, "failed", f"{place}: cannot be written: {reason(error)}", elsewhere)
     own = place / f"evergrad-{os.getuid()}"
     if own.exists() and (own.is_symlink() or own.stat().st_uid != os.getuid() or own.stat().st_mode & 0o077):
         return Check(name, "failed", f"{own} is not yours alone", f"remove it, or {elsewhere}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.doctor.check import Check, checked
+from evergrad.errors import reason
 
 __all__ = ["Probe", "look", "probe"]
 
@@ -75,7 +76,7 @@ def probe(python: str = sys.executable, limit_s: float = _LIMIT_S) -> Probe:
     except subprocess.TimeoutExpired as late:
         said, ended = late.stdout or b"", f"no answer within {limit_s:.0f} s"
     except OSError as error:
-        said, ended = b"", f"no process could be started: {(error.strerror or str(error)).lower()}"
+        said, ended = b"", f"no process could be started: {reason(error)}"
     for line in said.splitlines():
         try:
             told = json.loads(line)
