@@ -162,6 +162,25 @@ def test_the_worst_trials_come_with_the_command_that_replays_them(nev: Path) -> 
     assert finals == sorted(finals)
 
 
+def test_a_distance_that_is_far_beyond_all_others_leaves_them_the_frame(tmp_path: Path) -> None:
+    def far(trial: Trial) -> Observation:
+        top = 1e30 if trial.repetition == 0 else 1e-4 if trial.repetition < 3 else 0.1
+        return dataclasses.replace(GOLDEN, distances=Series(1, (1e-5, top)), digest="other")
+
+    def axis_and_caption(name: str, see: See) -> tuple[dict[str, object], str]:
+        drawn = blocks(study_page(made_study(tmp_path / name, HOSTILE, see)), Figure)
+        (figure, *_) = (one for one in drawn if isinstance(one, Figure) and "distance" in one.name)
+        return figure.layout["yaxis"], figure.caption
+
+    axis, caption = axis_and_caption("far", far)
+    low, high = axis["range"]  # type: ignore[misc]
+    assert low < -5 < -1 < high < 0
+    assert "far above most, are outside of the frame" in caption
+    axis, caption = axis_and_caption("near", lambda trial: dataclasses.replace(far(trial), distances=Series(1, (1.0,))))
+    assert "range" not in axis
+    assert "outside" not in caption
+
+
 def test_bits_have_their_places_and_colours(tmp_path: Path) -> None:
     page = study_page(made_study(tmp_path / "study", "bit-position"))
     (picture,) = (one for one in page.sections if one.anchor == "bits")

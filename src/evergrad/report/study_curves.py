@@ -31,12 +31,13 @@ def curve_blocks(data: StudyData) -> list[Block]:
             traces = _traces(lines, points)
             if not any(trace.get("meta") == "faulty" for trace in traces):
                 continue
+            axis, beyond = _log_axis(kind, lines) if log else ({}, "")
             layout = {
                 "xaxis": {"title": {"text": x_title}, **({"dtick": 1} if x_title == "epoch" and _few(traces) else {})},
-                "yaxis": {"title": {"text": title}, **(_log_axis(kind, lines) if log else {})},
+                "yaxis": {"title": {"text": title}, **axis},
             }
             where = f", {name}" if name else ""
-            caption = f"{title[0].upper()}{title[1:]} by {x_title}{where}{_CAPTIONS[kind]}"
+            caption = f"{title[0].upper()}{title[1:]} by {x_title}{where}{_CAPTIONS[kind]}{beyond}."
             label = f"{data.results.study} {kind} {name}".strip()
             blocks.append(Figure(label, traces, layout, caption, 320, half=True))
     if blocks:
@@ -101,17 +102,46 @@ def _panels(data: StudyData) -> list[tuple[str, list[tuple[str, Cell, list[Trial
     return list(panels.items())
 
 
-def _log_axis(kind: str, lines: Sequence[tuple[str, Cell, list[TrialData]]]) -> dict[str, Any]:
-    """Powers of ten; of losses only those that can be told from the golden run's: some reach 1e38, and end there."""
+def _log_axis(kind: str, lines: Sequence[tuple[str, Cell, list[TrialData]]]) -> tuple[dict[str, Any], str]:
+    """Powers of ten, up to what can be told apart: some values reach 1e38. And what a caption says of those beyond."""
     axis: dict[str, Any] = {"type": "log", "exponentformat": "power"}
-    golden = [loss for _, _, trials in lines for one in trials[:1] for loss in one.golden.observation.losses.values]
-    usual = [loss for loss in golden if math.isfinite(loss) and loss > 0]
-    if kind != "loss" or not usual:
-        return axis
-    seen = [loss for _, _, trials in lines for one in trials for loss in one.seen.losses.values]
-    seen = [loss for loss in [*seen, *usual] if math.isfinite(loss) and 0 < loss <= 100 * max(usual)]
-    low, high = math.log10(min(seen)), math.log10(max(seen))
-    return {**axis, "range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
+    trials = [one for _, _, trials in lines for one in trials]
+    if kind == "loss":
+        golden = [loss for _, _, trials in lines for one in trials[:1] for loss in one.golden.observation.losses.values]
+        seen = [*golden, *(loss for one in trials for loss in one.seen.losses.values)]
+        most = 100 * max(_positive(golden), default=math.inf)
+    else:
+        seen = [distance for one in trials for distance in one.seen.distances.values]
+        most = _most_distance(trials)
+    shown = [value for value in _positive(seen) if value <= most]
+    if not shown or most == math.inf:
+        return axis, ""
+    low, high = math.log10(min(shown)), math.log10(max(shown))
+    framed = {**axis, "range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
+    if kind == "loss":
+        return framed, "; losses beyond 100 times the golden run's are outside of the frame"
+    if len(shown) == len(_positive(seen)):
+        return axis, ""
+    return framed, f"; those beyond {most:.0e}, far above most, are outside of the frame"
+
+
+def _most_distance(trials: Sequence[TrialData]) -> float:
+    """As far as most trainings get that stay finite, and a million times as far: by quartiles, in powers of ten.
+
+    Harmless flips and others lie many powers of ten apart, and all of them are to be seen; 1e30 is not.
+    """
+    finite = [one for one in trials if one.seen.nonfinite_at is None] or trials
+    tops = [max(known) for one in finite if (known := _positive(one.seen.distances.values))]
+    logs = sorted(math.log10(top) for top in tops)
+    if not logs:
+        return math.inf
+    low, high = logs[len(logs) // 4], logs[3 * (len(logs) - 1) // 4]
+    exponent = high + max(6.0, 3 * (high - low))
+    return 10.0**exponent if exponent < 300 else math.inf
+
+
+def _positive(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value) and value > 0]
 
 
 def _down(data: StudyData) -> str:
@@ -191,7 +221,7 @@ _KINDS: tuple[tuple[str, str, str, Callable[[Observation], Points], bool], ...] 
 )
 
 _CAPTIONS = {
-    "metric": "; epoch 0 is the restart, before any step.",
-    "loss": " after the restart; losses beyond 100 times the golden run's are outside of the frame.",
-    "distance": ": the Euclidean distance of the weights from the golden run's after the same step.",
+    "metric": "; epoch 0 is the restart, before any step",
+    "loss": " after the restart",
+    "distance": ": the Euclidean distance of the weights from the golden run's after the same step",
 }
