@@ -111,8 +111,11 @@ class Recorder:
         self.close()
 
 
-def read(path: str | PathLike[str]) -> Iterator[Event]:
-    """The events of a timeline, in the order in which they were written; a torn last line is passed over."""
+def read(path: str | PathLike[str], damaged: list[int] | None = None) -> Iterator[Event]:
+    """The events of a timeline, in the order in which they were written; a torn last line is passed over.
+
+    With a list for the numbers of `damaged` lines those are passed over, too; else the first one is a `DamagedFile`.
+    """
     path = Path(path)
     try:
         with open(path, "rb") as file:
@@ -125,8 +128,11 @@ def read(path: str | PathLike[str]) -> Iterator[Event]:
                         path, "a timeline of another version", expected=f"schema {SCHEMA_VERSION}", found=error
                     ) from None
                 except (ValueError, OverflowError, RecursionError) as error:
-                    if not is_torn:
+                    if is_torn:
+                        continue
+                    if damaged is None:
                         raise DamagedFile(path, f"line {number} is no event of a timeline: {error}") from None
+                    damaged.append(number)
     except OSError as error:
         raise FileAccessError(path, f"the timeline cannot be read: {error.strerror}") from None
 

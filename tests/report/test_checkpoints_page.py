@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -61,6 +62,11 @@ def test_the_answer_counts_what_can_be_restored_and_what_is_gone(run: Path) -> N
     assert told[0] == ("**5 versions in 2 attempts; 3 can be restored, the newest is step 5 (attempt 2) in local.**")
     assert any("nobody has checked their digests" in line for line in told)
     assert "2 versions are gone, and known from the history." in told
+
+
+def test_a_command_in_a_sentence_can_be_pasted(run: Path) -> None:
+    told = " ".join(answer(dataclasses.replace(seen(run), where="runs/my job; ls")))
+    assert "`evergrad checkpoints verify 'runs/my job; ls'` does." in told
 
 
 def test_what_is_damaged_comes_right_after_the_head(run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote
 
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.report.checkpoints_reading import JobVersions
@@ -83,7 +84,8 @@ def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
         yield "The newest one is in memory alone: it does not outlive this machine."
     unchecked = sum(entry.verified == "unknown" for entry in usable)
     if unchecked == len(usable):
-        yield f"Whole is not intact: nobody has checked their digests. `evergrad checkpoints verify {seen.where}` does."
+        verify = f"evergrad checkpoints verify {quote(seen.where)}"
+        yield f"Whole is not intact: nobody has checked their digests. `{verify}` does."
     else:
         sound = sum(entry.verified == "ok" for entry in usable)
         never = f", {unchecked} were never checked" if unchecked else ""

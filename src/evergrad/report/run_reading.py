@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
 from evergrad.records import Json
 from evergrad.timeline import Event, read
+from evergrad.wording import counted
 
 __all__ = ["RunFolder", "read_run"]
 
@@ -36,7 +38,9 @@ class RunFolder:
 def read_run(folder: Path) -> RunFolder:
     """The run in a folder; `UsageError` or `FormatError` if there is none that can be read."""
     if folder.name == "timeline.jsonl" and folder.is_file():
-        raise UsageError(f"{folder}: is the timeline itself. Name its folder: evergrad timeline {folder.parent}")
+        raise UsageError(
+            f"{folder}: is the timeline itself. Name its folder: evergrad timeline {quote(str(folder.parent))}"
+        )
     if not folder.is_dir():
         what = "is no folder. Expected that of evergrad run --out" if folder.exists() else "there is no such folder"
         raise FileAccessError(folder, what)
@@ -44,7 +48,10 @@ def read_run(folder: Path) -> RunFolder:
     if not timeline.is_file():
         raise FileAccessError(folder, f"there is no timeline.jsonl in it. {_hint(folder)}")
     others = sorted(folder.glob("timeline-*.jsonl"))
-    told = [event for path in (timeline, *others) for event in read(path)]
+    damaged: list[int] = []
+    told = [event for path in (timeline, *others) for event in read(path, damaged)]
+    if damaged and not told:
+        list(read(timeline))  # says what is wrong with its first line
     events = [event for event in told if math.isfinite(event.time) and math.isfinite(event.mono)]
     if not events:
         raise DamagedFile(timeline, "no event in it: the run was ended before it began, or has not begun yet")
@@ -52,6 +59,8 @@ def read_run(folder: Path) -> RunFolder:
     notes = []
     if not any(event.event == "end" and event.who == "launcher" for event in events):
         notes.append(_unended(events, record))
+    if damaged:
+        notes.append(f"{counted(len(damaged), 'line is', 'lines are')} damaged, and left out.")
     if len(events) < len(told):
         notes.append(f"{len(told) - len(events)} events have no time that a clock shows, and are left out.")
     if others:
@@ -61,9 +70,9 @@ def read_run(folder: Path) -> RunFolder:
 
 def _hint(folder: Path) -> str:
     if (folder / "job.json").is_file():
-        return f"It is a job's run folder: evergrad checkpoints report {folder}"
+        return f"It is a job's run folder: evergrad checkpoints report {quote(str(folder))}"
     if (folder / "plan.toml").is_file() or (folder / "journal.jsonl").is_file():
-        return f"It is a study's: evergrad study report {folder}"
+        return f"It is a study's: evergrad study report {quote(str(folder))}"
     found = sorted(path.parent.name for path in folder.glob("*/timeline.jsonl"))[:3] if _is_small(folder) else []
     return f"There is one in {', '.join(found)}." if found else "Expected the folder of evergrad run --out."
 
