@@ -67,6 +67,8 @@ def test_the_page_goes_where_it_is_told(run: Path, say: Any, tmp_path: Path) -> 
     [
         (["nowhere"], "nowhere: there is no such folder"),
         (["kill/timeline.jsonl"], "Name its folder: evergrad timeline kill"),
+        (["a job"], "evergrad checkpoints report 'a job'"),
+        (["a study"], "evergrad study report 'a study'"),
         (["kill/run.json"], "is no folder"),
         (["empty"], "there is no timeline.jsonl in it. Expected the folder of evergrad run --out"),
         (["."], "There is one in begun, garbage, kill."),
@@ -87,6 +89,9 @@ def test_a_mistake_is_one_line_and_exit_2(
         Path(name).mkdir()
         if content is not None:
             (Path(name) / "timeline.jsonl").write_text(content)
+    for name, file in (("a job", "job.json"), ("a study", "plan.toml")):
+        Path(name).mkdir()
+        (Path(name) / file).touch()
     told = Path("kill/timeline.jsonl").read_bytes()
     code, out, err = say(*arguments)
     assert (code, out) == (2, "")
@@ -101,7 +106,28 @@ def test_numbers_that_no_clock_shows_are_left_out(run: Path, say: Any) -> None:
     assert "1 events have no time" in say(run, "--no-page")[1]
     with open(run / "timeline.jsonl", "a") as file:
         file.write('{"schema_version": 1, "time": 1' + "0" * 400 + ', "mono": 1, "who": "x", "event": "y"}\n')
-    assert say(run, "--no-page")[0] == 2
+    code, out, _ = say(run, "--no-page")
+    assert code == 0
+    assert "1 line is damaged, and left out." in out
+
+
+def test_a_torn_line_within_is_left_out_and_the_rest_is_told(run: Path, say: Any) -> None:
+    lines = (run / "timeline.jsonl").read_bytes().splitlines(keepends=True)
+    torn = [*lines[:3], b"\xff\x00\n", lines[3][:20] + b"\n", *lines[4:]]
+    (run / "timeline.jsonl").write_bytes(b"".join(torn))
+    code, out, err = say(run)
+    assert (code, err) == (0, "")
+    assert "2 lines are damaged, and left out." in out
+    assert "1 failure, 97 ms to the next step" in out
+    assert "2 lines are damaged, and left out." in (run / "timeline.html").read_text()
+
+
+def test_what_the_clocks_of_several_machines_are_worth_is_printed(run: Path, say: Any) -> None:
+    path = run / "timeline.jsonl"
+    path.write_text(path.read_text().replace('"is_spread": false', '"is_spread": true'))
+    code, out, _ = say(run, "--no-page")
+    assert code == 0
+    assert "differences of their wall clocks" in out
 
 
 def test_no_torch_is_needed(run: Path) -> None:

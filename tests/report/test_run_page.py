@@ -230,7 +230,7 @@ def test_nobody_trains_before_it_has_started() -> None:
 
 def test_fields_that_are_not_what_they_should_be_do_no_harm(tmp_path: Path) -> None:
     draw = random.Random(5)
-    odd = [None, True, -1, 10**12, 2.5, "x", [], [None, "1", -3], {}, {"a": 1}]
+    odd = [None, True, -1, 10**12, 10**400, 2.5, "x", [], [None, "1", -3], {}, {"a": 1}]
     folder = RunFolder(tmp_path, tuple(killed().events), {}, ())
     for _ in range(60):
         events = []

@@ -66,7 +66,7 @@ def _write(story: RunStory, folder: RunFolder, path: Path) -> Path:
 
 
 def _print(story: RunStory) -> None:
-    from evergrad.report.run_words import counted, summary
+    from evergrad.report.run_words import caveats, counted, summary
 
     if story.failures:
         _print_failures(story.failures[:_SHOWN])
@@ -77,6 +77,8 @@ def _print(story: RunStory) -> None:
     print(printable(summary(story)))
     if story.inexact:
         print(printable(f"not as without failures: {story.inexact}"))
+    for line in caveats(story):
+        print(line)
 
 
 def _print_failures(failures: tuple[Interruption, ...]) -> None:

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from evergrad.records import Json
-from evergrad.report.run_interruptions import Course, interruptions
+from evergrad.report.run_course import Course
+from evergrad.report.run_interruptions import interruptions
 from evergrad.report.run_moments import Moment, text, whole
 from evergrad.report.run_noticed import notice
 from evergrad.report.run_states import spans
@@ -29,7 +30,7 @@ def analyse(events: Iterable[Event], notes: Sequence[str] = ()) -> RunStory:
     settings = _settings(begin)
     is_spread = settings.get("is_spread") is True
     moments = _ordered(listed, begin, is_spread)
-    course = Course(moments)
+    course = Course(moments, is_spread)
     found = interruptions(course)
     last_s = max(moment.at_s for moment in moments)
     end = next((moment for moment in reversed(moments) if moment.event == "end" and moment.who == "launcher"), None)

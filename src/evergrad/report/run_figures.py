@@ -1,12 +1,14 @@
 """Pictures of a whole run: what each process did when, and how many steps were applied by when.
 
-A long run stays small: what is too short to be seen is drawn as part of what was before it, lines are thinned, and
-the captions say so.
+A long run stays small: where states change faster than can be seen one of them is drawn for all, lines are thinned,
+and the captions say so.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,10 @@ from evergrad.report.page import PALETTE, Figure
 from evergrad.report.run_story import Process, RunStory, Span, State
 from evergrad.report.run_words import counted, duration
 
-__all__ = ["STATES", "bars", "harmless", "processes_figure", "rows_of", "steps_figure"]
+__all__ = ["LONGEST", "STATES", "bars", "cut", "harmless", "processes_figure", "rows_of", "steps_figure"]
+
+LONGEST = 200
+"""Characters of a name where it stands in full: where the pointer is."""
 
 STATES: dict[State, tuple[str, str, str]] = {
     "starting": ("starting", PALETTE["starting"], "/"),
@@ -30,6 +35,7 @@ _SPANS = 1500  # of all processes together
 _MARKS = 300
 _POINTS = 1000
 _BANDS = 200
+_LABEL = 24  # characters beside a row: more would leave no room for bars on a telephone
 
 
 def processes_figure(story: RunStory) -> Figure | None:
@@ -49,7 +55,10 @@ def processes_figure(story: RunStory) -> Figure | None:
     if len(shown) < len(story.processes):
         said.append(f"{len(shown)} of {len(story.processes):,} processes are drawn: those that failed or joined first.")
     if sum(map(len, thinned.values())) < sum(len(process.spans) for process in shown):
-        said.append(f"What took less than {duration(resolution_s)} is drawn as part of what was before it.")
+        said.append(
+            f"Where states changed within {duration(resolution_s)}, the one that lasted longest is drawn; over the run "
+            "each has about its share."
+        )
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,
@@ -82,7 +91,7 @@ def steps_figure(story: RunStory) -> Figure | None:
         "name": "applied steps",
         "showlegend": False,
     }
-    gaps = [each for each in story.failures if each.begin_s is not None][:_BANDS]
+    gaps = [each for each in story.failures if each.begin_s is not None and not each.clocks_disagree][:_BANDS]
     shapes = [
         {
             "type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1,
@@ -125,19 +134,20 @@ def bars(shown: Sequence[Process], spans: dict[int, list[Span]], zero_s: float, 
     names = _names(shown)
     traces = []
     for state, (name, colour, pattern) in STATES.items():
-        rows = [(names[process.uid], span) for process in shown for span in spans[process.uid] if span.state == state]
+        rows = [(process, span) for process in shown for span in spans[process.uid] if span.state == state]
         if not rows:
             continue
         hover = [
-            f"<b>{row}</b>: {name}, {duration(span.end_s - span.begin_s)}<br>{harmless(span.what)}"
-            for row, span in rows
+            f"<b>{harmless(process.name[:LONGEST])}</b>: {name}, {duration(span.end_s - span.begin_s)}"
+            f"<br>{harmless(span.what)}"
+            for process, span in rows
         ]
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": name,
-                "y": [row for row, _ in rows],
+                "y": [names[process.uid] for process, _ in rows],
                 "base": [round((span.begin_s - zero_s) / unit_s, 5) for _, span in rows],
                 "x": [round((span.end_s - span.begin_s) / unit_s, 5) for _, span in rows],
                 "hovertext": hover,
@@ -161,28 +171,74 @@ def harmless(text: str) -> str:
     return html.escape(text, quote=False)
 
 
+def cut(name: str, end: str = "") -> str:
+    """A name that leaves room for what it stands beside; the `end` stays.
+
+    >>> cut("rank 2"), cut("gpu-17.rack-3.example.org", " → rank 2")
+    ('rank 2', 'gpu-17.…le.org → rank 2')
+    """
+    room = max(8, _LABEL - len(end))
+    if len(name) > room:
+        name = f"{name[: room // 2]}…{name[-((room - 1) // 2) :]}"
+    return name + end[-_LABEL:]
+
+
 def _names(shown: Sequence[Process]) -> dict[int, str]:
-    """What each row is called; labels come from a file, and two may be alike."""
+    """What each row is called; labels come from a file, and two may be alike, at least when they are cut."""
     taken: dict[str, int] = {}
     for process in shown:
-        name = harmless(process.name[:60])
-        taken[name if name not in taken else f"{name} ({process.uid})"] = process.uid
+        end = process.name.removeprefix(process.label)
+        name = plain = harmless(cut(process.label, end))
+        more = itertools.count(2)
+        while name in taken:
+            name = f"{plain} ({process.uid})" if name == plain else f"{plain} ({process.uid}, {next(more)})"
+        taken[name] = process.uid
     return {uid: name for name, uid in taken.items()}
 
 
 def _thinned(spans: Sequence[Span], resolution_s: float) -> list[Span]:
-    """Without those that are too short to be seen, where there are many."""
+    """Without those that are too short to be seen, where there are many.
+
+    Several in a row become one, of the state that lasted longest; what the others lacked counts for them in the next
+    such row, so that over a long run each state has about its share.
+    """
     if len(spans) <= 12:
         return list(spans)
     kept: list[Span] = []
+    short: list[Span] = []
+    owed: dict[State, float] = defaultdict(float)
     for span in spans:
         is_short = span.end_s - span.begin_s < resolution_s
-        if kept and (is_short or (kept[-1].state == span.state and span.begin_s - kept[-1].end_s < resolution_s)):
-            last = kept[-1]
-            kept[-1] = Span(last.state, last.begin_s, span.end_s, last.what)
+        is_apart = bool(short) and span.begin_s - short[-1].end_s >= resolution_s
+        if short and (not is_short or is_apart or short[-1].end_s - short[0].begin_s >= resolution_s):
+            _keep(kept, _merged(short, owed), resolution_s)
+            short = []
+        if is_short:
+            short.append(span)
         else:
-            kept.append(span)
+            _keep(kept, span, resolution_s)
+    if short:
+        _keep(kept, _merged(short, owed), resolution_s)
     return kept
+
+
+def _keep(kept: list[Span], span: Span, resolution_s: float) -> None:
+    """As a span of its own only if the last one is of another state, or lies apart."""
+    if kept and kept[-1].state == span.state and span.begin_s - kept[-1].end_s < resolution_s:
+        last = kept.pop()
+        span = Span(last.state, last.begin_s, span.end_s, last.what if last.what == span.what else "mostly")
+    kept.append(span)
+
+
+def _merged(short: Sequence[Span], owed: dict[State, float]) -> Span:
+    """All of them as one; what each state is owed is kept up."""
+    if len(short) == 1:
+        return short[0]
+    for span in short:
+        owed[span.state] += span.end_s - span.begin_s
+    state = max((span.state for span in short), key=lambda state: owed[state])
+    owed[state] -= short[-1].end_s - short[0].begin_s
+    return Span(state, short[0].begin_s, short[-1].end_s, "mostly")
 
 
 def _marks(story: RunStory, shown: Sequence[Process]) -> list[dict[str, Any]]:

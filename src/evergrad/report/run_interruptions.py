@@ -7,96 +7,18 @@ it led to.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from evergrad.report.run_moments import Moment, numbers, text, whole
-from evergrad.report.run_story import Interruption, Loss, Process
+from evergrad.report.run_course import Course, Planned
+from evergrad.report.run_injections import Injections
+from evergrad.report.run_moments import Moment, text, whole
+from evergrad.report.run_story import Interruption, Loss
 
-__all__ = ["Course", "Planned", "interruptions"]
+__all__ = ["interruptions"]
 
-_INJECTED = {"killing": "kill", "stopping": "stop", "cut": "cut"}
 _VERDICTS = ("restart", "redo", "repair", "retry", "proceed")  # by how much is done again
 _UNFINISHED = ("failed", "fatal", "too-few")
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan: one generation."""
-
-    at_s: float
-    generation: int
-    members: tuple[int, ...]
-    joiners: tuple[int, ...]
-    dead: tuple[int, ...]
-    left: tuple[int, ...]
-    verdicts: tuple[str, ...]
-    strategy: str
-    is_restart: bool
-    exact: bool
-
-    def rank_of(self, uid: int) -> int | None:
-        """The rank of a process; None if it has none."""
-        return self.members.index(uid) if uid in self.members else None
-
-
-@dataclass(slots=True)
-class Course:
-    """The events of a run, sorted into where they belong."""
-
-    moments: Sequence[Moment]
-    plans: dict[int, Planned] = field(default_factory=dict)
-    processes: dict[int, Process] = field(default_factory=dict)
-    by_generation: dict[tuple[str, int], list[Moment]] = field(default_factory=lambda: defaultdict(list))
-    """Those that name a generation: by event and generation."""
-    by_event: dict[str, list[Moment]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        for moment in self.moments:
-            self.by_event[moment.event].append(moment)
-            generation = whole(moment.fields, "generation")
-            if generation is not None:
-                self.by_generation[moment.event, generation].append(moment)
-        for moment in self.by_event["plan"]:
-            plan = _plan(moment)
-            if plan is not None and plan.generation not in self.plans:
-                self.plans[plan.generation] = plan
-        for moment in self.by_event["start"]:
-            self._start(moment)
-        for moment in self.by_event["exit"]:
-            process = self.processes.get(_or(whole(moment.fields, "uid"), -1))
-            if process is not None and process.exited_s is None:
-                process.exited_s, process.code = moment.at_s, whole(moment.fields, "code")
-        for plan in self.plans.values():
-            for rank, uid in enumerate(plan.members):
-                process = self.processes.setdefault(uid, Process(uid, f"process {uid}"))
-                if rank not in process.ranks:
-                    process.ranks.append(rank)
-
-    def between(self, event: str, since_s: float, until_s: float) -> list[Moment]:
-        """The events of one kind from a moment on, and before another one."""
-        moments = self.by_event[event]
-        first = bisect_left(moments, since_s, key=lambda moment: moment.at_s)
-        return moments[first : bisect_left(moments, until_s, key=lambda moment: moment.at_s)]
-
-    def label(self, uid: int) -> str:
-        """What a process was started as."""
-        process = self.processes.get(uid)
-        return process.label if process is not None else f"process {uid}"
-
-    def rank_in(self, uid: int, generation: int) -> str:
-        """What a process was in a generation, in words."""
-        plan = self.plans.get(generation)
-        rank = plan.rank_of(uid) if plan is not None else None
-        return self.label(uid) if rank is None else f"rank {rank}"
-
-    def _start(self, moment: Moment) -> None:
-        uid = whole(moment.fields, "uid")
-        if uid is not None and uid not in self.processes:
-            label, node = text(moment.fields, "label") or f"process {uid}", text(moment.fields, "node")
-            self.processes[uid] = Process(uid, label, node, whole(moment.fields, "pid"), moment.at_s)
 
 
 def interruptions(course: Course) -> tuple[Interruption, ...]:
@@ -104,39 +26,57 @@ def interruptions(course: Course) -> tuple[Interruption, ...]:
     return tuple(_interruptions(course))
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a generation ended: who died, who said that it was broken, and the plan for the next one."""
+
+    plan: Planned
+    after: Planned | None
+    deaths: dict[int, Moment]
+    broken: Sequence[Moment]
+
+
 def _interruptions(course: Course) -> Iterator[Interruption]:
-    injected = _injected(course)
-    for generation, plan in sorted(course.plans.items()):
-        after = course.plans.get(generation + 1)
-        deaths = {
-            uid: moment
-            for moment in course.by_generation["death", generation]
-            if (uid := whole(moment.fields, "uid")) is not None and uid in plan.members
-        }
-        broken = course.by_generation["broken", generation]
-        # Where all leave together the last generation ends without a plan, too, and nothing has failed.
-        if after is None and not deaths and not (broken and _is_unfinished(course)):
-            continue
-        yield _interruption(course, plan, after, deaths, broken, injected)
+    injections = Injections(course)
+    for generation in sorted(course.plans):
+        end = _end(course, generation)
+        if end is not None:
+            yield _interruption(course, end, injections)
 
 
-def _interruption(
-    course: Course,
-    plan: Planned,
-    after: Planned | None,
-    deaths: dict[int, Moment],
-    broken: Sequence[Moment],
-    injected: dict[int, list[tuple[float, str]]],
-) -> Interruption:
+def _end(course: Course, generation: int) -> _End | None:
+    """None if it is there no more than to the end of the job, or not at all."""
+    plan, after = course.plans.get(generation), course.plans.get(generation + 1)
+    if plan is None:
+        return None
+    deaths = {
+        uid: moment
+        for moment in course.by_generation["death", generation]
+        if (uid := whole(moment.fields, "uid")) is not None and plan.rank_of(uid) is not None
+    }
+    broken = course.by_generation["broken", generation]
+    # Where all leave together the last generation ends without a plan, too, and nothing has failed.
+    if after is None and not deaths and not (broken and _is_unfinished(course)):
+        return None
+    return _End(plan, after, deaths, broken)
+
+
+def _interruption(course: Course, end: _End, injections: Injections) -> Interruption:
+    plan, after, deaths = end.plan, end.after, end.deaths
     generation = plan.generation
     gone = after.dead if after is not None else tuple(deaths)
     until_s = after.at_s if after is not None else float("inf")
-    lost = tuple(_loss(uid, plan, deaths.get(uid), injected.get(uid, ()), until_s) for uid in gone)
+    reports = course.by_generation["report", generation]
+    seen = _first(reports, list(deaths.values()), end.broken)
+    if seen is not None and seen.at_s > until_s and not course.is_spread:
+        seen = None  # noted after the plan that it led to: who knew first is not on record
+    seen_s = seen.at_s if seen is not None else None
+    lost = tuple(_loss(course, uid, end, injections, seen_s) for uid in gone)
+    failed_s = min((loss.failed_s for loss in lost if loss.failed_s is not None), default=None)
+    if failed_s is not None and seen_s is not None and failed_s > seen_s and not course.is_spread:
+        failed_s = None  # of another rank, that was lost before, nobody noted the moment
     left = after.left if after is not None else ()
     joined = after.joiners if after is not None else ()
-    reports = course.by_generation["report", generation]
-    seen = _first(reports, list(deaths.values()), broken)
-    failed = [loss.failed_s for loss in lost if loss.failed_s is not None]
     back = _returns(course, plan.at_s, until_s)
     is_planned = after is not None and not gone and not back and bool(left or joined)
     going_on = course.by_generation["going on", generation + 1]
@@ -144,17 +84,17 @@ def _interruption(
     steps = [step for moment in reports if (step := whole(moment.fields, "step")) is not None]
     step = max(steps, default=None)
     verdict = next((each for each in _VERDICTS if after is not None and each in after.verdicts), "")
-    end_s = course.plans[generation + 2].at_s if generation + 2 in course.plans else float("inf")
+    next_s = course.plans[generation + 2].at_s if generation + 2 in course.plans else float("inf")
     return Interruption(
         generation=generation,
         kind="planned" if is_planned else "failure",
-        what=_what(course, lost, left, joined, back, broken),
+        what=_what(course, lost, left, joined, back, end.broken),
         lost=lost,
         left=tuple(course.rank_in(uid, generation) for uid in left),
         joined=tuple(course.label(uid) for uid in joined),
         step=step,
-        failed_s=min(failed, default=None),
-        seen_s=seen.at_s if seen is not None else None,
+        failed_s=failed_s,
+        seen_s=seen_s,
         seen_by=_seer(course, seen, generation),
         decided_s=after.at_s if after is not None else None,
         joined_s=arrived[-1].at_s if arrived else None,
@@ -163,32 +103,21 @@ def _interruption(
         verdict=verdict,
         ranks_before=len(plan.members),
         ranks=len(after.members) if after is not None else None,
-        steps_redone=_redone(course, verdict, step, after, end_s),
-        bytes_handed=_handed(course, until_s, end_s),
+        steps_redone=_redone(course, verdict, step, after, next_s),
+        bytes_handed=_handed(course, until_s, next_s),
         exact=after.exact if after is not None else True,
-        overtaken=not going_on and generation + 2 in course.plans,
+        overtaken=not going_on and _end(course, generation + 1) is not None,
     )
 
 
-def _loss(uid: int, plan: Planned, death: Moment | None, injected: Sequence[tuple[float, str]], until_s: float) -> Loss:
-    who = f"rank {plan.rank_of(uid)}" if plan.rank_of(uid) is not None else f"process {uid}"
+def _loss(course: Course, uid: int, end: _End, injections: Injections, seen_s: float | None) -> Loss:
+    rank, death = end.plan.rank_of(uid), end.deaths.get(uid)
     how = text(death.fields, "how") if death is not None else ""
     if death is not None and "stack" not in death.fields:
         how = f"died ({how})" if how else "died"
-    done = [each for each in injected if plan.at_s <= each[0] <= until_s]
-    failed_s, act = done[0] if done else (None, "")
-    return Loss(uid, who, how or "was lost", failed_s, act)
-
-
-def _injected(course: Course) -> dict[int, list[tuple[float, str]]]:
-    """What was done on purpose to each process, and when."""
-    found: dict[int, list[tuple[float, str]]] = defaultdict(list)
-    for event, act in _INJECTED.items():
-        for moment in course.by_event[event]:
-            uids = numbers(moment.fields, "uids") or ((moment.uid,) if moment.uid is not None else ())
-            for uid in uids:
-                found[uid].append((moment.at_s, act))
-    return {uid: sorted(each) for uid, each in found.items()}
+    cause = injections.cause(uid, end.plan.generation, death.at_s if death is not None else None, seen_s)
+    failed_s, act = (cause.at_s, cause.act) if cause is not None else (None, "")
+    return Loss(uid, f"process {uid}" if rank is None else f"rank {rank}", how or "was lost", failed_s, act)
 
 
 def _returns(course: Course, since_s: float, until_s: float) -> str:
@@ -244,24 +173,6 @@ def _is_unfinished(course: Course) -> bool:
 
 def _first(*groups: Sequence[Moment]) -> Moment | None:
     return min((group[0] for group in groups if group), key=lambda moment: moment.at_s, default=None)
-
-
-def _plan(moment: Moment) -> Planned | None:
-    generation, verdicts = whole(moment.fields, "generation"), moment.fields.get("verdicts")
-    if generation is None or generation < 0:
-        return None
-    return Planned(
-        moment.at_s,
-        generation,
-        numbers(moment.fields, "members"),
-        numbers(moment.fields, "joiners"),
-        numbers(moment.fields, "dead"),
-        numbers(moment.fields, "left"),
-        tuple(verdicts) if isinstance(verdicts, dict) else (),
-        text(moment.fields, "strategy"),
-        moment.fields.get("restart") is True,
-        moment.fields.get("exact") is not False,
-    )
 
 
 def _or(value: int | None, other: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from evergrad.records import Json
@@ -51,9 +53,17 @@ def whole(fields: Mapping[str, Json], name: str) -> int | None:
 
 
 def number(fields: Mapping[str, Json], name: str) -> float | None:
-    """A number, or None."""
+    """A finite number, or None.
+
+    >>> number({"by": 3}, "by"), number({"by": 10**400}, "by"), number({"by": float("nan")}, "by")
+    (3.0, None, None)
+    """
     value = fields.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    with suppress(OverflowError):  # JSON's whole numbers have no end
+        return float(value) if math.isfinite(value) else None
+    return None
 
 
 def numbers(fields: Mapping[str, Json], name: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evergrad.report.run_interruptions import Course
+from evergrad.report.run_course import Course
 from evergrad.report.run_moments import Moment, number, text, whole
 from evergrad.report.run_story import Noticed, Shade
 

@@ -11,7 +11,7 @@ from evergrad.report.page import Block, Cell, Column, Commands, DataTable, Facts
 from evergrad.report.run_figures import processes_figure, steps_figure
 from evergrad.report.run_reading import RunFolder
 from evergrad.report.run_story import Interruption, RunStory
-from evergrad.report.run_words import answer, counted, duration, then
+from evergrad.report.run_words import CLOCKS_DISAGREE, answer, counted, duration, then
 from evergrad.report.run_zoom import MOST, compared_figure, zoom_figure
 
 __all__ = ["run_page"]
@@ -68,7 +68,9 @@ def _failures(story: RunStory) -> list[Block]:
         Column("recovering", "number", "from the plan until the first rank had applied a step again"),
         Column("in all", "number", "from the failure, or from when it was seen, to that step"),
         Column(
-            "then", help="what survivors did (redo, repair, retry, restart), who joined, and the ranks left if fewer"
+            "then",
+            help="what survivors did (redo, repair, retry, restart), who joined, and the ranks left if fewer; "
+            "overtaken where the next generation broke, too, before a step was applied",
         ),
         Column("redone", "number", "steps that were done again"),
         Column("exact", help="whether, by the plan, the job went on as it would have without the failure"),
@@ -78,15 +80,17 @@ def _failures(story: RunStory) -> list[Block]:
 
 
 def _failure(number: int, each: Interruption) -> list[Cell]:
-    took = {phase.name: phase.seconds for phase in each.phases}
-    redone = each.steps_redone
-    exact = "" if each.ranks is None else "yes" if each.exact else "no"
+    took, redone = each.phases_s, each.steps_redone
+    exact = "" if each.ranks is None or each.overtaken else "yes" if each.exact else "no"
     return [
         _number(number),
         Cell(each.what),
         _number(each.step),
-        *(_time(took.get(name)) for name in ("unseen", "agreeing", "recovering")),
-        _time(each.seconds),
+        *(
+            _time(took.get(name)) if name not in took or took[name] is not None else Cell(CLOCKS_DISAGREE)
+            for name in ("unseen", "agreeing", "recovering")
+        ),
+        _time(each.seconds) if not each.clocks_disagree else Cell(CLOCKS_DISAGREE),
         Cell(then(each), mark="bad" if each.ranks is None else ""),
         _number(redone),
         Cell(exact, mark="good" if exact == "yes" else ""),

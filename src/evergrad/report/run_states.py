@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evergrad.report.run_interruptions import Course, Planned
-from evergrad.report.run_moments import Moment
+from evergrad.report.run_course import Course, Planned
 from evergrad.report.run_story import Interruption, Process, Span, State
 
 __all__ = ["spans"]
@@ -23,6 +22,7 @@ def spans(course: Course, found: Sequence[Interruption], end_s: float) -> None:
     ends = {each.generation: each for each in found}
     for generation, plan in sorted(course.plans.items()):
         before, ended = ends.get(generation - 1), ends.get(generation)
+        joiners = set(plan.joiners)
         for rank, uid in enumerate(plan.members):
             process = course.processes[uid]
             what = f"rank {rank} of generation {generation}"
@@ -31,7 +31,7 @@ def spans(course: Course, found: Sequence[Interruption], end_s: float) -> None:
             if before is not None:
                 again_s = _going_on(course, uid, generation, before)
                 if again_s is not None:
-                    began_s = plan.at_s if uid in plan.joiners else _reported(course, uid, generation - 1, plan)
+                    began_s = plan.at_s if uid in joiners else _reported(course, uid, generation - 1, plan)
                     _add(process, "recovering", began_s, again_s, f"becomes {what}")
                     trains_s = again_s
             _add(process, "training", trains_s, None, what)
@@ -49,23 +49,19 @@ def _end_generation(course: Course, plan: Planned, ended: Interruption, end_s: f
         if uid in lost:
             at_s = next((at for at in (lost[uid].failed_s, ended.seen_s, process.exited_s) if at is not None), end_s)
             _add(process, "gone", at_s, end_s, lost[uid].how)
-        elif (reported := _report(course, uid, plan.generation)) is not None:
+        elif (reported := course.own("report", plan.generation, uid)) is not None:
             _add(process, "recovering", reported.at_s, ended.decided_s or end_s, "has reported, waits for the plan")
 
 
 def _going_on(course: Course, uid: int, generation: int, before: Interruption) -> float | None:
     """When this rank had applied a step again; else when the first one had, who does not note its own."""
-    own = next((moment.at_s for moment in course.by_generation["going on", generation] if moment.uid == uid), None)
-    return own if own is not None else before.going_on_s
+    own = course.own("going on", generation, uid)
+    return own.at_s if own is not None else before.going_on_s
 
 
 def _reported(course: Course, uid: int, generation: int, plan: Planned) -> float:
-    reported = _report(course, uid, generation)
+    reported = course.own("report", generation, uid)
     return reported.at_s if reported is not None else plan.at_s
-
-
-def _report(course: Course, uid: int, generation: int) -> Moment | None:
-    return next((moment for moment in course.by_generation["report", generation] if moment.uid == uid), None)
 
 
 def _add(process: Process, state: State, begin_s: float, end_s: float | None, what: str) -> None:

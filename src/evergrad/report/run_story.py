@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from evergrad.records import Json
@@ -137,11 +138,19 @@ class Interruption:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """What lies between those moments that are known."""
-        moments = (self.failed_s, self.seen_s, self.decided_s, self.going_on_s)
-        names: tuple[Literal["unseen", "agreeing", "recovering"], ...] = ("unseen", "agreeing", "recovering")
-        pairs = zip(names, moments[:-1], moments[1:], strict=True)
-        return tuple(Phase(name, a, max(a, b)) for name, a, b in pairs if a is not None and b is not None)
+        """What lies between those moments that are known; without what ended before it began: see `clocks_disagree`."""
+        return tuple(phase for phase in self._measured() if phase.seconds >= 0)
+
+    @property
+    def phases_s(self) -> dict[str, float | None]:
+        """How long each phase took of which both moments are known; None if its end lies before its beginning."""
+        return {phase.name: phase.seconds if phase.seconds >= 0 else None for phase in self._measured()}
+
+    @property
+    def clocks_disagree(self) -> bool:
+        """Whether a moment lies before the one that led to it: they are of machines whose clocks differ."""
+        known = [at_s for at_s in self._moments() if at_s is not None]
+        return any(after < before for before, after in pairwise(known))
 
     @property
     def begin_s(self) -> float | None:
@@ -152,12 +161,23 @@ class Interruption:
     def seconds(self) -> float | None:
         """From the failure, or where that is not on record from when it was seen, to the next applied step."""
         begin = self.begin_s
-        return None if begin is None or self.going_on_s is None else max(0.0, self.going_on_s - begin)
+        return None if begin is None or self.going_on_s is None or self.clocks_disagree else self.going_on_s - begin
 
     def to_json(self) -> dict[str, Json]:
         """As `evergrad timeline --json` prints it."""
-        phases: dict[str, Json] = {phase.name: round(phase.seconds, 6) for phase in self.phases}
-        return asdict(self) | {"phases_s": phases, "seconds": self.seconds}
+        phases: dict[str, Json] = {
+            name: None if seconds is None else round(seconds, 6) for name, seconds in self.phases_s.items()
+        }
+        told = {"phases_s": phases, "seconds": self.seconds, "clocks_disagree": self.clocks_disagree}
+        return asdict(self) | told
+
+    def _moments(self) -> tuple[float | None, float | None, float | None, float | None]:
+        return self.failed_s, self.seen_s, self.decided_s, self.going_on_s
+
+    def _measured(self) -> tuple[Phase, ...]:
+        names: tuple[Literal["unseen", "agreeing", "recovering"], ...] = ("unseen", "agreeing", "recovering")
+        pairs = zip(names, pairwise(self._moments()), strict=True)
+        return tuple(Phase(name, a, b) for name, (a, b) in pairs if a is not None and b is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +243,8 @@ class RunStory:
         """Whether the run went on as it would have without failures, to the last bit; None if that is not told."""
         if self.inexact:
             return False
+        if self.outcome != "finished" or not self.generations:
+            return None
         is_told = all(each.ranks is not None for each in self.failures) and not any(each.mark for each in self.noticed)
         return True if is_told else None
 

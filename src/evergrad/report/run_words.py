@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from evergrad.report.run_story import Interruption, RunStory
 
-__all__ = ["answer", "counted", "course_of", "duration", "summary", "then"]
+__all__ = ["CLOCKS_DISAGREE", "answer", "caveats", "counted", "course_of", "duration", "summary", "then"]
+
+CLOCKS_DISAGREE = "clocks disagree"
+"""What stands where a length of time would be less than nothing."""
 
 _TOLD = 4  # failures that the answer tells one by one
+_BAD_ENDS = ("failed", "fatal", "too-few")
 _VERDICTS = {
     "redo": "did the mini-batch again",
     "repair": "reduced what was missing of its gradients without the lost rank",
@@ -64,6 +68,18 @@ def answer(story: RunStory) -> list[str]:
     return [*told, *_planned(story), *_result(story)]
 
 
+def caveats(story: RunStory) -> list[str]:
+    """What a reader has to know of how far durations can be trusted."""
+    if not story.is_spread:
+        return []
+    told = "Several machines: durations are differences of their wall clocks, which may not agree."
+    wrong = sum(each.clocks_disagree for each in story.failures)
+    if wrong:
+        what = f"of {counted(wrong, 'failure')} a moment lies before what led to it, and such times are left out"
+        told = f"{told.rstrip('.')}: {what}."
+    return [told]
+
+
 def course_of(each: Interruption) -> str:
     """From the failure to the next step, in words: what is not on record is left out."""
     told = []
@@ -71,6 +87,8 @@ def course_of(each: Interruption) -> str:
     phases = {phase.name: duration(phase.seconds) for phase in each.phases}
     if "unseen" in phases:
         told.append(f"seen{by} after {phases['unseen']}")
+    elif each.failed_s is not None and each.seen_s is not None:
+        told.append(f"seen{by}, by a clock that disagrees with that of the failure")
     elif each.seen_s is not None:
         told.append(f"seen first{by} (when it failed is not on record)")
     if "agreeing" in phases:
@@ -88,6 +106,8 @@ def then(each: Interruption) -> str:
     """What became of it, short: for a table."""
     if each.ranks is None:
         return "no plan"
+    if each.overtaken:
+        return "overtaken"
     told = [each.verdict or "plan", *each.joined[:2]]
     if len(each.joined) > 2:
         told.append(f"{len(each.joined) - 2} more")
@@ -97,15 +117,43 @@ def then(each: Interruption) -> str:
 
 
 def _failures(story: RunStory) -> str:
-    count, lost = len(story.failures), sum(len(each.lost) for each in story.failures)
-    if not count:
-        return "no failure"
-    known = [each.seconds for each in story.failures if each.seconds is not None]
-    told = counted(count, "failure") + (f" that took {counted(lost, 'rank')}" if lost != count and lost else "")
+    lost = sum(len(each.lost) for each in story.failures)
+    nobody = "no rank was lost" if story.outcome in _BAD_ENDS and not lost else ""
+    if not story.failures:
+        return nobody or "no failure"
+    chains = _chains(story)
+    count, more = len(chains), len(story.failures) - len(chains)
+    told = counted(count, "failure")
+    if more:
+        told += f" and {more:,} more before {'it was' if count == 1 else 'those were'} over,"
+    if lost and lost != count:
+        told += f" that took {counted(lost, 'rank')}"
+    told = told.rstrip(",") + (f" ({nobody})" if nobody else "")
+    known = [seconds for seconds in map(_seconds, chains) if seconds is not None]
     if not known:
         return told
     in_all = f"{duration(sum(known))} to the next step" if count == 1 else f"{duration(sum(known))} to the next steps"
     return f"{told}, {in_all}" + (f" ({len(known)} of {count} known)" if len(known) < count else "")
+
+
+def _chains(story: RunStory) -> list[list[Interruption]]:
+    """Failures, each with those that came before it was over: the job stood still once."""
+    chains: list[list[Interruption]] = []
+    for each in story.interruptions:
+        last = chains[-1][-1] if chains else None
+        if last is not None and last.overtaken and last.generation + 1 == each.generation:
+            chains[-1].append(each)
+        elif each.kind == "failure":
+            chains.append([each])
+    return chains
+
+
+def _seconds(chain: Sequence[Interruption]) -> float | None:
+    """From the first failure to the next applied step."""
+    begin_s, end_s = chain[0].begin_s, chain[-1].going_on_s
+    if begin_s is None or end_s is None or any(each.clocks_disagree for each in chain) or end_s < begin_s:
+        return None
+    return end_s - begin_s
 
 
 def _failure(story: RunStory, each: Interruption) -> str:
@@ -116,6 +164,8 @@ def _failure(story: RunStory, each: Interruption) -> str:
     told = f"{_capital(f'{after}{each.what}{why}')}{': ' + course if course else ''}."
     if each.ranks is None:
         return f"{told} {'There was no further generation.' if story.outcome else 'No further plan is on record.'}"
+    if each.overtaken:  # what was planned did not come about
+        return told
     joined = f", {_and(each.joined)} joined" if each.joined else ""
     told += f" Those left {_VERDICTS.get(each.verdict, 'went on')}{joined}: on with {counted(each.ranks, 'rank')}."
     if each.steps_redone is not None and each.steps_redone > 1:
@@ -143,8 +193,7 @@ def _result(story: RunStory) -> Iterator[str]:
         yield f"{counted(story.samples_lost, 'sample')} went with a lost rank and into no step."
     if bad:
         yield f"{counted(bad, 'other thing')} to look at, under “What else was noticed”."
-    if story.is_spread:
-        yield "Several machines: durations are differences of their wall clocks, which may not agree."
+    yield from caveats(story)
 
 
 def _and(names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evergrad.report.page import PALETTE, Figure
-from evergrad.report.run_figures import bars, harmless, rows_of
+from evergrad.report.run_figures import LONGEST, bars, cut, harmless, rows_of
 from evergrad.report.run_story import Interruption, Process, RunStory, Span
 from evergrad.report.run_words import duration
 
@@ -26,15 +26,15 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
     """The processes around one failure, and above them its phases."""
     begin_s = each.begin_s
     last_s = each.going_on_s if each.going_on_s is not None else each.decided_s
-    if begin_s is None or last_s is None or last_s <= begin_s:
+    if begin_s is None or last_s is None or last_s <= begin_s or each.clocks_disagree:
         return None
     margin_s = 0.12 * (last_s - begin_s)
     left_s, right_s = begin_s - margin_s, last_s + 2 * margin_s
     lost = {loss.uid for loss in each.lost}
     around = [process for process in story.processes if process.uid in lost or _is_there(process, left_s, right_s)]
     shown = rows_of(around, _ROWS)
-    cut = {process.uid: _cut(process.spans, left_s, right_s) for process in shown}
-    traces: list[dict[str, Any]] = bars(shown, cut, begin_s, 1e-3)
+    within = {process.uid: _within(process.spans, left_s, right_s) for process in shown}
+    traces: list[dict[str, Any]] = bars(shown, within, begin_s, 1e-3)
     traces.insert(0, {"type": "bar", "orientation": "h", "y": ["<b>phases</b>"], "x": [0], "showlegend": False,
                       "hoverinfo": "skip"})  # fmt: skip
     for phase in each.phases:
@@ -89,26 +89,31 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
 
 def compared_figure(story: RunStory) -> Figure | None:
     """The phases of several failures, one above the other."""
-    known = [(number, each) for number, each in enumerate(story.failures, 1) if each.phases]
+    known = [
+        (number, each) for number, each in enumerate(story.failures, 1) if each.phases and not each.clocks_disagree
+    ]
     if len(known) < 2:
         return None
     shown = sorted(known, key=lambda pair: -(pair[1].seconds or 0.0))[:_COMPARED]
     shown.sort(key=lambda pair: pair[0])
-    names = {
-        number: harmless(f"{number}: {each.what[:34]}{'…' if len(each.what) > 34 else ''}") for number, each in shown
-    }
+    names = {number: harmless(cut(f"{number}: {each.what}")) for number, each in shown}
     traces = []
     for key, (name, colour, pattern) in PHASES.items():
-        rows = [(names[number], phase) for number, each in shown for phase in each.phases if phase.name == key]
+        rows = [
+            (names[number], harmless(f"{number}: {each.what[:LONGEST]}"), phase)
+            for number, each in shown
+            for phase in each.phases
+            if phase.name == key
+        ]
         if rows:
             traces.append(
                 {
                     "type": "bar",
                     "orientation": "h",
                     "name": name,
-                    "y": [row for row, _ in rows],
-                    "x": [round(phase.seconds * 1e3, 3) for _, phase in rows],
-                    "hovertext": [f"<b>{row}</b><br>{name}: {duration(phase.seconds)}" for row, phase in rows],
+                    "y": [row for row, _, _ in rows],
+                    "x": [round(phase.seconds * 1e3, 3) for _, _, phase in rows],
+                    "hovertext": [f"<b>{row}</b><br>{name}: {duration(phase.seconds)}" for _, row, phase in rows],
                     "hoverinfo": "text",
                     "marker": {
                         "color": colour,
@@ -117,6 +122,8 @@ def compared_figure(story: RunStory) -> Figure | None:
                 }
             )
     caption = "From each failure, or from when it was seen, to the next applied step."
+    if any(each.clocks_disagree for each in story.failures):
+        caption += " Without those on which clocks disagree."
     if len(shown) < len(known):
         caption += f" The {len(shown)} longest of {len(known):,}."
     layout = {
@@ -133,7 +140,7 @@ def _is_there(process: Process, left_s: float, right_s: float) -> bool:
     return any(span.begin_s < right_s and span.end_s > left_s and span.state != "gone" for span in process.spans)
 
 
-def _cut(spans: list[Span], left_s: float, right_s: float) -> list[Span]:
+def _within(spans: list[Span], left_s: float, right_s: float) -> list[Span]:
     return [
         Span(span.state, max(span.begin_s, left_s), min(span.end_s, right_s), span.what)
         for span in spans
