@@ -175,7 +175,7 @@ def cut(name: str, end: str = "") -> str:
     """A name that leaves room for what it stands beside; the `end` stays.
 
     >>> cut("rank 2"), cut("gpu-17.rack-3.example.org", " → rank 2")
-    ('rank 2', 'gpu-17.…le.org → rank 2')
+    ('rank 2', 'gpu-17.…ple.org → rank 2')
     """
     room = max(8, _LABEL - len(end))
     if len(name) > room:
