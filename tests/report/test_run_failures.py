@@ -195,7 +195,11 @@ def test_the_story_is_found_in_a_few_looks_at_each_event(monkeypatch: pytest.Mon
     assert looks < 5 * len(tape.events)
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), True, "3"])
+@pytest.mark.parametrize(
+    "value",
+    [10**400, -(10**400), float("inf"), float("nan"), True, "3"],
+    ids=["huge", "below", "infinite", "nan", "bool", "text"],
+)
 def test_a_number_that_is_none_does_no_harm(value: object) -> None:
     assert number({"by": value}, "by") is None  # type: ignore[dict-item]
     tape = Tape()

@@ -9,7 +9,8 @@ import pytest
 from tapes import Tape
 
 from evergrad.report.run_analysis import analyse
-from evergrad.report.run_figures import STATES, processes_figure
+from evergrad.report.run_figures import STATES, bars, processes_figure
+from evergrad.report.run_story import Process
 from evergrad.report.run_zoom import compared_figure, zoom_figure
 
 
@@ -60,10 +61,9 @@ def test_what_is_drawn_of_a_long_run_lasts_about_as_long_as_it_did(recovering_ms
 
 
 def test_rows_have_names_of_their_own_whatever_the_labels() -> None:
-    figure = processes_figure(analyse(labelled("a", "b (2)", "b", "a (3)", "a", "a (3)").events))
-    assert figure is not None
-    order = figure.traces[0]["y"]
-    assert len(set(order)) == len(order) == 6
+    alike = [(0, "a"), (1, "a (3)"), (2, "a (3, 2)"), (3, "a"), (4, "a")]
+    order = bars([Process(uid, label) for uid, label in alike], {uid: [] for uid, _ in alike}, 0.0, 1.0)[0]
+    assert order["y"] == ["a", "a (3)", "a (3, 2)", "a (3, 3)", "a (4)"]
 
 
 def test_long_labels_are_cut_beside_the_rows_and_whole_where_the_pointer_is() -> None:
