@@ -21,10 +21,10 @@ def checked_choice(name: str, value: Any, known: Sequence[str], near: Sequence[s
 def counted(number: int, one: str, many: str = "") -> str:
     """A number of things in words.
 
-    >>> counted(1, "rank"), counted(0, "rank"), counted(2, "process", "processes")
-    ('1 rank', '0 ranks', '2 processes')
+    >>> counted(1, "rank"), counted(0, "rank"), counted(2000, "process", "processes")
+    ('1 rank', '0 ranks', '2,000 processes')
     """
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def first_line(error: BaseException, longest: int = 100) -> str:

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import re
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -580,6 +581,9 @@ def test_an_agent_that_finds_a_bit_flipped_after_the_digest_does_not_bless_it(tm
     flip(arena_of(shm, 2)["shard"], -100)
     with checkpointer(tmp_path, agent=True) as ck:  # it puts step 2 on the disk, as it is
         assert restored(ck) == 1
-        assert {record.step for record in ck.versions() if "local" in record.tiers} == {1, 2}
+        until = time.monotonic() + SECONDS
+        while {record.step for record in ck.versions() if "local" in record.tiers} != {1, 2}:
+            assert time.monotonic() < until, ck.versions()
+            time.sleep(0.05)
         with pytest.raises(eg.EvergradError, match=r"in tier local: model/.: not what was captured"):
             restored(ck, version=2)

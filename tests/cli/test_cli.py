@@ -152,7 +152,7 @@ def test_help_tells_every_exit_code_and_every_format() -> None:
     text = " ".join(evergrad("--help").stdout.split())
     for words in (
         "1 found something (diff",
-        "verify, doctor: something is wrong",
+        "doctor, verify: something is wrong",
         "convert --dry-run",
         "3 internal error",
     ):

@@ -66,7 +66,8 @@ def _write(story: RunStory, folder: RunFolder, path: Path) -> Path:
 
 
 def _print(story: RunStory) -> None:
-    from evergrad.report.run_words import caveats, counted, summary
+    from evergrad.report.run_words import caveats, summary
+    from evergrad.wording import counted
 
     if story.failures:
         _print_failures(story.failures[:_SHOWN])

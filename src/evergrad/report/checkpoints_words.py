@@ -7,7 +7,7 @@ from shlex import quote
 
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.report.checkpoints_reading import JobVersions
-from evergrad.report.run_words import counted
+from evergrad.wording import counted
 
 __all__ = ["answer", "is_usable", "problems", "size"]
 

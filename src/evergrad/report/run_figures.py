@@ -14,7 +14,8 @@ from typing import Any
 
 from evergrad.report.page import PALETTE, Figure
 from evergrad.report.run_story import Process, RunStory, Span, State
-from evergrad.report.run_words import counted, duration
+from evergrad.report.run_words import duration
+from evergrad.wording import counted
 
 __all__ = ["LONGEST", "STATES", "bars", "cut", "harmless", "processes_figure", "rows_of", "steps_figure"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from evergrad.report.run_story import Interruption, RunStory
+from evergrad.wording import counted
 
-__all__ = ["CLOCKS_DISAGREE", "answer", "caveats", "counted", "course_of", "duration", "summary", "then"]
+__all__ = ["CLOCKS_DISAGREE", "answer", "caveats", "course_of", "duration", "summary", "then"]
 
 CLOCKS_DISAGREE = "clocks disagree"
 """What stands where a length of time would be less than nothing."""
@@ -36,15 +37,6 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def counted(count: int, one: str, many: str = "") -> str:
-    """A number of things in words.
-
-    >>> counted(1, "failure"), counted(2000, "step")
-    ('1 failure', '2,000 steps')
-    """
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def summary(story: RunStory) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -184,14 +184,14 @@ class _Alive:
     def await_lines(self, count: int, wait_s: float = _PATIENCE_S) -> bool:
         """Whether so many more workers have opened it by then."""
         found = b""
-        while found.count(b"\n") < count and select.select([self._pipe], [], [], wait_s)[0]:
+        while found.count(b"\n") < count and wait([self._pipe], wait_s):
             found += os.read(self._pipe, 1000)
         return found.count(b"\n") >= count
 
     def await_end(self) -> None:
         """Until none has."""
         os.close(os.open(self._path, os.O_WRONLY))  # what nobody has ever opened has no end either
-        while select.select([self._pipe], [], [], _PATIENCE_S)[0]:
+        while wait([self._pipe], _PATIENCE_S):
             if not os.read(self._pipe, 1000):
                 os.close(self._pipe)
                 return

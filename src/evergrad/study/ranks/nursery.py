@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
 import traceback
+from multiprocessing.connection import wait
 
 from evergrad.recovery.launch.forking import end_with_parent
 
@@ -45,7 +45,7 @@ def tend(descriptor: int) -> None:
     ranks: dict[int, int] = {}
     link.sendall(b'{"ready": true}\n')
     while True:
-        readable, _, _ = select.select([link.fileno(), wake], [], [])
+        readable = wait([link.fileno(), wake])
         if wake in readable:
             os.read(wake, 4096)
             _reap(link, ranks)

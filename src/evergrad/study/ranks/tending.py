@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
@@ -95,7 +95,7 @@ class Nursery:
         until = monotonic() + wait_s
         while not any(number in self._ended for number in numbers):
             left = until - monotonic()
-            if left <= 0 or not (b"\n" in self._heard or select.select([self._link], [], [], left)[0]):
+            if left <= 0 or not (b"\n" in self._heard or wait([self._link], left)):
                 return None
             self._note(self._read())
         return next(number for number in numbers if number in self._ended)
