@@ -24,9 +24,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install  ## see it work, in about a minute
 	@$(BIN)/evergrad demo
 
-# One more worker than CI has cores: many tests wait for processes, disks and time limits.
+# Twice as many workers as CI has cores: many tests wait for processes, disks and time limits.
 test: install  ## all tests that a plain machine can run
-	$(PYTEST) -n 3
+	$(PYTEST) -n 4
 
 test-slow: install  ## the long ones: files over 4 GB, more mutations
 	$(PYTEST) -m slow

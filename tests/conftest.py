@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,10 @@ DATA = Path(__file__).parent / "data"
 # Before anyone imports torch or numpy: several workers share the cores, and threads that wait for each other spin.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
+
+# A DDP never lets go of its process group, which is four open files; a worker makes hundreds of them.
+_hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (_hard if 0 <= _hard < 65536 else 65536, _hard))
 
 # Memory and time that reading a small file may take, however hostile it is.
 _LIMITED = """
