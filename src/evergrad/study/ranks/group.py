@@ -30,6 +30,8 @@ from evergrad.study.ranks.tending import START_S, Nursery, RankLost
 __all__ = ["RankGroup", "RankLost"]
 
 _READ = 1 << 16
+_NEWS_S = 1.0
+"""How long the news of a death may take: an error of another rank, whose connection broke, may be heard of first."""
 _NUMBERS = itertools.count()
 
 
@@ -170,6 +172,8 @@ class RankGroup:
                         continue
                     answers[rank] = answer = json.loads(line)
                     result = answer.get("result")
+                    if "broken" in answer:
+                        self.check_alive(_NEWS_S)
                     if "broken" in answer or (is_last is not None and result is not None and is_last(result)):
                         self.end()
                         return answers
