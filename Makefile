@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-slow sweep soak test-gpu test-slurm lint check docs bench clean
+.PHONY: help install demo test test-slow sweep idioms soak test-gpu test-slurm lint check docs bench clean
 
 help:  ## what there is to run
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 — \2/p' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test-slow: install  ## the long ones: files over 4 GB, more mutations
 
 sweep: install  ## lose every rank at every place of a step: 176 jobs, about five minutes
 	$(BIN)/python tests/recovery/sweep.py | tee benchmarks/results/recovery_sweep.txt
+
+idioms: install  ## scripts in the idiom of nanoGPT and minGPT-ddp under 80 schedules of failures: about five minutes
+	$(BIN)/python tests/recovery/idiom_sweep.py | tee benchmarks/results/recovery_idioms.txt
 
 soak: install  ## a hundred failures of all kinds in one run: about ten minutes
 	$(BIN)/python tests/recovery/soak.py | tee benchmarks/results/recovery_soak.txt

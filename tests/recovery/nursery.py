@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from evergrad.testing import JobRun, close_nursery, run_job
 
@@ -45,11 +49,20 @@ class Nursery:
     """Runs jobs one after the other."""
 
     def run(self, folder: Path, *options: object, script: Path = FOLDER / "trainer.py", arguments: Any = ()) -> Ran:
-        """`evergrad run OPTIONS script OUT ARGUMENTS` in a folder of its own."""
+        """`evergrad run OPTIONS script OUT ARGUMENTS` in a folder of its own; ranks begin when all spares wait."""
         limit_s = float(os.environ.get("EVERGRAD_TEST_LIMIT_S", "90"))
-        job = run_job(script, folder / "out", *arguments, options=options, timeout=limit_s, folder=folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("EVERGRAD_AWAITED", ",".join(map(str, _spares(options))))
+            job = run_job(script, folder / "out", *arguments, options=options, timeout=limit_s, folder=folder)
         code = -signal.SIGALRM if job.timed_out else job.exit_code
         return Ran(code, job.stdout, job.stderr, folder / "run", job)
 
     def close(self) -> None:
         close_nursery()
+
+
+def _spares(options: Sequence[object]) -> range:
+    """The numbers of the spares that these options ask for."""
+    found = dict(itertools.pairwise(options))
+    ranks = int(str(found.get("-n", 1)))
+    return range(ranks, ranks + int(str(found.get("--spares", 0))))

@@ -33,6 +33,9 @@ class Around(Generic[AnyGroup]):
     def root(self) -> int:
         return 0
 
+    def misused(self) -> str:
+        return ""
+
     def shares_buffers(self) -> bool:
         return self._shares_buffers
 

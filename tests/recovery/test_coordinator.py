@@ -527,3 +527,52 @@ def test_wrong_settings_are_refused(jobs: Callable[..., Job]) -> None:
         jobs(2, strategy="back")
     with pytest.raises(UsageError, match=r"min_ranks: expected 1 to 2, the number of ranks, found 3"):
         jobs(2, min_ranks=3)
+
+
+class Counted(int):
+    """A uid that counts how often it is compared or hashed."""
+
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.looks += 1
+        return int.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return int.__hash__(self)
+
+
+def _counts_spares(job: Job) -> None:
+    assert (job.coordinator.alive, job.coordinator.spares) == (len(job.uids) // 2, len(job.uids) // 2)
+
+
+def _lets_all_finish(job: Job) -> None:
+    for uid in job.coordinator.membership[1]:
+        job.coordinator.exited(uid, 0)
+    assert job.outcome().kind == "finished"
+
+
+def _loses_half_at_once(job: Job) -> None:
+    plan = job.coordinator.membership[1]
+    for uid in plan[: len(plan) // 2]:
+        job.coordinator.exited(uid, -9)
+
+
+@pytest.mark.parametrize("does", [_counts_spares, _lets_all_finish, _loses_half_at_once])
+def test_the_work_is_a_few_comparisons_a_rank(
+    jobs: Callable[..., Job], does: Callable[[Job], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not timed: with as many comparisons for each rank as there are ranks it would be quadratic."""
+    monkeypatch.setattr(Coordinator, "_run", lambda self: None)  # its thread looks as often as there is time for it
+    told: list[int] = []
+    job = jobs(200, spares=200)
+    notices = job.coordinator._notices
+    monkeypatch.setattr(notices, "break_off", lambda plan, uid, reason: told.append(uid))
+    monkeypatch.setattr(notices, "has_joined", lambda uid: True)
+    job.uids = [Counted(uid) for uid in job.uids]
+    job.coordinator.begin(job.uids)
+    Counted.looks = 0
+    does(job)
+    assert Counted.looks <= 40 * len(job.uids), Counted.looks
+    assert told == ([0] if does is _loses_half_at_once else []), "members are told once that their generation is over"

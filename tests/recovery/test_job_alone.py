@@ -289,7 +289,7 @@ def test_torchrun_without_a_checkpointer_is_refused(join: Join, monkeypatch: pyt
 
 def test_a_second_model_is_refused(job: Job) -> None:
     job.wrap(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="ModuleDict"):
+    with pytest.raises(UsageError, match="Put several into one module whose forward runs them"):
         job.wrap(nn.Linear(2, 2))
 
 

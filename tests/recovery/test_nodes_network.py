@@ -89,4 +89,5 @@ def test_a_node_whose_cable_is_pulled_ends_itself_and_must_come_anew(
     assert len({result["weights"] for result in results.values()}) == 1
     assert [plan["members"] for plan in machines.events("plan")][:2] == [[0, 1, 2, 3], [0, 1]]
     assert all({2, 3}.isdisjoint(plan["members"]) for plan in machines.events("plan")[1:])
-    assert machines.events("plan")[-1]["members"] == [0, 1, 4, 5]
+    # New processes get their ranks in the order in which they arrive.
+    assert machines.events("plan")[-1]["members"] in ([0, 1, 4, 5], [0, 1, 5, 4])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evergrad.recovery import strategies as module
 from evergrad.recovery.membership import Plan, Point, Report, Verdict
 from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
 
@@ -411,3 +413,242 @@ def test_a_relaunch_keeps_the_living_then_takes_spares_then_starts_processes() -
     assert whole.members == (7, 1, 92, 93)
     assert whole.joiners == (7, 92, 93)
     assert started == [(2, 2), (3, None)], "the last place had nobody before"
+
+
+def simply_decided(
+    plan: Plan,
+    reports: Mapping[int, Report],
+    *,
+    strategy: Strategy,
+    spares: Sequence[int],
+    min_ranks: int,
+    max_ranks: int,
+    can_restart: bool,
+    finished: Set[int],
+    dead: Set[int],
+) -> Plan | Stop:
+    """The rules of `decide` as plainly as they can be written, whatever that costs with many ranks."""
+    present = {uid: reports[uid] for uid in plan.members if uid in reports and uid not in finished and uid not in dead}
+    gone = tuple(uid for uid in plan.members if uid not in present and uid not in finished)
+    left = tuple(uid for uid in present if present[uid].leaves)
+    if finished and present and all(module._may_be_passed(report) for report in present.values()):
+        return module._last(plan, present, gone)
+    able = {uid: report for uid, report in present.items() if report.has_state}
+    staying = {uid: report for uid, report in able.items() if uid not in left}
+    here = [uid for uid in present if uid not in left]
+    planned = not gone and all(report.planned for report in present.values())
+    way = module._way(plan, present, able, strategy, is_planned=planned)
+    repairs = REPAIR in list(way.verdicts.values())
+
+    places = list(plan.members)
+    for position, uid in sorted(plan.vacant):
+        places.insert(position, uid)
+    seats: list[tuple[int, int]] = []  # who sits there, and who did before
+    unused = list(spares)
+    for uid in places:
+        if uid in here:
+            seats.append((uid, uid))
+        elif unused and (uid in (*gone, *left) or uid in [old for _, old in plan.vacant]):
+            seats.append((unused.pop(0), uid))
+    is_new = [uid not in here for uid, _ in seats]
+    if not (repairs or way.restarts):
+        for uid in [uid for uid in spares if uid not in [seated for seated, _ in seats]]:
+            if len(seats) < max_ranks:
+                seats.append((uid, uid))
+                is_new.append(True)
+    members = tuple(uid for (uid, _), new in zip(seats, is_new, strict=True) if not (repairs and new))
+    calls = tuple(uid for (uid, _), new in zip(seats, is_new, strict=True) if repairs and new)
+    if not (here if way.restarts else staying) or len(members) + len(calls) < min_ranks:
+        if can_restart:
+            return module._relaunch(plan, way, set(here), gone, left)
+        return module._too_few(plan, len(staying), len(spares), min_ranks)
+    joiners = tuple(uid for uid in members if uid not in able and not (way.restarts and uid in present))
+    after = dict(seats)
+    held = {} if way.restarts else module._held(plan, staying, way.point, {uid: after[uid] for uid in members})
+    source = module._source(members, way.verdicts, staying, way.point) if joiners and not way.restarts else None
+    return Plan(
+        plan.generation + 1,
+        members,
+        previous=plan.members,
+        joiners=joiners,
+        source=source,
+        point=way.point,
+        step=max((report.step for report in able.values()), default=plan.step),
+        kind=way.kind,
+        verdicts=way.verdicts,
+        takes={uid: plan.members.index(after[uid]) for uid in joiners if after[uid] in plan.members},
+        keepers={uid: held[uid] for uid in joiners if uid in held},
+        todo=module._todo(members, way.verdicts, present) if repairs else (),
+        dead=gone,
+        left=left,
+        restart=way.restarts,
+        version=way.version,
+        calls=calls,
+        vacant=tuple((place, old) for place, ((_, old), new) in enumerate(zip(seats, is_new, strict=True))
+                     if repairs and new),
+        held=held,
+    )  # fmt: skip
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Plan, dict[int, Report], dict[str, Any]]:
+    """Any plan, possible or not, and what became of its members."""
+    uids = draw(st.permutations(range(14)))
+    num_ranks, num_spares = draw(st.integers(1, 8)), draw(st.integers(0, 5))
+    members, others = tuple(uids[:num_ranks]), uids[num_ranks:]
+    spares, old = others[:num_spares], others[num_spares:]
+    vacant = tuple((draw(st.integers(0, 10)), uid) for uid in old[: draw(st.integers(0, 3))])
+    holders = st.dictionaries(st.sampled_from(members), st.sampled_from(members))
+    plan = Plan(
+        3,
+        members,
+        point=draw(st.integers(4, 5)),
+        vacant=vacant,
+        held=draw(holders),
+        restart=draw(st.booleans()) and draw(st.booleans()),
+        version=draw(st.sampled_from(["", "v7"])),
+    )
+    kind = draw(st.sampled_from([BEGIN, STEP, STEP, STEP, END, JOIN]))
+    is_planned = kind is JOIN and draw(st.booleans())
+    reports = {}
+    dead, finished = set(), set()
+    for rank, uid in enumerate(members):
+        fate = draw(st.sampled_from(["here"] * 6 + ["dead", "dead late", "finished"]))
+        if fate != "dead":
+            behind = kind is not JOIN and draw(st.booleans())
+            reports[uid] = Report(
+                uid, rank, 3, 6 - behind, STEP if behind else kind, draw(st.integers(3, 6)),
+                first=draw(st.sampled_from([-1, -1, 5])) if kind is STEP else -1,
+                done=draw(st.sampled_from([(), (0,), (0, 1)])), buckets=2,
+                has_state=draw(st.sampled_from([True, True, True, False])),
+                leaves=kind is JOIN and draw(st.booleans()),
+                planned=is_planned, tries=draw(st.sampled_from([0, 0, 0, 1])),
+                back_to=draw(st.sampled_from([""] * 9 + ["v3"])),
+            )  # fmt: skip
+        if fate.startswith("dead"):
+            dead.add(uid)
+        elif fate == "finished":
+            finished.add(uid)
+    known = {
+        "strategy": draw(st.sampled_from(STRATEGIES)),
+        "spares": spares,
+        "min_ranks": draw(st.integers(1, 4)),
+        "max_ranks": draw(st.integers(0, 14)),
+        "can_restart": draw(st.booleans()),
+        "finished": finished,
+        "dead": dead,
+    }
+    return plan, reports, known
+
+
+def _outcome_of(
+    decided: Callable[..., Plan | Stop], situation: tuple[Plan, dict[int, Report], dict[str, Any]]
+) -> Plan | Stop | str:
+    plan, reports, known = situation
+    try:
+        return decided(plan, reports, **known)
+    except AssertionError as error:  # a situation that cannot be
+        return f"refused: {str(error).splitlines()[0]}"
+
+
+@settings(max_examples=400)
+@given(situations())
+def test_decisions_are_those_of_the_rules_written_plainly(
+    situation: tuple[Plan, dict[int, Report], dict[str, Any]],
+) -> None:
+    found, expected = _outcome_of(decide, situation), _outcome_of(simply_decided, situation)
+    assert found == expected
+    if isinstance(found, Plan) and isinstance(expected, Plan):
+        # Equal dicts may differ in their order, which the store keeps.
+        assert json.loads(found.to_json()) == json.loads(expected.to_json())
+
+
+class Counted(int):
+    """An id that counts how often it is compared or hashed."""
+
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.looks += 1
+        return int.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return int.__hash__(self)
+
+
+def _lost(ranks: int, part: int, kind: Point = STEP, **more: Any) -> tuple[Plan, dict[int, Report], set[int]]:
+    """A generation of so many ranks, of which every so-manyth died."""
+    plan = Plan(3, tuple(Counted(uid) for uid in range(ranks)), point=5)
+    dead = {uid for uid in plan.members if part and not uid % part}
+    seen = {uid: Report(uid, rank, 3, 7, kind, 7, buckets=2, **more) for rank, uid in enumerate(plan.members)}
+    return plan, {uid: report for uid, report in seen.items() if uid not in dead}, dead
+
+
+def _decides_after_losses(ranks: int, strategy: Strategy, part: int, spares: int) -> None:
+    plan, reports, dead = _lost(ranks, part)
+    decide(plan, reports, strategy=strategy, dead=dead, spares=[Counted(ranks + each) for each in range(spares)])
+
+
+def _decides_while_half_leave(ranks: int) -> None:
+    plan, reports, _ = _lost(ranks, 0, JOIN, planned=True)
+    leaving = {uid: Report(uid, uid, 3, 7, JOIN, 7, planned=True, leaves=bool(uid % 2)) for uid in plan.members}
+    decide(plan, reports | leaving, strategy="rollback")
+
+
+def _decides_to_grow(ranks: int) -> None:
+    plan, reports, _ = _lost(ranks, 0, JOIN, planned=True)
+    spares = [Counted(ranks + each) for each in range(ranks // 2)]
+    decide(plan, reports, strategy="rollback", spares=spares, max_ranks=2 * ranks)
+
+
+def _fills_vacant_places(ranks: int) -> None:
+    plan, reports, _ = _lost(ranks, 0, JOIN, planned=True)
+    vacant = tuple((2 * place, Counted(10 * ranks + place)) for place in range(ranks // 2))
+    gapped = Plan(3, plan.members, point=5, vacant=vacant)
+    decide(gapped, reports, strategy="rollback", spares=[Counted(ranks + each) for each in range(ranks // 2)])
+
+
+def _relaunches(ranks: int) -> None:
+    plan, reports, dead = _lost(ranks, 2)
+    found = decide(plan, reports, strategy="restart", dead=dead, min_ranks=ranks, can_restart=True)
+    assert isinstance(found, Plan)
+    relaunched(found, ranks, [Counted(2 * ranks)], lambda rank, before: Counted(3 * ranks + rank))
+
+
+def _asks_for_every_rank(ranks: int) -> None:
+    plan, _, _ = _lost(ranks, 0)
+    assert [plan.rank_of(uid) for uid in plan.members] == list(range(ranks))
+    assert plan.rank_of(Counted(ranks)) is None
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        *(
+            pytest.param(lambda n, s=strategy, p=part: _decides_after_losses(n, s, p, n), id=f"{strategy}-{part}")
+            for strategy in STRATEGIES
+            for part in (2, 50)
+        ),
+        _decides_while_half_leave,
+        _decides_to_grow,
+        _fills_vacant_places,
+        _relaunches,
+        _asks_for_every_rank,
+    ],
+)
+def test_twice_the_ranks_are_twice_the_work(does: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in comparisons of ids and of verdicts, not in seconds: four times would be quadratic."""
+
+    def compared(self: Verdict, other: object) -> bool:
+        Counted.looks += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Verdict, "__eq__", compared)
+    monkeypatch.setattr(Verdict, "__hash__", str.__hash__)
+    looks = []
+    for ranks in (300, 600):
+        Counted.looks = 0
+        does(ranks)
+        looks.append(Counted.looks)
+    assert looks[1] <= 2.5 * looks[0] + 100, looks

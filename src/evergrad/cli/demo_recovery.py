@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -45,7 +44,7 @@ def tell(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> 
     facts: dict[str, Json] = {}
     say("[bold]12. Kill a rank in the middle of training: the others go on; a spare takes its place[/bold]")
     facts.update(_lose_a_rank(folder, say))
-    run("timeline", str(folder / "job-spare"), *(() if find_spec("plotly") else ("--no-page",)))
+    run("timeline", str(folder / "job-spare"))
 
     say("\n[bold]13. Stop a rank, and flip a bit in another one's weights: both are noticed, neither is felt[/bold]")
     facts.update(_trouble_ranks(folder, say))

@@ -29,6 +29,9 @@ from evergrad.recovery.window import Window
 
 __all__ = ["Arrival"]
 
+_ANY_ORDER = 2
+"""As many ranks have the same sum in whatever order."""
+
 
 @dataclass(slots=True)
 class Arrival:
@@ -50,7 +53,11 @@ class Arrival:
     has_yielded: bool = False
     """Whether the script has been given a batch."""
     unattended: int = -1
-    """The epoch that was saved at its end: what the script does after it has yet to be done."""
+    """The epoch whose end is known, and not what the script does after it: this process has yet to do that."""
+    is_own_behind: bool = False
+    """True if generators and buffers are as of that end, and everything else is of the next epoch's beginning."""
+    expected: torch.Tensor | None = None
+    """The generators and buffers that a joiner has to begin its first step with, if that is known."""
 
     @property
     def waits(self) -> bool:
@@ -65,9 +72,11 @@ class Arrival:
         if self.is_spare:
             assert isinstance(crew, Launched)
             _warm_up()
-            if crew.await_call() is None:
+            if crew.await_call(meanwhile=self.trained.look_for_optimizers) is None:
                 crew.close()
                 sys.exit(0)
+        else:
+            self.trained.look_for_optimizers()
         while True:
             plan = crew.plan
             try:
@@ -98,27 +107,43 @@ class Arrival:
         engine, course, plan = self.engine, self.engine.course, self.engine.crew.plan
         engine.must_restore = False
         assert self.saves is not None, "a restart without a checkpointer is refused when the job begins"
-        call, version = course.epoch, plan.version if plan.restart else ""
+        call, step, version = course.epoch, course.step, plan.version if plan.restart else ""
         trained = self.trained
         found = self.saves.restore(trained.model, trained.optimizers.known, trained.tracked, course, version=version)
         if self.guarding is not None:
             self.guarding.forget()
-        if course.skip_end():
+        is_of_an_end = course.skip_end()
+        if is_of_an_end:
             self.unattended = course.epoch - 1
         if plan.restart:  # points only ever go on, whatever was saved
             course.point = plan.point
         self.tell("restored", step=found[0] if found else None, in_process=in_process)
+        if found is None and self.is_spare and plan.generation:
+            engine.note_inexact(
+                f"there is no version to restart from, and rank {engine.crew.rank} begins in a process that was "
+                "started as a spare: its initial weights and random numbers are its own"
+            )
+        if found is not None and course.passes == 1 and engine.crew.world_size > _ANY_ORDER:
+            engine.note_unverified(
+                "the version was saved after the first step, before the order is known in which gradients are added "
+                "up: their last bits may differ"
+            )
         if found is None and not self.has_yielded:
             if plan.generation and engine.gradients is not None:
                 engine.gradients.broadcast(engine.crew.group(), 0)
             return
-        if in_process and (found is None or course.epoch != call):
+        # What the script does after an epoch it has done in this process. Unless nothing was trained since, and its
+        # result is held, it has to do that again with the state of the epoch's end.
+        is_held = is_of_an_end and course.epoch == call and course.step == step and trained.is_held
+        if in_process and (found is None or course.epoch != call or (is_of_an_end and not is_held)):
             why = "the newest checkpoint is of another epoch" if found else "there is no checkpoint yet"
             engine.recover(Point.JOIN, why, back_to=version)
             self.begin_again(why)
         if found is None:
             return
         trained.optimizers.owe(found[1])
+        if is_held:
+            trained.put_in_place()
         self.window.again.clear()
         if in_process:
             course.open(course.source, self.seed, engine.crew.rank, engine.crew.world_size)
@@ -134,6 +159,7 @@ class Arrival:
         sys.stdout.flush()
         sys.stderr.flush()
         os.environ["EVERGRAD_GENERATION"] = str(generation)
+        os.environ["RANK"] = str(crew.rank)  # it may have been started as another one, or as a spare
         # Not closed here: gloo's threads, which end only with this program, would abort it.
         kept = {0, 1, 2, int(os.environ.get("EVERGRAD_PULSE", "0"))}
         for name in os.listdir("/proc/self/fd"):
@@ -147,7 +173,13 @@ class Arrival:
         self.trained.take_over(state)
         engine.course.load_state_dict(state["course"])
         if kept is not None:
+            if not engine.course.is_begun and engine.course.epoch:  # it died after an epoch, in the script's own code
+                self.unattended, self.is_own_behind = engine.course.epoch - 1, True
+            elif uid in plan.takes:
+                kept = self._at_step(plan.takes[uid], kept)
+                self.expected = kept
             engine.course.set_own_loader(engine.own.put(kept))
+            engine.exchanged = kept
             return
         engine.course.set_own_loader(None)  # the giver's is not this rank's
         if uid not in plan.takes:
@@ -157,6 +189,16 @@ class Arrival:
         step = self.saves.restore_own(self.trained.model, rank) if self.saves is not None else None
         whence = "is lost with it" if step is None else f"comes from its save of step {step}"
         engine.note_inexact(f"what only rank {rank} had (its random numbers, its buffers) {whence}")
+
+    def _at_step(self, rank: int, kept: torch.Tensor) -> torch.Tensor:
+        """The state that only a dead rank had when it came to the step; its neighbour has that of the point before."""
+        found = self.engine.own_of(self.engine.crew.plan.previous[rank], kept)
+        if found is None:
+            self.engine.note_unverified(
+                f"rank {rank} was lost between two steps, and random numbers that its script would have drawn there "
+                "are not known"
+            )
+        return kept if found is None else found
 
 
 def _warm_up() -> None:

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import UsageError
 from evergrad.recovery.endurance import Endurance
-from evergrad.recovery.membership import LEFT_TOGETHER, Plan, Report
+from evergrad.recovery.launch.summary import NO_FINGERPRINT
+from evergrad.recovery.membership import LEFT_TOGETHER, Plan, Report, Verdict, first_difference
 from evergrad.recovery.notices import Notices
 from evergrad.recovery.roster import Roster
 from evergrad.recovery.sealing import Forged, Secret
@@ -39,7 +40,8 @@ _LATE_S = 10.0
 _PATIENCE_S = 10.0
 _LOST = -9
 """As a code: it will be killed, or cannot be."""
-_EXIT_CODES = {"finished": 0, "failed": 1, "fatal": 2, "too-few": 4, "left": LEFT_TOGETHER}
+_EXIT_CODES = {"finished": 0, "failed": 1, "fatal": 2, "too-few": 4, "diverged": 6, "left": LEFT_TOGETHER}
+_Ending = Literal["finished", "failed", "fatal", "too-few", "diverged", "left"]
 
 
 class Tell(Protocol):
@@ -62,11 +64,13 @@ class SpawnRequest:
 class Outcome:
     """How the job ended."""
 
-    kind: Literal["finished", "failed", "fatal", "too-few", "left"]
+    kind: _Ending
     message: str
     exit_code: int
     """What the launcher exits with."""
     failures_survived: int
+    uncompared: str = ""
+    """Why the final states of the ranks were not compared; empty if they were, or there is one rank."""
 
 
 class Coordinator:
@@ -108,6 +112,8 @@ class Coordinator:
         self._survived = self._step = 0
         self._changing = -1
         """The generation that has been asked to let somebody in."""
+        self._broken_off = -1
+        """The generation whose members have been told that it is over."""
         self._has_checkpointer = False
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
@@ -140,7 +146,7 @@ class Coordinator:
     @property
     def spares(self) -> int:
         """How many processes live that have no rank."""
-        return len(self._roster.spares(self.membership[1]))
+        return len(self._roster.spares(frozenset(self.membership[1])))
 
     @property
     def step(self) -> int:
@@ -221,12 +227,18 @@ class Coordinator:
     def _miss(self, uid: int, code: int, plan: Plan | None, goes_on: bool, fields: dict[str, str]) -> None:
         rank = plan.rank_of(uid) if plan is not None else None
         if plan is None or rank is None or not goes_on:
-            if code != 0 and self._outcome is None:
-                self._tell("death", uid=uid, rank=rank, code=code, generation=self.generation, **fields)
+            if self._outcome is None:
+                joined = self._notices.has_joined(uid)
+                if code != 0:
+                    self._tell(
+                        "death", uid=uid, rank=rank, code=code, generation=self.generation, joined=joined, **fields
+                    )
+                elif uid not in self._roster.left:
+                    self._tell("spare_ended", uid=uid, joined=joined)
         elif code == 0:
             self._finish_if_all_have(plan)
         elif code == LEFT_TOGETHER:
-            if self._roster.have_all(plan.members, LEFT_TOGETHER):
+            if self._have_all(plan, LEFT_TOGETHER):
                 self._end("left", "all ranks were asked to leave, and did so together. Start it again to go on there")
         else:
             can_go_on = plan.generation > 0 or self._notices.has_joined(uid)
@@ -297,7 +309,7 @@ class Coordinator:
         self._step = max([self._step, *(report.step for report in reports.values())])
         if self._end_if_nobody_is_left(plan, roster):
             return
-        spares, hindrance = self._callable(roster.spares(plan.members)), self._hindrance(plan)
+        spares, hindrance = self._callable(roster.spares(frozenset(plan.members))), self._hindrance(plan)
         decision = decide(
             plan,
             reports,
@@ -321,7 +333,7 @@ class Coordinator:
             decision = relaunched(decision, self._num_ranks, spares, start)
         self._install(decision)
         for uid in decision.joiners:
-            if uid not in plan.members:
+            if plan.rank_of(uid) is None:
                 self._notices.call(uid, decision.generation)
 
     def _end_if_nobody_is_left(self, plan: Plan, roster: Roster) -> bool:
@@ -365,6 +377,9 @@ class Coordinator:
             self._roster.left |= set(plan.left)
             self._survived += len(plan.dead)
             dead = self._roster.dead(plan.members)
+            finished = self._roster.finished(plan.previous)
+        # At a job's end some ranks may be gone before the last ones; in any other plan they have ended too early.
+        is_end = all(verdict is Verdict.PROCEED for verdict in plan.verdicts.values())
         self._tell(
             "plan",
             generation=plan.generation,
@@ -375,6 +390,7 @@ class Coordinator:
             calls=list(plan.calls),
             dead=list(plan.dead),
             left=list(plan.left),
+            ended=[] if is_end else [uid for uid in plan.previous if uid in finished],
             point=plan.point,
             kind=str(plan.kind),
             restart=plan.restart,
@@ -388,11 +404,35 @@ class Coordinator:
 
     def _break(self, plan: Plan, uid: int) -> None:
         """This generation is over because a member is out."""
+        if self._broken_off == plan.generation:
+            return  # every member knows: of many that die together, each would tell all the others again
         self._notices.break_off(plan, uid, self._roster.fate(plan, uid))
+        self._broken_off = plan.generation
 
     def _finish_if_all_have(self, plan: Plan) -> None:
-        if self._roster.have_all(plan.members, 0):
-            self._end("finished", f"all ranks have finished, {plan.world_size} of {self._num_ranks} in the end")
+        if not self._have_all(plan, 0):
+            return
+        if (misuse := self._notices.misuse()) is not None:
+            self._end("fatal", misuse)
+            return
+        found = {rank: self._notices.fingerprint(uid) for rank, uid in enumerate(plan.members)}
+        given = {rank: each for rank, each in found.items() if each is not None}
+        path, difference = first_difference(given)
+        if path:
+            self._tell("ranks differ", step=self._step, path=path, why=difference)
+            self._end("diverged", f"all ranks have finished, and their states differ: {difference}")
+            return
+        if before := self._notices.diverged():  # those that differ may have ended at other steps
+            self._end("diverged", f"all ranks have finished, but not as one model: {before}")
+            return
+        lacking = [f"rank {rank}" for rank, each in found.items() if each is None]
+        uncompared = f"{', '.join(lacking[:3])}{' …' * (len(lacking) > 3)} {NO_FINGERPRINT}" if lacking else ""
+        ranks = f"{plan.world_size} of {self._num_ranks} in the end"
+        self._end("finished", f"all ranks have finished, {ranks}", uncompared=uncompared)
+
+    def _have_all(self, plan: Plan, code: int) -> bool:
+        """True if all members are out, with this code; asked once for each that exits, so counted before looked at."""
+        return len(self._roster.codes) >= plan.world_size and self._roster.have_all(plan.members, code)
 
     def _is_fatal(self) -> bool:
         """Whether a rank says that nobody shall go on; the outcome says so too then."""
@@ -414,9 +454,9 @@ class Coordinator:
             return
         # Generation 0 needs them all: the others would wait for one that left without joining.
         joined = {uid for uid in plan.members if self._notices.has_joined(uid)}
-        left = [uid for uid in plan.members if uid in finished - joined]
-        if left and joined:
-            self._break(plan, left[0])
+        left = next((uid for uid in plan.members if uid in finished and uid not in joined), None)
+        if left is not None and joined:
+            self._break(plan, left)
 
     def _hindrance(self, plan: Plan) -> str:
         """Why the job cannot be relaunched; empty if it can."""
@@ -432,7 +472,7 @@ class Coordinator:
         if len(plan.members) >= self._max_ranks or plan.calls or self._changing == plan.generation:
             return
         with self._lock:
-            spares = self._roster.spares(plan.members)
+            spares = self._roster.spares(frozenset(plan.members))
         waiting = self._callable(spares)
         if waiting and not self._notices.is_broken(plan):
             self._changing = plan.generation
@@ -451,16 +491,16 @@ class Coordinator:
     def _goes_on(self) -> bool:
         return self._outcome is None and not self._closing
 
-    def _end(self, kind: Literal["finished", "failed", "fatal", "too-few", "left"], message: str) -> None:
+    def _end(self, kind: _Ending, message: str, *, uncompared: str = "") -> None:
         """Settle the outcome, once, and let everyone know who waits for a plan or to be called."""
         with self._lock:
             if self._outcome is not None:
                 return
-            self._outcome = Outcome(kind, message, _EXIT_CODES[kind], self._survived)
-            spares = self._roster.spares(self.membership[1])
+            self._outcome = Outcome(kind, message, _EXIT_CODES[kind], self._survived, uncompared)
+            spares = self._roster.spares(frozenset(self.membership[1]))
         with suppress(RuntimeError):  # the store may be what failed
             self._note_progress()
-            if kind != "finished":
+            if kind not in ("finished", "diverged"):
                 self._notices.forbid(message)
             for uid in spares:
                 self._notices.dismiss(uid)

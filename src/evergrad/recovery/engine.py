@@ -8,6 +8,8 @@ what its verdict says, so that by then its state is the one at which the job goe
 
 from __future__ import annotations
 
+import base64
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +29,9 @@ from evergrad.recovery.parcels import receive_state, send_state
 from evergrad.recovery.transport import Group
 
 __all__ = ["Engine"]
+
+_POSTED_BYTES = 16 << 20
+"""The largest state of a single rank that goes through the store."""
 
 
 @dataclass(slots=True)
@@ -80,6 +85,8 @@ class Engine:
     broke_at: float | None = None
     keeping: Keeping = field(default_factory=Keeping)
     """What the rank before this one had."""
+    exchanged: torch.Tensor | None = None
+    """The state that only this rank has, as its neighbour got it at the last point."""
 
     def pass_point(self, kind: Point) -> bool:
         """Pass the next point together with all others; `GroupBroken` if that cannot be.
@@ -124,9 +131,39 @@ class Engine:
         """Give the next rank what only this one has, and keep what the one before gives."""
         before = self.crew.plan.members[group.before]
         varies, point, taken = self.own.loader is not None, self.course.point, self.own.take()
+        self.exchanged = taken
         if self.notes is not None:
             self.notes(point, taken)
         self.keeping.exchange(group, point, taken, before, since=self.first - 1, sizes_vary=varies)
+
+    def post_own(self) -> None:
+        """Tell the store that this rank comes to a step, and what only it has, if the script has changed that.
+
+        The neighbour holds it as it was at the last point. Between that and the next step the script may draw random
+        numbers (validation), and a joiner that is to take this rank's place has to know.
+        """
+        if not self.keeps or self.crew.world_size == 1 or not isinstance(self.crew, Launched):
+            return
+        changed = self.own.take() if self.exchanged is None else self.own.changed_since(self.exchanged)
+        own: str | None = ""
+        if changed is not None:
+            is_small = changed.numel() <= _POSTED_BYTES
+            own = base64.b64encode(changed.numpy().tobytes()).decode() if is_small else None
+        self.crew.client.set(Keys.begun(self.crew.uid), json.dumps({"point": self.course.point, "own": own}))
+
+    def own_of(self, uid: int, kept: torch.Tensor) -> torch.Tensor | None:
+        """The state that only this rank had when it came to the step at which the job goes on; None if nobody knows.
+
+        `kept` is what its neighbour got at the point before.
+        """
+        assert isinstance(self.crew, Launched)
+        text = self.crew.client.find(Keys.begun(uid))
+        posted: dict[str, Any] = json.loads(text) if text is not None else {"point": -1}
+        if posted["point"] != self.crew.plan.point or posted["own"] is None:
+            return None
+        return (
+            torch.frombuffer(bytearray(base64.b64decode(posted["own"])), dtype=torch.uint8) if posted["own"] else kept
+        )
 
     def passed(self, kind: Point) -> None:
         """The point is behind this rank."""
@@ -242,6 +279,19 @@ class Engine:
         self.tell("inexact", reason=why)
         if isinstance(self.crew, Launched):
             self.crew.client.set(Keys.inexact, why)
+
+    def note_diverged(self, why: str) -> None:
+        """Ranks train different models, and the job must not end well; or, with an empty text, not any more."""
+        if why:
+            self.note_inexact(why)
+        if isinstance(self.crew, Launched):
+            self.crew.client.set(Keys.diverged, why)
+
+    def note_unverified(self, why: str) -> None:
+        """Nobody can tell whether the job still is exactly what it would have been."""
+        self.tell("unverified", reason=why)
+        if isinstance(self.crew, Launched):
+            self.crew.client.set(Keys.unverified, why)
 
     def stop(self, error: UsageError) -> None:
         """Nobody can survive this mistake: let the launcher end the job and say why."""

@@ -1,4 +1,4 @@
-"""What a rank's model is in the end, in a few bytes: for tests that compare runs to the last bit.
+"""Digests of a rank's state: compared between ranks when somebody has joined and at the end, and by tests between runs.
 
 With EVERGRAD_RECORD_WEIGHTS=1 in its environment, a job that closes records one event on its timeline:
 
@@ -11,13 +11,20 @@ and -0.0.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import xxhash
 from torch import nn
+from torch.optim import Optimizer
 
-__all__ = ["RECORD_WEIGHTS", "digest", "tell_weights"]
+from evergrad.recovery.guard.digest_tree import gather_digests, gather_json
+from evergrad.recovery.guard.digests import digest_bytes
+from evergrad.recovery.guard.replicas import replica_of, shown_value
+from evergrad.recovery.membership import Fingerprint, first_difference
+from evergrad.recovery.transport import Group
+
+__all__ = ["RECORD_WEIGHTS", "compare_ranks", "digest", "fingerprint_of", "tell_weights"]
 
 RECORD_WEIGHTS = "EVERGRAD_RECORD_WEIGHTS"
 """The name in the environment."""
@@ -45,3 +52,19 @@ def tell_weights(model: nn.Module | None, tell: Callable[..., None], **about: in
         return
     parameters = [*model.named_parameters()]
     tell("weights", **about, weights=digest(parameters), state=digest([*parameters, *model.named_buffers()]))
+
+
+def fingerprint_of(model: nn.Module | None, optimizers: Sequence[Optimizer], step: int) -> Fingerprint:
+    """The fingerprint of what this rank trains: parameters, optimizer state, hyper-parameters."""
+    replica = replica_of(model, optimizers)
+    digests = replica.digests(replica.tensors)
+    values = {path: shown_value(value.read()) for path, value in replica.values.items()}
+    return Fingerprint(step, values, {path: digest[:8].hex() for path, digest in digests.items()})
+
+
+def compare_ranks(group: Group, mine: Fingerprint) -> tuple[str, str]:
+    """The first difference between all ranks' fingerprints, as `first_difference` has it; all ranks get the same."""
+    if len(set(gather_digests(group, digest_bytes(mine.to_json().encode())))) == 1:
+        return "", ""
+    texts = gather_json(group, mine.to_json())
+    return first_difference({rank: Fingerprint.from_json(text) for rank, text in enumerate(texts)})

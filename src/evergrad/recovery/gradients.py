@@ -49,6 +49,9 @@ class Surroundings(Protocol):
     def root(self) -> int:
         """The rank whose layout holds then: one that was there from the beginning."""
 
+    def misused(self) -> str:
+        """Why gradients must not be reduced now; empty if they may be."""
+
     def shares_buffers(self) -> bool:
         """Whether this forward pass is one that every rank makes: in a step, and not in one that others repair."""
 
@@ -226,7 +229,9 @@ class Gradients:
         known = self._known.get(self.module._has_rebuilt_buckets)
         self._is_direct = self._is_settled() and known is not None and known == self._job.layout
         self._is_gathered = False
-        if self.overlap is not None and self.overlap.applied:
+        if wrong := self._job.misused():
+            self.failed, self._misused = self.failed or "this backward is none of the job's", UsageError(wrong)
+        elif self.overlap is not None and self.overlap.applied:
             self.failed = self.failed or "two passes in a step"
             self._misused = UsageError(
                 "overlap=True: a second backward, and the first has updated parameters already. Call job.step after "

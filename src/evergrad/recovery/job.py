@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,8 +36,8 @@ from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.guard.guarding import Guarding
 from evergrad.recovery.guard.settings import GuardSettings, Healing
 from evergrad.recovery.launched import Launched
-from evergrad.recovery.loading import Source
-from evergrad.recovery.membership import Point
+from evergrad.recovery.loading import SamplerRanks, Source
+from evergrad.recovery.membership import Keys, Point
 from evergrad.recovery.overlapping import Overlap, refuse_overlap
 from evergrad.recovery.own import Own
 from evergrad.recovery.passage import Passage
@@ -45,8 +46,10 @@ from evergrad.recovery.saving import Saves
 from evergrad.recovery.snapshots import Snapshot, checked_tracked
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.usage import OptimizerCalls, refuse_model, refuse_parameters
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
+from evergrad.wording import counted
 
 __all__ = ["Job"]
 
@@ -89,6 +92,11 @@ class Job:
             self._engine, self._arrival, self._trained, self._window, saves, self._progress, self._site, tell,
             joining=is_spare or saves is not None,
         )  # fmt: skip
+        self._optimizer_calls = OptimizerCalls(self._stepped_directly)
+        self._sampler_ranks = SamplerRanks(lambda: (max(self.rank, 0), self.world_size))
+        self._was_stopped = False
+        self._has_said_size = False
+        self._batch_index = -1
         self._calls = 0
         self._sources: dict[int, Source] = {}
 
@@ -126,6 +134,11 @@ class Job:
         return self._course.is_idle(self._course.index + len(self._window) - 1)
 
     @property
+    def batch_index(self) -> int:
+        """The number of the present batch in its epoch, from 0; the same again when a step is done again."""
+        return self._batch_index
+
+    @property
     def is_last_batch(self) -> bool:
         """Whether the present batch is the last of its epoch, as it is dealt now: time to step, accumulated or not."""
         deal = self._course.deal
@@ -150,19 +163,26 @@ class Job:
         reduced, with the same result; `job.step(optimizer)` ends the step. Gradients cannot be clipped then, nor the
         learning rate be changed, between the two. It takes as much memory again as parameters and optimizer state.
         """
-        if self._trained.model is not None:
-            raise UsageError("job.wrap: a model is wrapped already. Put several into one module, such as a ModuleDict")
-        if wrong := [name for name in _REFUSED if options.get(name)]:
-            raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
-        if overlap:
-            refuse_overlap(optimizer, after_loss=self._after_loss, find_unused_parameters=find_unused_parameters,
-                           tracked=self._trained.tracked)  # fmt: skip
-        elif optimizer is not None:
-            raise UsageError("job.wrap(optimizer=…): that is for overlap=True; else job.step alone is given it")
         trained = self._trained
+        with self._stopping():
+            if trained.model is not None:
+                raise UsageError(
+                    "job.wrap: a model is wrapped already. Put several into one module whose forward runs them"
+                )
+            refuse_model(model)
+            if wrong := [name for name in _REFUSED if options.get(name)]:
+                raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
+            if overlap:
+                refuse_overlap(optimizer, after_loss=self._after_loss, find_unused_parameters=find_unused_parameters,
+                               tracked=trained.tracked)  # fmt: skip
+            elif optimizer is not None:
+                raise UsageError("job.wrap(optimizer=…): that is for overlap=True; else job.step alone is given it")
         trained.model = model
+        self._optimizer_calls.know(model, optimizer)
         buffers = list(model.buffers())
         self._engine.own = Own(buffers)
+        if self._engine.keeps:
+            self._engine.own.watch(model)
         trained.snapshot = Snapshot(buffers) if self._crew.survives else None
         if self._num_ranks == 1 and not self._can_grow:
             return Unwrapped(model)
@@ -216,44 +236,52 @@ class Job:
         nothing.
         """
         call, self._calls = self._calls, self._calls + 1
-        if id(loader) not in self._sources:  # one for each, so that persistent workers persist
-            self._sources[id(loader)] = Source.of(loader)
-        return self._passage.epoch(self._sources[id(loader)], call)
+        with self._stopping():
+            if id(loader) not in self._sources:  # one for each, so that persistent workers persist
+                self._sources[id(loader)] = Source.of(loader)
+            self._optimizer_calls.refuse_direct("outside of job.batches")
+        return self._epoch(self._passage.epoch(self._sources[id(loader)], call))
 
     def step(self, *optimizers: Optimizer) -> bool:
         """Apply the step, if all ranks have its gradients; False if it has to be done again, or a scaler skipped it."""
-        if not optimizers:
-            raise UsageError("job.step: expected the optimizer, or all of them")
-        if not self._window:
-            raise UsageError(
-                "job.step: no batch since the last step. It is called once a step, inside of 'for … in "
-                "job.batches(loader)'; give it all optimizers at once"
-            )
         engine, passage, course = self._engine, self._passage, self._course
-        self._trained.optimizers.meet(optimizers)
+        with self._stopping():
+            self._check_step(optimizers)
+            self._trained.optimizers.meet(optimizers)
         if self._window.is_doomed:
             passage.roll_back()
             return False
         if engine.gradients is not None and self._window.reduced < len(self._window):
+            never = not getattr(engine.gradients.module, "_lazy_init_ran", True)
             passage.stop(UsageError(
-                "job.step: the last backward has reduced no gradients. Either it ran under no_sync(), or the loss does "
-                "not reach all parameters: job.wrap(model, find_unused_parameters=True)"
+                "job.step: the model that job.wrap returned was never called, so no gradients are reduced. Compute the "
+                "loss by it, and not by the module that job.wrap was given: model = job.wrap(model); model(x)"
+                if never else
+                "job.step: the last backward has reduced no gradients. Either it ran under no_sync(), or the loss was "
+                "not computed by the model that job.wrap returned, or it does not reach all parameters: "
+                "job.wrap(model, find_unused_parameters=True)"
             ))  # fmt: skip
         if engine.gradients is None:  # alone: no backward pass ends in a point
             engine.pass_point(Point.STEP)
         self._site(Phase.OPTIMIZER)
         # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
         factor = len(engine.contributors()) / self._num_ranks if self._after_loss == "scale_lr" else 1.0
-        was_applied = self._trained.optimizers.apply(self._trained.tracked, factor)
+        self._optimizer_calls.by_job = True
+        try:
+            was_applied = self._trained.optimizers.apply(self._trained.tracked, factor)
+        finally:
+            self._optimizer_calls.by_job = False
         engine.tries = 0
         if passage.guarding is not None:
             passage.guarding.applied()
         course.applied(len(self._window), sorted(engine.missing))
+        self._trained.let_go()
         passage.end_step()
-        passage.is_save_due = self._saves is not None and self._saves.is_due(course.step)
+        passage.is_save_due = self._is_save_due()
         if engine.gradients is not None:
             engine.gradients.finish()
         self._progress.show(course, self._crew)
+        self._say_if_it_cannot_grow()
         if engine.broke_at is not None:
             self._tell("going on", step=course.step, generation=self.generation,
                        seconds=time.monotonic() - engine.broke_at)  # fmt: skip
@@ -263,17 +291,119 @@ class Job:
     def close(self) -> None:
         """Leave the job. Done at exit by itself; twice is fine."""
         self._departure.close()
+        self._optimizer_calls.close()
+        self._sampler_ranks.close()
         try:
             self._let_go()
             is_member = not self._arrival.waits and self._crew.plan.rank_of(self._crew.uid) is not None
             if is_member:
                 about = {"rank": self.rank, "uid": self._crew.uid, "generation": self.generation, "steps": self.applied}
                 tell_weights(self._trained.model, self._tell, **about)
+                self._passage.publish_fingerprint()
             if is_member and self._course.step:
                 with suppress(RuntimeError):  # the store may be gone
                     self._progress.show(self._course, self._crew, at_once=True)
+            elif is_member and self._is_among_others and not self._was_stopped:
+                self._tell_misuse()
         finally:
             self._crew.close()
+
+    @property
+    def _is_among_others(self) -> bool:
+        """True if there are, or may be, other ranks."""
+        return self._num_ranks > 1 or self._can_grow
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """A mistake of the script in here ends the whole job: every rank makes it, also after a restart."""
+        try:
+            yield
+        except UsageError as error:
+            self._was_stopped = True
+            if not self._arrival.waits:
+                self._engine.stop(error)
+            raise
+
+    def _check_step(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """`UsageError` if a step that is made now would not be one of the job."""
+        if not optimizers:
+            raise UsageError("job.step: expected the optimizer, or all of them")
+        if self._trained.model is None:
+            raise UsageError(
+                "job.step: no model was given to job.wrap, so no gradients are reduced, and each rank would train a "
+                "model of its own. Call model = job.wrap(model) before the loop, and compute the loss by that model"
+            )
+        if not self._calls:
+            raise UsageError(
+                "job.step: no batch since the last step, and job.batches was never called. Take batches from the job: "
+                "for batch in job.batches(loader)"
+            )
+        if not self._window:
+            raise UsageError(
+                "job.step: no batch since the last step. It is called once a step, inside of 'for … in "
+                "job.batches(loader)'; give it all optimizers at once"
+            )
+        if self._engine.gradients is not None and not self._course.index:  # once an epoch: some may be unfrozen there
+            refuse_parameters(optimizers, self._engine.gradients.parameters)
+
+    def _is_save_due(self) -> bool:
+        """Decide to save before the next step: after `every` steps, or when the checkpointer's policy wants it."""
+        if self._saves is None:
+            return False
+        # Ranks that had to recover after this step's point are in another generation: nobody can be asked, or saves.
+        agrees = self._engine.passed_in == self._crew.plan.generation
+        try:
+            return self._saves.is_due(self._course.step, self._largest if agrees else None)
+        except GroupBroken:  # the next point will find the same
+            return False
+
+    def _largest(self, numbers: list[float]) -> list[float]:
+        """The largest over all ranks, number by number."""
+        told = torch.tensor(numbers, dtype=torch.float64)
+        self._crew.group().all_reduce(told, "max").wait()
+        return [float(number) for number in told]
+
+    def _say_if_it_cannot_grow(self) -> None:
+        """Once: a spare waits, and only the loader of each rank knows which data it has not read."""
+        loader = self._engine.own.loader
+        if self._has_said_size or loader is None or not self._crew.wants_change:
+            return
+        self._has_said_size = True
+        if self.rank == 0:
+            kind, ranks = type(loader).__qualname__, counted(self.world_size, "rank")
+            why = (
+                f"a spare waits to join, and cannot: {kind} keeps its own place in the data, so the job cannot give a "
+                f"new rank a share of it. It stays at {ranks}; a spare still takes a dead rank's place. To grow, use a "
+                "DataLoader over a map-style dataset"
+            )
+            self._tell("cannot_grow", reason=why)
+            print(f"evergrad: {why}", file=sys.stderr)
+
+    def _stepped_directly(self) -> None:
+        """An optimizer is about to change the wrapped model, and not by `job.step`."""
+        if self._passage.is_iterating:
+            with self._stopping():
+                self._optimizer_calls.refuse_direct("inside of job.batches")
+
+    def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """One epoch for the script; whether it made its steps by the job is known at the end."""
+        calls = self._optimizer_calls
+        calls.others = 0
+        with closing(cast("Generator[Any, None, None]", batches)):
+            for batch in batches:
+                self._batch_index = self._course.index + len(self._window) - 1
+                yield batch
+        if self._is_among_others and not self._course.step and self._trained.model is None:
+            with self._stopping():
+                calls.refuse_epoch()
+
+    def _tell_misuse(self) -> None:
+        """The script has come to its end without a step of the job: say so if optimizers were stepped all the same."""
+        if why := self._optimizer_calls.unused(self._trained.model is not None):
+            print(f"evergrad: rank {self.rank}: {why}", file=sys.stderr)
+            if isinstance(self._crew, Launched):
+                with suppress(RuntimeError):
+                    self._crew.client.set(Keys.misuse, f"rank {self.rank}: {why}")
 
     def _reduced(
         self,
@@ -285,7 +415,7 @@ class Job:
     ) -> Any:
         """The model among others: under a DDP whose gradients this job reduces, and the same on all ranks."""
         trained, window = self._trained, self._window
-        around = Around(self._engine, lambda: (window.reduced, len(window)), self._site, self._passage.ended_backward)
+        around = Around(self._engine, window, self._site, self._passage.ended_backward)
         gradients = Gradients(
             model,
             around,
@@ -295,6 +425,7 @@ class Job:
             **options,
         )
         self._engine.gradients = gradients
+        gradients.module.register_forward_pre_hook(window.note_forward)
         if overlapped is not None:
             gradients.overlap = Overlap(overlapped, gradients.parameters, undoable=self._crew.survives)
             trained.optimizers.meet((overlapped,))

@@ -82,9 +82,13 @@ class Launched(Crew):
         for uid in filter(None, os.environ.get("EVERGRAD_AWAITED", "").split(",")):
             self.client.wait(Keys.waiting(int(uid)))
 
-    def await_call(self) -> Plan | None:
-        """Wait to be called into a generation; None if the job has ended without a need for this process."""
+    def await_call(self, meanwhile: Callable[[], None] = lambda: None) -> Plan | None:
+        """Wait to be called into a generation; None if the job has ended without a need for this process.
+
+        `meanwhile` is done once others know that this process waits.
+        """
         self.client.set(Keys.waiting(self.uid), "1")
+        meanwhile()
         generation = int(self.client.get(Keys.called(self.uid)))
         if generation < 0:
             return None

@@ -31,6 +31,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import distributed
+from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -38,7 +40,7 @@ from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError, UsageError
 from evergrad.recovery.dealing import Epoch
 
-__all__ = ["Batches", "Order", "Source"]
+__all__ = ["Batches", "Order", "SamplerRanks", "Source"]
 
 # Batches come in the order of the books: `in_order` is left at its default, whatever the loader says.
 _PASSED_ON = (
@@ -53,6 +55,7 @@ _PASSED_ON = (
     "persistent_workers",
     "pin_memory_device",
 )
+_SAMPLERS: Any = torch_data.distributed
 _TOO_MANY = 1_000
 _ADVICE = "Pass a DataLoader over a map-style dataset, or a loader with state_dict and load_state_dict"
 
@@ -114,6 +117,34 @@ class Batches(AbstractContextManager["Batches"], Iterator[Any]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class SamplerRanks:
+    """Lets `DistributedSampler(dataset)` be made in a job, which has no default process group to ask for its rank.
+
+    It takes the place of `torch.distributed` in the sampler's module; a default group, where there is one, goes first.
+    """
+
+    def __init__(self, ranks: Callable[[], tuple[int, int]]) -> None:
+        """`ranks` gives this process's rank and how many there are."""
+        self._ranks = ranks
+        _SAMPLERS.dist = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(distributed, name)
+
+    def get_rank(self) -> int:
+        """Of the default group, or of the job."""
+        return distributed.get_rank() if distributed.is_initialized() else self._ranks()[0]
+
+    def get_world_size(self) -> int:
+        """Of the default group, or of the job."""
+        return distributed.get_world_size() if distributed.is_initialized() else self._ranks()[1]
+
+    def close(self) -> None:
+        """Give the module its own again. Twice is fine."""
+        if _SAMPLERS.dist is self:
+            _SAMPLERS.dist = distributed
 
 
 class _Dealt(Iterable[Sequence[int]]):

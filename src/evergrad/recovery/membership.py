@@ -13,12 +13,27 @@ the coordinator decides from the reports alone, and the plan of the next generat
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as fields_of
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["LEFT_TOGETHER", "SCHEMA_VERSION", "Keys", "Plan", "Point", "Report", "Verdict"]
+__all__ = [
+    "LEFT_TOGETHER",
+    "SCHEMA_VERSION",
+    "Fingerprint",
+    "Keys",
+    "Plan",
+    "Point",
+    "Report",
+    "Verdict",
+    "first_difference",
+]
 
 SCHEMA_VERSION = 1
 LEFT_TOGETHER = 75
@@ -139,6 +154,8 @@ class Plan:
     """The places they will take: position among members and vacant places together, and the uid of who had it."""
     held: dict[int, int] = field(default_factory=dict)
     """Who holds what only that member has, since the last point that was passed: in force until the next one is."""
+    _ranks: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Each member's rank, by uid; made when the first is asked for."""
 
     @property
     def world_size(self) -> int:
@@ -147,11 +164,15 @@ class Plan:
 
     def rank_of(self, uid: int) -> int | None:
         """The rank of a process in this generation; None if it has none."""
-        return self.members.index(uid) if uid in self.members else None
+        if not self._ranks:
+            # At once: threads of the coordinator may ask at the same time.
+            self._ranks.update({member: rank for rank, member in enumerate(self.members)})
+        return self._ranks.get(uid)
 
     def to_json(self) -> str:
         """As text for the store."""
-        return json.dumps(asdict(self) | {"schema_version": SCHEMA_VERSION})
+        told = {one.name: getattr(self, one.name) for one in fields_of(self) if one.init}
+        return json.dumps(told | {"schema_version": SCHEMA_VERSION})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -164,6 +185,67 @@ class Plan:
             fields[name] = {int(key): value for key, value in fields[name].items()}
         fields["verdicts"] = {int(key): Verdict(value) for key, value in fields["verdicts"].items()}
         return cls(**fields | {"kind": Point(fields["kind"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The parts of one rank's state that all ranks must have alike, in a few bytes each."""
+
+    step: int
+    """The number of steps that this rank has applied."""
+    values: dict[str, str]
+    """Plain values by path, as text: hyper-parameters."""
+    tensors: dict[str, str]
+    """Digests of tensors by path: parameters and optimizer state."""
+
+    def to_json(self) -> str:
+        """As text for the store."""
+        packed = zlib.compress(json.dumps({"values": self.values, "tensors": self.tensors}).encode(), 1)
+        fields = {"schema_version": SCHEMA_VERSION, "step": self.step, "packed": base64.b64encode(packed).decode()}
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Fingerprint:
+        """Back from text."""
+        fields = _fields(text)
+        return cls(fields["step"], **json.loads(zlib.decompress(base64.b64decode(fields["packed"]))))
+
+
+def first_difference(found: Mapping[int, Fingerprint]) -> tuple[str, str]:
+    """The path in which ranks differ, plain values before tensors, and a line about it; two empty texts if in none.
+
+    >>> one = Fingerprint(3, {"optimizer/param_groups/0/lr": "0.1"}, {"model/w": "9f3c"})
+    >>> two = Fingerprint(3, {"optimizer/param_groups/0/lr": "0.2"}, {"model/w": "02ab"})
+    >>> first_difference({0: one, 1: two})[1]
+    'optimizer/param_groups/0/lr is 0.1 on rank 0 and 0.2 on rank 1 (and 1 more difference)'
+    """
+    steps = {rank: each.step for rank, each in found.items()}
+    if len(set(steps.values())) > 1:
+        return "step", "applied steps: " + ", ".join(f"{step} on rank {rank}" for rank, step in sorted(steps.items()))
+    wrong: list[tuple[str, str]] = []
+    for kind in ("values", "tensors"):
+        columns: dict[int, dict[str, str]] = {rank: getattr(each, kind) for rank, each in sorted(found.items())}
+        for path in dict.fromkeys(path for column in columns.values() for path in column):
+            seen = {rank: column.get(path) for rank, column in columns.items()}
+            if len(set(seen.values())) > 1:
+                wrong.append((path, _told(path, seen, is_value=kind == "values")))
+    if not wrong:
+        return "", ""
+    more = len(wrong) - 1
+    return wrong[0][0], wrong[0][1] + (f" (and {more} more difference{'s' * (more > 1)})" if more else "")
+
+
+def _told(path: str, seen: Mapping[int, str | None], *, is_value: bool) -> str:
+    """One difference in words: the rank that most others agree with, and the first that does not."""
+    usual = Counter(seen.values()).most_common(1)[0][0]
+    one = next(rank for rank, value in seen.items() if value == usual)
+    other = next(rank for rank, value in seen.items() if value != usual)
+    if usual is None or seen[other] is None:
+        has, lacks = (other, one) if usual is None else (one, other)
+        return f"{path} is there on rank {has} and missing on rank {lacks}"
+    if is_value:
+        return f"{path} is {usual} on rank {one} and {seen[other]} on rank {other}"
+    return f"{path} on rank {other} is not what it is on rank {one}"
 
 
 class Keys:
@@ -214,8 +296,26 @@ class Keys:
         """The plan of a generation; once it is there it never changes."""
         return f"plan/{generation}"
 
+    misuse = "misuse"
+    """Which calls the script leaves out, so that its training counts for nothing, if that is known only at the end."""
+
     inexact = "inexact"
     """Why the job is no longer exactly what it would have been, if it is not."""
+    diverged = "diverged"
+    """How ranks differed after somebody had joined; empty once a guard has made them alike again."""
+    unverified = "unverified"
+    """Why nobody can tell whether the job still is exactly what it would have been, if nobody can."""
+
+    @staticmethod
+    def begun(uid: int) -> str:
+        """JSON of the step that this process has come to last: its first point, and the process's own state, if that
+        has changed since the point before."""
+        return f"begun/{uid}"
+
+    @staticmethod
+    def fingerprint(uid: int) -> str:
+        """The fingerprint of a process that has ended its training."""
+        return f"fingerprint/{uid}"
 
     @staticmethod
     def fired(index: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from evergrad.recovery.membership import Keys, Plan, Report
+from evergrad.recovery.membership import Fingerprint, Keys, Plan, Report
 from evergrad.recovery.stores import Sealed
 
 __all__ = ["Notices"]
@@ -26,6 +26,10 @@ class Notices:
     def fatal(self) -> str | None:
         """Why nobody shall go on, if a rank says so."""
         return self._store.find(Keys.fatal)
+
+    def misuse(self) -> str | None:
+        """Which calls the script leaves out, if a rank says so when it has finished."""
+        return self._store.find(Keys.misuse)
 
     def progress(self) -> int:
         """How many steps were applied, as far as ranks have told."""
@@ -57,6 +61,15 @@ class Notices:
         """What a survivor saw of it, once it has told."""
         text = self._store.find(Keys.report(plan.generation, uid))
         return None if text is None else Report.from_json(text)
+
+    def diverged(self) -> str:
+        """How ranks differed after somebody had joined, if they did, and nothing has made them alike since."""
+        return self._store.find(Keys.diverged) or ""
+
+    def fingerprint(self, uid: int) -> Fingerprint | None:
+        """The fingerprint of what a process has trained, once it has ended its training."""
+        text = self._store.find(Keys.fingerprint(uid))
+        return None if text is None else Fingerprint.from_json(text)
 
     def publish(self, plan: Plan) -> None:
         """Say what the next generation is."""

@@ -1,64 +1,112 @@
-"""The optimizers of a job: known from the first step on, owed a state until then, stepped by a scaler if any."""
+"""The optimizers of a job: found before the script hands them over, given their state, stepped by a scaler if any.
+
+A script shows its optimizers in its first `job.step`. That is too late for a process that joins, or that restores a
+checkpoint: by then the script has set hyper-parameters for the step (`group["lr"] = …`), and loading the state would
+undo that. So a process looks for optimizers of the wrapped model's parameters when it arrives, and loads their state
+before the script's code runs. One that is not found so (because it is made later, or because two fit) is loaded in
+`job.step`, and what the script has changed in it since then is kept.
+"""
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
 from evergrad.recovery.overlapping import Overlap, refuse_overlap
 from evergrad.recovery.snapshots import is_scaler
 
-__all__ = ["Optimizers"]
+__all__ = ["Optimizers", "find_optimizers"]
+
+_Hyper = dict[str, Any]
+"""A parameter group without its parameters."""
 
 
 class Optimizers:
-    """A process learns of its optimizers when it first calls `job.step`: a joiner gets their states there.
+    """The optimizers of this process.
 
-    One that is overlapped with backward is known before, and has done its work when `job.step` is called.
+    One that is overlapped with backward is known from `job.wrap` on, and has done its work when `job.step` is called.
     """
 
     def __init__(self) -> None:
         self.known: tuple[Optimizer, ...] = ()
         self.overlap: Overlap | None = None
+        self._found: list[Optimizer] = []
+        """Those that were found when this process arrived."""
+        self._is_assumed = False
+        """True if `known` was found rather than given to `job.step`."""
         self._owed: list[Any] = []
+        self._before: dict[int, list[_Hyper]] = {}
+        """The hyper-parameters of those that were found, when a state was owed to them; by the identity of groups."""
+        self._noted: list[tuple[dict[str, Any], _Hyper]] = []
+
+    def look(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look for the optimizers of these parameters."""
+        self._found = find_optimizers(parameters)
 
     def meet(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Know them, and give them what they are owed."""
+        """Take the optimizers that the script gives to `job.step`, and load what they are owed."""
         if self.known and self.known != optimizers:
             if self.overlap is not None:
                 raise UsageError(
                     f"job.step: with overlap=True there is one optimizer, that of job.wrap; found {len(optimizers)}, "
                     "or another one. Put all parameters into its groups, or leave overlap=True out"
                 )
-            raise UsageError("job.step: other optimizers than before. Give it all of them, each time")
+            if not self._is_assumed:
+                raise UsageError("job.step: other optimizers than before. Give it all of them, each time")
+            if [id(one.param_groups) for one in self.known] != [id(one.param_groups) for one in optimizers]:
+                self._owed = self.states()  # those that were found are not the ones that are used
+            self.known = ()
         if not self.known and (greedy := next((one for one in optimizers if _needs_closure(one)), None)):
             raise UsageError(
                 f"job.step: {type(greedy).__qualname__} evaluates the model as often as it likes within a step, which "
                 "cannot be taken back when a rank is lost. Use an optimizer that steps without a closure"
             )
-        self.known = optimizers
+        self.known, self._is_assumed = optimizers, False
         self._pay()
 
     def owe(self, states: Iterable[Any]) -> None:
-        """What they get: at once if they are known, or when they are met."""
+        """Load these states: at once if the optimizers are known or can be found, else when they are met."""
         self._owed = list(states)
+        if not self.known:
+            self._before = {id(one.param_groups): [_hyper(group) for group in one.param_groups] for one in self._found}
+            self.known = _matched(self._owed, self._found)
+            self._is_assumed = bool(self.known)
         if self.known:
-            self._pay()
+            self._before = {}
+            self._pay(keep_changes=False)
 
-    def _pay(self) -> None:
-        optimizers, owed, self._owed = self.known, self._owed, []
-        if owed and len(owed) != len(optimizers):
-            raise UsageError(f"job.step: {len(optimizers)} optimizers, and the job has states of {len(owed)}")
-        for optimizer, state in zip(optimizers, owed, strict=False):
-            optimizer.load_state_dict(state)
+    @property
+    def is_owed(self) -> bool:
+        """True if a state waits for optimizers that have not been met."""
+        return bool(self._owed)
 
     def states(self) -> list[Any]:
-        """What a joiner gets: their states, or those that they are still owed."""
+        """The states that a joiner gets: those of the optimizers, or those that they are still owed."""
         return self._owed or [one.state_dict() for one in self.known]
+
+    def note_hyper_parameters(self) -> None:
+        """Copy the hyper-parameters at the beginning of a step."""
+        groups = [group for one in self.known or self._found for group in one.param_groups]
+        self._noted = [(group, _hyper(group)) for group in groups]
+
+    def put_back_hyper_parameters(self) -> None:
+        """Undo what the script has changed since then: the step is done again."""
+        for group, noted in self._noted:
+            for key in [key for key in group if key != "params" and key not in noted]:
+                del group[key]
+            for key, value in noted.items():
+                now = group.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == value.shape:
+                    with torch.no_grad():
+                        now.copy_(value)  # the same tensor: a captured graph may read it
+                else:
+                    group[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def apply(self, tracked: Mapping[str, Any], factor: float) -> bool:
         """Step them all, at this share of their learning rate; False if a scaler found gradients that overflowed."""
@@ -84,6 +132,100 @@ class Optimizers:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         return was_applied
+
+    def _pay(self, *, keep_changes: bool = True) -> None:
+        optimizers, owed, self._owed = self.known, self._owed, []
+        if owed and len(owed) != len(optimizers):
+            raise UsageError(f"job.step: {len(optimizers)} optimizers, and the job has states of {len(owed)}")
+        for optimizer, state in zip(optimizers, owed, strict=False):
+            changed = self._changed(optimizer) if keep_changes else []
+            optimizer.load_state_dict(state)
+            for group, values in zip(optimizer.param_groups, changed, strict=False):
+                group.update(values)
+
+    def _changed(self, optimizer: Optimizer) -> list[_Hyper]:
+        """The hyper-parameters that the script has set since this process arrived, by group.
+
+        Of an optimizer that was made since then, those that are not its defaults.
+        """
+        before = self._before.get(id(optimizer.param_groups), [])
+        found = []
+        for number, group in enumerate(optimizer.param_groups):
+            was = before[number] if number < len(before) else optimizer.defaults
+            hyper = _hyper(group)
+            found.append({key: value for key, value in hyper.items() if key in was and not _equal(value, was[key])})
+        return found
+
+
+def find_optimizers(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
+    """All optimizers of this process that update any of these parameters, each once."""
+    wanted = {id(parameter) for parameter in parameters}
+    if not wanted:
+        return []
+    kinds: dict[type, bool] = {}
+    found: dict[int, Optimizer] = {}
+    for thing in gc.get_objects():
+        kind = type(thing)  # not isinstance, which would ask proxies for their class
+        if kind not in kinds:
+            kinds[kind] = issubclass(kind, Optimizer)
+        if not kinds[kind]:
+            continue
+        groups = getattr(thing, "param_groups", None)
+        if not isinstance(groups, list):  # not initialised yet, or not any more
+            continue
+        # One that wraps another one shares its groups: the inner one is loaded, whichever is found first.
+        if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
+            found.setdefault(id(groups), thing)
+    return list(found.values())
+
+
+def _matched(states: Sequence[Any], optimizers: Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    """The optimizer that each state belongs to; nothing if that is not certain for every one of them."""
+    chosen = []
+    for state in states:
+        fitting = [one for one in optimizers if _has_groups_of(state, one)]
+        if len(fitting) > 1:
+            fitting = [one for one in fitting if _has_shapes_of(state, one)]
+        if len(fitting) != 1:
+            return ()
+        chosen += fitting
+    return tuple(chosen) if len({id(one) for one in chosen}) == len(states) else ()
+
+
+def _has_groups_of(state: Any, optimizer: Optimizer) -> bool:
+    """True if a state has this optimizer's hyper-parameters, and as many parameters in each group."""
+    saved, groups = state["param_groups"], optimizer.param_groups
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        return False
+    # Only the optimizer's own: a scheduler adds others (initial_lr).
+    return all(
+        optimizer.defaults.keys() & group.keys() <= found.keys() for group, found in zip(groups, saved, strict=True)
+    )
+
+
+def _has_shapes_of(state: Any, optimizer: Optimizer) -> bool:
+    """True if the entries of a state have the shapes of this optimizer's parameters."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = {number: parameter.shape for number, parameter in zip(numbers, parameters, strict=True)}
+    return all(
+        value.shape == shapes.get(number)
+        for number, entry in state["state"].items()
+        for value in (entry.values() if isinstance(entry, Mapping) else ())
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+
+
+def _hyper(group: Mapping[str, Any]) -> _Hyper:
+    """A copy of a group's hyper-parameters."""
+    values = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

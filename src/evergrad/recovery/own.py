@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from evergrad.recovery.parcels import pack, unpack
 from evergrad.recovery.transport import Group, swap
@@ -41,6 +42,18 @@ class Randomness:
         random.setstate(self.python)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
+
+    def equals(self, other: Randomness) -> bool:
+        """True if all generators are in the same states."""
+        (_, words, *rest), (_, others, *other_rest) = self.numpy, other.numpy
+        return (
+            torch.equal(self.torch, other.torch)
+            and self.python == other.python
+            and rest == other_rest
+            and np.array_equal(words, others)
+            and len(self.cuda) == len(other.cuda)
+            and all(torch.equal(one, two) for one, two in zip(self.cuda, other.cuda, strict=True))
+        )
 
     def parts(self) -> list[torch.Tensor]:
         """As tensors of bytes, whose sizes never change."""
@@ -73,14 +86,38 @@ class Own:
         self._buffers = list(buffers)
         self.loader: Any = None
         """A stateful loader whose place in the data no other rank knows."""
+        self._has_run = False
+        """True if a module with buffers has run in training mode since the last `take`."""
+        self._taken: tuple[torch.Tensor, Randomness] | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Notice when the buffers of a model may have changed: torch does not count all changes of them."""
+        for module in model.modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self._note_run)
+
+    def _note_run(self, module: nn.Module, _: object) -> None:
+        self._has_run |= module.training
+
+    def changed_since(self, taken: torch.Tensor) -> torch.Tensor | None:
+        """All of it as one tensor, if it is not what was taken then; else None."""
+        is_last = self._taken is not None and self._taken[0] is taken and not self._has_run
+        # Without looking at every buffer in every step.
+        if is_last and self._taken is not None and self._taken[1].equals(Randomness()):
+            return None
+        now = self.take()
+        return None if torch.equal(now, taken) else now
 
     def take(self) -> torch.Tensor:
         """All of it as one tensor of bytes, on the CPU."""
-        parts = Randomness().parts()
+        self._has_run, random_ = False, Randomness()
+        parts = random_.parts()
         parts += _together([_bytes(buffer) for buffer in self._buffers])
         if self.loader is not None:
             parts.append(pack(self.loader.state_dict()))
-        return torch.cat(parts)
+        taken = torch.cat(parts)
+        self._taken = taken, random_
+        return taken
 
     def put(self, taken: torch.Tensor) -> Any:
         """Make this process what another one was when it took this; the state of its loader, if it had one."""

@@ -7,21 +7,26 @@ begin ──▶ ( settle in ──▶ check ──▶ save ──▶ batch … b
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+import torch
 
 from evergrad.errors import UsageError
 from evergrad.records import Check
 from evergrad.recovery.arriving import Arrival
 from evergrad.recovery.engine import Engine
 from evergrad.recovery.failures.schedule import Phase
+from evergrad.recovery.fingerprints import compare_ranks, fingerprint_of
 from evergrad.recovery.guard.guarding import Guarding
+from evergrad.recovery.launched import Launched
 from evergrad.recovery.loading import Source
-from evergrad.recovery.membership import LEFT_TOGETHER, Point, Verdict
+from evergrad.recovery.membership import LEFT_TOGETHER, Fingerprint, Keys, Point, Verdict
 from evergrad.recovery.progress import Progress
 from evergrad.recovery.saving import Saves
 from evergrad.recovery.trained import Trained
@@ -30,6 +35,7 @@ from evergrad.recovery.window import Given, Window
 
 __all__ = ["Passage"]
 
+_log = logging.getLogger(__name__)
 _ASKED = 128 + signal.SIGTERM
 
 
@@ -50,21 +56,25 @@ class Passage:
     is_iterating: bool = False
     is_save_due: bool = False
     _must_follow: bool = False
+    _compared: tuple[int, int] = (-1, 0)
+    """The generation in which ranks were last compared because somebody had joined, and how often."""
+    _fingerprint: Fingerprint | None = None
+    """Of this rank's state at the end of the last epoch, or where the script left it."""
 
     def epoch(self, source: Source, call: int) -> Iterator[Any]:
         """The batches of one epoch, which is the script's `call`-th."""
         if self.is_iterating:
             raise UsageError("job.batches: an epoch is under way. One at a time: finish it, or break out of it, first")
-        self.is_iterating = True
+        self.is_iterating, has_ended = True, False
         course = self.engine.course
         try:
             self.arrival.arrive()
             if call < course.epoch:  # over before this process came
-                self.joining &= call != self.arrival.unattended
+                self._skip(call)
                 return
             while course.epoch < call:  # the loop before was left early, on all ranks
                 course.close()
-            self.joining = False
+            self._end_joining()
             self._begin(source)
             is_over = False
             while not is_over:
@@ -72,10 +82,54 @@ class Passage:
                     yield given.batch
                 self.end_step()
                 is_over = self._end()
+            has_ended = True
+        except GeneratorExit:  # the script has left the loop
+            has_ended = True
+            raise
         finally:
             self.is_iterating = False
             self.window.again.clear()
             self.end_step()
+            if has_ended:
+                self._take_fingerprint()
+
+    def _skip(self, call: int) -> None:
+        """Pass over an epoch that ended before this process came.
+
+        The script may train nothing in it, but can do anything after it: step a scheduler, draw random numbers. None
+        of that counts, so the state is put in place again when it begins to count.
+        """
+        trained, arrival = self.trained, self.arrival
+        trained.hold()
+        if self.joining and call == arrival.unattended:
+            trained.put_in_place()
+            self.joining = False
+            if not arrival.is_own_behind:
+                trained.let_go()
+
+    def _end_joining(self) -> None:
+        """This process comes to the epoch that the job is in, with the job's state."""
+        # Where it has done what a dead rank had yet to do, its generators are as they should be.
+        self.trained.put_in_place(own=self.joining)
+        self.trained.let_go()
+        self.joining = False
+        if self.arrival.unattended >= 0 and not self.arrival.has_yielded:
+            self.trained.hold()  # until a step is applied: a restart from the same version begins here again
+
+    def publish_fingerprint(self) -> None:
+        """Let the launcher compare what this rank has trained with the others, at the job's end."""
+        if self.is_iterating:  # the script has kept the iterator
+            self._take_fingerprint()
+        crew = self.engine.crew
+        if self._fingerprint is not None and isinstance(crew, Launched):
+            with suppress(RuntimeError):  # the store may be gone
+                crew.client.set(Keys.fingerprint(crew.uid), self._fingerprint.to_json())
+
+    def _take_fingerprint(self) -> None:
+        """Now, because whatever the script does to the model after its training is no part of that."""
+        trained = self.trained
+        if isinstance(self.engine.crew, Launched) and not sys.is_finalizing() and not trained.optimizers.is_owed:
+            self._fingerprint = fingerprint_of(trained.model, trained.optimizers.known, self.engine.course.step)
 
     def ended_backward(self) -> None:
         """At the end of a backward pass, before it returns: all gradients on all ranks, or a decision."""
@@ -202,17 +256,23 @@ class Passage:
         self.arrival.has_yielded = True
         is_first = not window
         given = window.give(batch, redoable=trained.snapshot is not None)
-        if is_first and trained.snapshot is not None:
-            trained.snapshot.take(trained.tracked)
+        if is_first:
+            trained.begin_step()
         return given
 
     def _prepare_step(self) -> None:
         """Be where a step can begin: in a generation that has formed, checked and saved as far as that is due."""
         engine, course = self.engine, self.engine.course
-        self._settle_in_or_recover()
-        self._check_if_due()
-        if not course.is_begun:  # everyone has gone back to the beginning of this epoch
-            self._begin(course.source)
+        if not self.window.again:  # else generators are where they were after the first batch was fetched
+            engine.post_own()
+        is_prepared = False
+        while not is_prepared:
+            self._settle_in_or_recover()
+            self._check_if_due()
+            if not course.is_begun:  # everyone has gone back to the beginning of this epoch
+                self._begin(course.source)
+            else:  # never before an epoch's first point, which a joiner passes first
+                is_prepared = self._compare_if_due()
         self._save_if_due()
         engine.begin_step()
         if engine.gradients is not None:
@@ -268,6 +328,45 @@ class Passage:
         if engine.course.follow(engine.crew.rank, engine.crew.world_size):
             self.window.again.clear()
         engine.members = engine.crew.plan.members
+
+    def _compare_if_due(self) -> bool:
+        """Compare the state of all ranks when somebody has joined, and again after the first step with it.
+
+        Whether that is due depends on nothing but what all members of a generation share, so that all come to it. False
+        if the generation broke meanwhile.
+        """
+        engine, plan = self.engine, self.engine.crew.plan
+        count = self._compared[1] if self._compared[0] == plan.generation else 0
+        is_due = count == 0 or (count == 1 and engine.stepped_in == plan.generation)
+        if not (is_due and plan.joiners and plan.generation and plan.world_size > 1) or engine.is_repairing:
+            return True
+        try:
+            self._compare("when it had joined" if count == 0 else "after the first step with it")
+            self._compared = plan.generation, count + 1
+            return True
+        except GroupBroken as error:
+            why = str(error)
+        self._recover(Point.JOIN, why)
+        return False
+
+    def _compare(self, when: str) -> None:
+        """Compare now; `GroupBroken` if the group breaks."""
+        engine, crew, trained = self.engine, self.engine.crew, self.trained
+        group, known = crew.group(), trained.optimizers.known
+        some_lack = torch.tensor([float(not known or trained.optimizers.is_owed)])
+        group.all_reduce(some_lack, "max").wait()
+        # Optimizers that a joiner has not shown yet cannot be compared: they are after its first step.
+        mine = fingerprint_of(trained.model, () if some_lack.item() else known, engine.course.step)
+        path, difference = compare_ranks(group, mine)
+        expected, self.arrival.expected = self.arrival.expected, None
+        if expected is not None and engine.own.loader is None and not torch.equal(engine.own.take(), expected):
+            engine.note_inexact(f"rank {crew.rank} has joined, and its random numbers or buffers are not as expected")
+        joined = ", ".join(f"rank {crew.plan.rank_of(uid)}" for uid in crew.plan.joiners)
+        if path and group.rank == 0:
+            self.tell("ranks differ", step=engine.course.step, path=path, why=difference, joined=joined)
+            text = f"ranks differ ({joined} joined; compared {when}): {difference}"
+            engine.note_diverged(text)
+            _log.warning("step %d: %s", engine.course.step, text)
 
     def _check_if_due(self) -> None:
         """Before a step: compare what all ranks have, as often as the guard wants it."""

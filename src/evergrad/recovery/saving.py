@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,18 @@ class Saves:
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise UsageError(f"eg.join(every={every!r}): expected a number of steps, 1 or more")
         self._checkpointer, self._every = checkpointer, every
-        self._saved = -1
+        self._saved = self._began = -1
         self._pending: Pending | None = None
 
-    def is_due(self, step: int) -> bool:
-        """Whether the state after so many steps is to be saved."""
-        return self._every is not None and step > 0 and step % self._every == 0 and step != self._saved
+    def is_due(self, step: int, agree: Callable[[list[float]], list[float]] | None) -> bool:
+        """True if the state after so many steps is to be saved; `agree` is the largest over all ranks, if it works."""
+        is_due = self._every is not None and step > 0 and step % self._every == 0 and step != self._saved
+        if agree is None or not self._checkpointer.has_policy:
+            return is_due
+        is_known, since = self._began >= 0 or self._saved >= 0 or step == 1, max(self._saved, self._began, 0)
+        self._began = step - 1 if self._began < 0 else self._began
+        wants = self._checkpointer.is_due(step - since, agree, votes=is_known)
+        return is_due or wants
 
     def save(
         self,

@@ -22,9 +22,10 @@ __all__ = ["Snapshot", "checked_tracked", "is_scaler", "reset_scaler"]
 class Snapshot:
     """Buffers, generators and tracked things at one moment; taken again and again into the same memory."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], *, device: str | None = None) -> None:
+        """Copies are on this device, or else beside what is copied."""
         self._buffers = list(buffers)
-        self._copies = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._copies = [torch.empty_like(buffer, device=device) for buffer in self._buffers]
         self._randomness: Randomness | None = None
         self._tracked: dict[str, Any] = {}
 
@@ -36,8 +37,8 @@ class Snapshot:
         self._tracked = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
         self._randomness = Randomness()
 
-    def put_back(self, tracked: Mapping[str, Any]) -> None:
-        """Make things as they were."""
+    def put_back(self, tracked: Mapping[str, Any], *, randomness: bool = True) -> None:
+        """Make things as they were; without `randomness` the generators are left alone."""
         assert self._randomness is not None, "nothing was taken"
         with torch.no_grad():
             for kept, buffer in zip(self._copies, self._buffers, strict=True):
@@ -47,7 +48,8 @@ class Snapshot:
                 thing.load_state_dict(copy.deepcopy(self._tracked[name]))
             if is_scaler(thing):
                 reset_scaler(thing)
-        self._randomness.put_back()
+        if randomness:
+            self._randomness.put_back()
 
 
 def checked_tracked(things: Mapping[str, Any]) -> dict[str, Any]:

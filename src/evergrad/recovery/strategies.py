@@ -14,7 +14,7 @@ in good order does so between two steps, with its work done: nothing of it is lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -53,7 +53,7 @@ def decide(
     Every member has reported, has finished (it exited with 0) or is dead; one that died after its report is dead.
     Spares are those that wait, in the order in which they are called. A plan to relaunch has no members yet: they are
     whoever lives, and new processes up to the number of ranks that the job began with. Below `max_ranks` (0: never)
-    spares get places of their own.
+    spares get places of their own. The work is linear in the number of ranks and spares.
     """
     assert set(plan.members) <= reports.keys() | finished | dead, "somebody may still report"
     present = {uid: reports[uid] for uid in plan.members if uid in reports and uid not in finished and uid not in dead}
@@ -64,12 +64,13 @@ def decide(
 
     # Of those without the job's state nothing can be learnt, and nothing be had.
     able = {uid: report for uid, report in present.items() if report.has_state}
-    staying = {uid: report for uid, report in able.items() if uid not in left}
+    staying = {uid: report for uid, report in able.items() if not report.leaves}
     is_planned = not gone and all(report.planned for report in present.values())
     way = _way(plan, present, able, strategy, is_planned=is_planned)
     seats = _seats(plan, present.keys() - left, (*gone, *left), spares)
     if not (way.repairs or way.restarts):
-        waiting = [uid for uid in spares if uid not in {seat.uid for seat in seats}]
+        seated = {seat.uid for seat in seats}
+        waiting = [uid for uid in spares if uid not in seated]
         seats += [_Seat(uid, uid, is_new=True) for uid in waiting[: max(0, max_ranks - len(seats))]]
     # Nobody comes in during a repair.
     members = tuple(seat.uid for seat in seats if not (way.repairs and seat.is_new))
@@ -92,7 +93,7 @@ def decide(
         step=max((report.step for report in able.values()), default=plan.step),
         kind=way.kind,
         verdicts=way.verdicts,
-        takes={uid: plan.members.index(after[uid]) for uid in joiners if after[uid] in plan.members},
+        takes={uid: rank for uid in joiners if (rank := plan.rank_of(after[uid])) is not None},
         keepers={uid: held[uid] for uid in joiners if uid in held},
         todo=_todo(members, way.verdicts, present) if way.repairs else (),
         dead=gone,
@@ -138,11 +139,8 @@ class _Way:
     restarts: bool = False
     version: str = ""
     """What all go back to, if that is agreed; else the newest checkpoint."""
-
-    @property
-    def repairs(self) -> bool:
-        """Whether some keep what they have reduced."""
-        return Verdict.REPAIR in self.verdicts.values()
+    repairs: bool = False
+    """True if some ranks keep what they have reduced."""
 
 
 def _way(
@@ -169,7 +167,8 @@ def _way(
         strategy = "rollback"
         # A step of several points is done again as a whole, or not at all.
         furthest = min((report.begun_at for report in there), default=furthest)
-    return _Way(furthest, kind, {uid: _verdict(report, furthest, strategy) for uid, report in present.items()})
+    verdicts = {uid: _verdict(report, furthest, strategy) for uid, report in present.items()}
+    return _Way(furthest, kind, verdicts, repairs=Verdict.REPAIR in verdicts.values())
 
 
 def _last(plan: Plan, present: Mapping[int, Report], gone: tuple[int, ...]) -> Plan:
@@ -192,7 +191,7 @@ def _relaunch(plan: Plan, way: _Way, staying: Set[int], gone: tuple[int, ...], l
         (),
         previous=plan.members,
         point=max(plan.point, way.point),
-        verdicts=dict.fromkeys(staying, Verdict.RESTART),
+        verdicts={uid: Verdict.RESTART for uid in plan.members if uid in staying},
         dead=gone,
         left=left,
         restart=True,
@@ -213,17 +212,28 @@ class _Seat:
 
 def _seats(plan: Plan, present: Set[int], gone: Sequence[int], spares: Sequence[int]) -> list[_Seat]:
     """Who sits where, in order. Vacant places are filled from the first on; what no spare is left for vanishes."""
-    places = list(plan.members)
-    for position, uid in sorted(plan.vacant):
-        places.insert(position, uid)
     vacant = {uid for _, uid in plan.vacant} | set(gone)
     waiting, seats = iter(spares), []
-    for uid in places:
+    for uid in _places(plan):
         if uid in present:
             seats.append(_Seat(uid, uid))
         elif uid in vacant and (spare := next(waiting, None)) is not None:
             seats.append(_Seat(spare, uid, is_new=True))
     return seats
+
+
+def _places(plan: Plan) -> Iterator[int]:
+    """The members and, between them, those whose places are vacant: each inserted at its position, the first first."""
+    taken: dict[int, int] = {}
+    # From the last one back: whoever was inserted later is at its position, and has moved earlier ones by one.
+    for number, (position, uid) in reversed([*enumerate(sorted(plan.vacant))]):
+        place = min(position, len(plan.members) + number)
+        while place in taken:
+            place += 1
+        taken[place] = uid
+    members = iter(plan.members)
+    for place in range(len(plan.members) + len(taken)):
+        yield taken[place] if place in taken else next(members)
 
 
 def _may_be_passed(report: Report) -> bool:

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from evergrad.recovery.own import Randomness
 
 __all__ = ["Given", "Window"]
@@ -28,6 +30,8 @@ class Window:
     """Batches of a step that is redone, which come before any others."""
     reduced: int = 0
     """How many of the batches given have been reduced."""
+    forwarded: int = 0
+    """How many batches had been given when the wrapped model last ran forward with gradients."""
     is_doomed: bool = False
     """Whether the step has to be done again."""
 
@@ -57,8 +61,13 @@ class Window:
         self.again = deque([*self.given, *self.again])
         self.clear()
 
+    def note_forward(self, *_: object) -> None:
+        """Note that the wrapped model runs forward; a hook of it."""
+        if torch.is_grad_enabled():
+            self.forwarded = len(self.given)
+
     def clear(self) -> None:
         """The step is over."""
         self.given.clear()
-        self.reduced = 0
+        self.reduced = self.forwarded = 0
         self.is_doomed = False

@@ -123,6 +123,10 @@ class Guarding:
         for each in [each for each in checked.differences if each.rank == group.rank][:_SAID]:
             done = "healed" if each.healed else "not healed"
             _log.warning("rank %d, step %d: %s: %s; %s", each.rank, step, each.path, each.what, done)
+        if group.rank == 0 and checked.status is Check.DEGRADED:
+            # Until it was healed, what differed was part of every step's gradients.
+            engine.note_inexact(f"step {step}: the guard {checked.why}")
+            engine.note_diverged("")
         self._suspected_in = -1
         self._checked = step, engine.crew.plan.generation
         doubts = torch.tensor([float(not checked.is_verified)])

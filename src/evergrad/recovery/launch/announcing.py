@@ -24,6 +24,8 @@ class Announcer:
         self._deaths: dict[int, tuple[str, str]] = {}
         self.inexact = ""
         """Why the job is not what it would have been without failures, as far as its plans tell."""
+        self.ended_spares: dict[int, str] = {}
+        """Spares that ended while the job went on, and how, as in "spare 2 …"."""
 
     def foretell(self, uid: int, rank: int | None, how: str) -> None:
         """This process is about to be lost: where many are at once, a plan may come before the last of their deaths."""
@@ -34,6 +36,8 @@ class Announcer:
         self._recorder.record(event, **fields)
         if event == "death":
             self._note_death(fields)
+        elif event == "spare_ended":
+            self._note_spare(fields["uid"], "ended its script", joined=fields["joined"])
         elif event == "plan":
             self._announce(fields)
 
@@ -41,14 +45,24 @@ class Announcer:
         who = self._label_of(fields["uid"]) if fields["rank"] is None else f"rank {fields['rank']}"
         how = fields["how"] if "stack" in fields else f"died ({fields['how']})"
         self._deaths[fields["uid"]] = who, how
+        if fields["rank"] is None:
+            self._note_spare(fields["uid"], how, joined=fields["joined"], is_said=not fields.get("stack"))
         if fields.get("stack"):
             self._relay.say(f"{who} {fields['how']}; it was last seen in\n{innermost(fields['stack'])}")
+
+    def _note_spare(self, uid: int, how: str, *, joined: bool, is_said: bool = True) -> None:
+        """A process without a rank is gone, and takes nobody's place any more."""
+        when = "while it waited" if joined else "before it called eg.join"
+        self.ended_spares[uid] = f"{self._label_of(uid)} {how} {when}"
+        if is_said:
+            self._relay.say(f"{self.ended_spares[uid]}: it takes no rank's place. See logs/{uid}.log")
 
     def _announce(self, fields: dict[str, Any]) -> None:
         generation, ranks = fields["generation"], counted(len(fields["members"]), "rank")
         joined = [f"{self._label_of(uid)} joins" for uid in fields["joiners"]]
-        if fields["dead"] or fields["left"]:
+        if fields["dead"] or fields["left"] or fields["ended"]:
             left = [f"{self._label_of(uid)} has left" for uid in fields["left"]]
+            left += [f"{self._label_of(uid)} has ended its script before the others" for uid in fields["ended"]]
             how = "from the newest checkpoint" if fields["restart"] else self._strategy
             what = ", ".join(self._deaths_of(fields["dead"]) + left + joined)
             self._relay.say(f"{what}: generation {generation} goes on with {ranks} ({how})")

@@ -63,7 +63,7 @@ class Head:
         path = run / HEAD_FILE
         try:
             # To look at the folder first makes a network file system ask again whether the file is there.
-            text = path.read_text() if HEAD_FILE in os.listdir(run) else None
+            text = path.read_bytes() if HEAD_FILE in os.listdir(run) else None
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -74,8 +74,11 @@ class Head:
             values = json.loads(text)
             if values.pop("schema_version") != _SCHEMA_VERSION:
                 raise ValueError("another version")
-            return cls(**values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            head = cls(**values)
+            if not isinstance(head.host, str) or type(head.port) is not int or not isinstance(head.settings, dict):
+                raise ValueError("host, port and settings are a text, a number and a table")
+            return head
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FileAccessError(path, f"is no head file of this version of evergrad: {error}") from None
 
     def check(self, settings: Mapping[str, Json], option_of: Mapping[str, str]) -> None:

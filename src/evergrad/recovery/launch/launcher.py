@@ -340,7 +340,10 @@ class _Launch:
             self._forsaken_s = None if living else self._forsaken_s or now
             if self._forsaken_s is not None and now - self._forsaken_s > _DECIDES_WITHIN_S:
                 raise RuntimeError("every process has ended, and the coordinator does not say how the job did")
-        elif self._outcome.kind == "finished":  # spares were told, and leave by themselves, but who is not yet there
+        elif self._outcome.kind in (
+            "finished",
+            "diverged",
+        ):  # spares were told, and leave by themselves, but who is not yet there
             late = {child.uid for child in self._crowd.living if not self._find(Keys.joined(child.uid))}
             self._crowd.send(signal.SIGTERM, late)
             self._due = [(now + grace_s, signal.SIGTERM), (now + 2 * grace_s, signal.SIGKILL)]
@@ -369,6 +372,12 @@ class _Launch:
             if failure.times is not None and not self._find(f"{Keys.fired(index)}/0")
         )
 
+    def _unverified(self, outcome: Outcome | None) -> str:
+        """Why nobody can tell whether the job went as it would have without failures; empty if that can be told."""
+        if outcome is None or outcome.kind not in ("finished", "diverged"):
+            return "it did not finish"
+        return self._find(Keys.unverified) or outcome.uncompared
+
     def _is_over(self) -> bool:
         return (self._outcome is not None or self._asked is not None) and not self._crowd.living
 
@@ -389,11 +398,17 @@ class _Launch:
             generations=status.generation + 1,
             seconds=time.monotonic() - self._begun_mono,
             run=self._run,
-            inexact=self._find(Keys.inexact) or self._announcer.inexact,
+            inexact=(message if kind == "diverged" else "") or self._find(Keys.inexact) or self._announcer.inexact,
+            unverified=self._unverified(outcome),
             never=self._never(),
+            joined=kind != "finished" or any(self._find(Keys.joined(place.uid)) for place in self._places),
+            ended_spares=tuple(self._announcer.ended_spares.values()),
         )
+        hint = "is there such a step, such a bucket, a save at that step?"
+        if not summary.joined:
+            hint = "no rank called eg.join: failures happen at places of a job's loop, and there was none"
         for text in summary.never if kind == "finished" else ():
-            self._relay.say(f"never happened: '{text}' (is there such a step, such a bucket, a save at that step?)")
+            self._relay.say(f"never happened: '{text}' ({hint})")
         self._opening.join()
         try:
             write_record(self._run, self._settings, self._begun_s, summary)
@@ -402,7 +417,8 @@ class _Launch:
         if self._nodes is not None:
             self._nodes.end(summary.to_json(), self._settings.grace_s)
             merge_timelines(self._run)
-        self._recorder.record("end", outcome=kind, exit_code=code, message=message, steps=summary.steps)
+        self._recorder.record("end", outcome=kind, exit_code=code, message=message, steps=summary.steps,
+                              exact=summary.exact, inexact=summary.inexact, unverified=summary.unverified)  # fmt: skip
         return summary
 
 

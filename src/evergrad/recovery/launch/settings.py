@@ -255,10 +255,10 @@ def environment_of(
         "EVERGRAD_KEEPS": "1" if settings.num_spares or settings.respawn or settings.max_ranks else "0",
         "EVERGRAD_NODES": json.dumps([settings.names[node] for node in nodes]),
     }
+    # A spare's is beyond all ranks: scripts that look for RANK find one, and none takes the spare for rank 0.
+    told["RANK"] = str(place.uid if place.rank is None else place.rank)
     if place.rank is None:
         told["EVERGRAD_SPARE"] = "1"
-    else:
-        told["RANK"] = str(place.rank)
     if settings.num_nodes > 1:
         told["EVERGRAD_NODE"] = settings.names[place.node]
     if settings.transport is not None:

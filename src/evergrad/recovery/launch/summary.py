@@ -25,9 +25,12 @@ from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.wording import counted
 
-__all__ = ["Summary", "make_folder", "merge_timelines", "write_record"]
+__all__ = ["NO_FINGERPRINT", "Summary", "make_folder", "merge_timelines", "write_record"]
 
 _SCHEMA_VERSION = 1
+NO_FINGERPRINT = "left no fingerprint"
+"""The end of the line about ranks that could not be compared."""
+_NAMED_SPARES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Summary:
     """How a job ended."""
 
     outcome: str
-    """`finished`, `failed`, `fatal`, `too-few`, `left`, `interrupted`; of a node that lost the head, `cut-off`."""
+    """`finished`, `diverged`, `failed`, `fatal`, `too-few`, `left`, `interrupted`; or, of a node that lost the head,
+    `cut-off`."""
     exit_code: int
     """What the launcher ends with."""
     message: str
@@ -46,9 +50,20 @@ class Summary:
     seconds: float
     run: Path
     inexact: str = ""
-    """Why the result is not what it would have been without failures; empty if it is, to the last bit."""
+    """Why the result is not what it would have been without failures; empty if nothing speaks against that."""
+    unverified: str = ""
+    """Why that is not known; empty if the states of all ranks were compared, and nothing else is in doubt."""
     never: tuple[str, ...] = ()
     """Scheduled failures that did not happen."""
+    joined: bool = True
+    """True if any process has called `eg.join`; if none did, the job had no steps that could be counted."""
+    ended_spares: tuple[str, ...] = ()
+    """Spares that ended while the job went on, and how."""
+
+    @property
+    def exact(self) -> bool | None:
+        """True if the result is that of the run without failures, to the last bit; None if that is not known."""
+        return False if self.inexact else None if self.unverified else True
 
     @property
     def timeline(self) -> Path:
@@ -59,8 +74,18 @@ class Summary:
         failures = f"{counted(self.failures_survived, 'failure')} survived"
         generations, steps = counted(self.generations, "generation"), counted(self.steps, "step")
         why = "" if self.outcome == "finished" else f": {self.message.rstrip('.')}"
-        how = f"; not as without failures: {self.inexact}" if self.inexact else ""
+        how = f"; not as without failures: {self.inexact}" if self.inexact and self.outcome != "diverged" else ""
+        # A script that trains nothing leaves no fingerprints, and is not worth a word unless somebody was lost.
+        is_doubtful = self.generations > 1 or not self.unverified.endswith(NO_FINGERPRINT)
+        if self.exact is None and self.outcome == "finished" and is_doubtful:
+            how = f"; not verified to be as without failures: {self.unverified}"
+        more = len(self.ended_spares) - _NAMED_SPARES
+        how += "".join(f"; {spare}" for spare in self.ended_spares[:_NAMED_SPARES])
+        how += f"; {counted(more, 'other spare')} ended early" if more > 0 else ""
         facts = f"{steps}, {failures}, {generations}, {self.seconds:.1f} s{how}"
+        if not self.joined:
+            why = f"{why}: no rank called eg.join: ran as under torchrun"
+            facts = f"{self.seconds:.1f} s"
         return f"{self.outcome}{why} ({facts}). See: evergrad timeline {shlex.quote(str(self.run))}"
 
     def to_json(self) -> dict[str, Json]:
@@ -74,9 +99,12 @@ class Summary:
             "failures_survived": self.failures_survived,
             "generations": self.generations,
             "seconds": round(self.seconds, 3),
-            "exact": not self.inexact,
+            "exact": self.exact,
             "inexact": self.inexact,
+            "unverified": self.unverified,
             "never_happened": [*self.never],
+            "joined": self.joined,
+            "ended_spares": [*self.ended_spares],
             "run": str(self.run),
             "timeline": str(self.timeline),
         }

@@ -1,0 +1,178 @@
+"""Finds scripts that leave out a call of the loop: they would train something else on each rank, and end well.
+
+| the script | is stopped at |
+|---|---|
+| gives `job.wrap` a model that is sharded, wrapped or not there yet | `job.wrap` |
+| calls `job.step` without `job.wrap`, or trains parameters that are not the wrapped model's | its first `job.step` |
+| runs backward through the wrapped model outside of `job.batches` | that backward |
+| calls `optimizer.step()` on the wrapped model, and not `job.step` | that call; between epochs the next `job.batches` |
+| calls `optimizer.step()` in `job.batches`, and wraps nothing | the end of the epoch |
+| joins, and calls optimizers of its own only | the end of the job |
+
+An optimizer that has none of the wrapped model's parameters is the script's own affair, as long as there are steps of
+the job too. So is a script that calls no optimizer: it evaluates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from evergrad.errors import UsageError
+from evergrad.wording import counted
+
+__all__ = ["OptimizerCalls", "refuse_model", "refuse_parameters"]
+
+_LOOP = (
+    "A job trains by: model = job.wrap(model); for batch in job.batches(loader): …; loss.backward(); "
+    "job.step(optimizer)"
+)
+_INSTEAD = (
+    "Call job.step(optimizer) instead; a gradient scaler goes into job.track(scaler=scaler), and job.step uses it"
+)
+_SHARDED = {
+    "FSDPModule": "fully_shard (FSDP2)",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "DeepSpeedEngine": "DeepSpeed",
+    "DTensor": "DTensor",
+}
+_PACKAGES = ("deepspeed", "fairscale", "torch")
+_REPLICATED = ("DistributedDataParallel", "DataParallel")
+
+
+def refuse_model(model: object) -> None:
+    """`UsageError` for a model that `job.wrap` cannot take, with what to give it instead."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"job.wrap: expected a torch.nn.Module, found {type(model).__qualname__}")
+    for name, module in model.named_modules():
+        where = f"its module {name!r}" if name else "the model"
+        if kind := _kind_of(module, _SHARDED):
+            raise _sharded(where, kind)
+        if kind := _kind_of(module, _REPLICATED):
+            raise UsageError(
+                f"job.wrap: {where} is a {kind} already, and job.wrap makes one itself. Give it the module inside, "
+                "model.module"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise UsageError(f"job.wrap: {name!r} has no shape yet. Run one forward pass before job.wrap")
+        if tensor.is_meta:
+            raise UsageError(
+                f"job.wrap: {name!r} is on the meta device, so it has no values. Call model.to_empty(device=…) and "
+                "initialise it before job.wrap"
+            )
+        if kind := _kind_of(tensor, _SHARDED):
+            raise _sharded(repr(name), kind)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            "job.wrap: the model has no parameter that requires a gradient, so there is nothing to train. Leave "
+            "job.wrap out where a script only evaluates"
+        )
+
+
+class OptimizerCalls:
+    """Watches every optimizer of this process, from `eg.join` to `job.close`."""
+
+    def __init__(self, noticed: Callable[[], None]) -> None:
+        """`noticed` is called when an optimizer is about to change the wrapped model by itself; it may raise."""
+        self._noticed = noticed
+        self.by_job = False
+        """True if the job itself steps an optimizer now."""
+        self.direct = ""
+        """The optimizer that last changed the wrapped model by itself since this was cleared; empty if none did."""
+        self.others = 0
+        """Steps of optimizers that have none of the wrapped model's parameters, since this was cleared."""
+        self.in_all = 0
+        """Steps that were not the job's, ever."""
+        self._wrapped: frozenset[int] = frozenset()
+        self._overlapped: Optimizer | None = None
+        self._hook: Any = register_optimizer_step_pre_hook(self._before)
+
+    def know(self, model: nn.Module, overlapped: Optimizer | None = None) -> None:
+        """This is the model that is wrapped, and the optimizer that the job steps within backward."""
+        self._wrapped, self._overlapped = frozenset(map(id, model.parameters())), overlapped
+
+    def refuse_direct(self, where: str) -> None:
+        """`UsageError` if an optimizer has changed the wrapped model by itself."""
+        if self.direct:
+            name, self.direct = self.direct, ""
+            raise UsageError(
+                f"{name}.step() was called {where}, on the model of job.wrap: the job does not know of that step, "
+                f"cannot repeat it when a rank is lost, and counts none. {_INSTEAD}"
+            )
+
+    def refuse_epoch(self) -> None:
+        """`UsageError` at the end of an epoch in a job without a step, if optimizers were stepped in it."""
+        if self.others:
+            raise UsageError(
+                f"job.batches: the epoch is over, {counted(self.others, 'step')} of an optimizer came from "
+                "optimizer.step() and none from job.step, and no model was given to job.wrap: ranks train different "
+                f"models. {_LOOP}"
+            )
+
+    def unused(self, has_model: bool) -> str:
+        """What to say at the end of a job that made no step, though optimizers were stepped; empty if none were."""
+        if not self.in_all:
+            return ""
+        missing = "job.batches and job.step" if has_model else "job.wrap, job.batches and job.step"
+        return (
+            f"the script called eg.join and made {counted(self.in_all, 'optimizer step')}, but never called "
+            f"{missing}: each rank has trained a model of its own. {_LOOP}"
+        )
+
+    def close(self) -> None:
+        """Watch no longer. Twice is fine."""
+        self._hook.remove()
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer is about to step."""
+        if self.by_job or optimizer is self._overlapped:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in self._wrapped for parameter in parameters):
+            self.others += 1
+            self.in_all += 1
+        elif _has_gradient(parameters):  # without, it only makes its state, as some loaders of checkpoints have it do
+            self.direct = type(optimizer).__qualname__
+            self.in_all += 1
+            self._noticed()
+
+
+def refuse_parameters(optimizers: Sequence[Optimizer], reduced: Iterable[torch.Tensor]) -> None:
+    """`UsageError` if a step would change parameters whose gradients are not reduced over ranks."""
+    known = frozenset(map(id, reduced))
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known and parameter.requires_grad and parameter.grad is not None:
+                    raise UsageError(
+                        f"job.step: group {index} of {type(optimizer).__qualname__} has a parameter of shape "
+                        f"{tuple(parameter.shape)} whose gradient is not reduced over ranks: it was not in the model "
+                        "that job.wrap was given, or required no gradient then. Put all that is trained into one "
+                        "module, and wrap that"
+                    )
+
+
+def _sharded(where: str, kind: str) -> UsageError:
+    return UsageError(
+        f"job.wrap: {where} is sharded over ranks by {kind}, and a rank that dies takes its part along. Give job.wrap "
+        "a model that every rank has whole; for sharded models there are checkpoints (docs/placement.md)"
+    )
+
+
+def _kind_of(thing: object, names: Iterable[str]) -> str:
+    """Which of these classes this is one of, by name: importing them all would take a while."""
+    bases = {base.__name__ for base in type(thing).__mro__ if base.__module__.partition(".")[0] in _PACKAGES}
+    found = next((name for name in names if name in bases), "")
+    return _SHARDED.get(found, found)
+
+
+def _has_gradient(parameters: Iterable[torch.Tensor]) -> bool:
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return any(bool(torch.count_nonzero(grad)) for grad in grads)

@@ -1,0 +1,294 @@
+"""Scripts that leave out a part of the loop, or take a spare for a rank: stopped by one line, or harmless."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import evergrad as eg
+from evergrad.errors import UsageError
+from evergrad.recovery.launch.settings import LaunchSettings, environment_of
+from evergrad.recovery.launch.summary import Summary
+from evergrad.recovery.usage import OptimizerCalls, refuse_model
+from evergrad.recovery.wrapping import Unwrapped
+from evergrad.testing import JobRun, run_job
+
+SCRIPT = Path(__file__).parent / "usage_trainer.py"
+
+
+@pytest.fixture
+def use(tmp_path: Path, shm: Path) -> Any:
+    """Run the script that does one thing otherwise: `use("no wrap", ranks=2)`."""
+    numbers = iter(range(100))
+
+    def run(what: str, *arguments: object, **how: Any) -> JobRun:
+        folder = tmp_path / f"job-{next(numbers)}"
+        how["options"] = ["--silent", 30, *how.get("options", ())]  # a busy machine is no reason to be taken for dead
+        return run_job(SCRIPT, what, *arguments, folder=folder, **{"ranks": 2, "timeout": 90.0, **how})
+
+    return run
+
+
+def ends(ran: JobRun) -> dict[int, dict[str, Any]]:
+    """What each process said at its end, by uid."""
+    lines = [line.partition("ended ")[2] for line in ran.stdout.splitlines() if "] ended {" in line]
+    return {found["uid"]: found for found in map(json.loads, lines)}
+
+
+def last_line(ran: JobRun) -> str:
+    return ran.stderr.strip().splitlines()[-1]
+
+
+# Calls that are left out.
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("no wrap", "job.step: no model was given to job.wrap"),
+        ("no wrap, optimizer.step", "none from job.step, and no model was given to job.wrap"),
+        ("wrapped is not called", "the model that job.wrap returned was never called"),
+        ("optimizer.step", "SGD.step() was called inside of job.batches"),
+        ("both steps", "SGD.step() was called inside of job.batches"),
+        ("between epochs", "SGD.step() was called outside of job.batches"),
+        ("no batches", "backward through the model of job.wrap without a batch of job.batches"),
+        ("warms up", "backward through the model of job.wrap without a batch of job.batches"),
+        ("only join", "made 24 optimizer steps, but never called job.wrap, job.batches and job.step"),
+        ("parameters outside", "group 1 of SGD has a parameter of shape (1, 8) whose gradient is not reduced"),
+        ("unfreezes", "a parameter of shape (16, 8) whose gradient is not reduced"),
+    ],
+)
+def test_a_script_that_leaves_out_a_call_is_stopped_by_a_line_that_names_it(use: Any, what: str, said: str) -> None:
+    ran = use(what)
+    assert ran.exit_code == 2, ran.stderr
+    assert said in last_line(ran)
+    assert "job.step" in last_line(ran) or "job.batches" in last_line(ran)
+
+
+def test_a_missing_job_step_is_found_before_a_failure_or_a_spare_can_make_it_worse(use: Any) -> None:
+    ran = use("optimizer.step", spares=1, failures="kill rank=1 step=5")
+    assert ran.exit_code == 2, ran.stderr
+    assert "Call job.step(optimizer) instead" in last_line(ran)
+
+
+def test_a_mistake_is_not_repeated_by_restarts(use: Any) -> None:
+    ran = use("no wrap", "--checkpoints", "{folder}/ck")
+    assert ran.exit_code == 2, ran.stderr
+    assert not ran.events("spawn")
+
+
+@pytest.mark.parametrize("what", ["own optimizer", "own optimizer first", "makes optimizer state", "two nets"])
+def test_optimizers_that_are_the_scripts_own_affair_are_left_alone(use: Any, what: str) -> None:
+    ran = use(what)
+    ran.assert_finished()
+    ran.assert_equal_weights()
+    assert ran.summary["steps"] == 24
+
+
+def test_a_script_that_only_evaluates_may_make_no_step(use: Any) -> None:
+    ran = use("evaluates")
+    ran.assert_finished()
+    assert ran.summary["joined"] is True
+    assert all(len(end["losses"]) == 12 for end in ends(ran).values())
+
+
+def test_a_script_that_never_joins_is_said_to_have_run_as_under_torchrun(use: Any) -> None:
+    ran = use("no join", failures="kill rank=1 step=5")
+    assert ran.exit_code == 0, ran.stderr
+    assert "finished: no rank called eg.join: ran as under torchrun (" in last_line(ran)
+    assert "never happened: 'kill rank=1 step=5' (no rank called eg.join" in ran.stderr
+    assert ran.summary["joined"] is False
+
+
+def test_one_rank_alone_may_train_without_the_job_but_is_told_of_a_direct_step(use: Any) -> None:
+    use("only join", ranks=1).assert_finished()
+    assert use("optimizer.step", ranks=1).exit_code == 2
+
+
+# Models that cannot be wrapped.
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("fully_shard", "the model is sharded over ranks by fully_shard (FSDP2)"),
+        ("FSDP", "the model is sharded over ranks by FullyShardedDataParallel"),
+        ("DDP", "the model is a DistributedDataParallel already"),
+        ("meta", "'0.weight' is on the meta device"),
+        ("frozen", "the model has no parameter that requires a gradient"),
+        ("lazy", "'weight' has no shape yet"),
+        ("function", "expected a torch.nn.Module, found method"),
+    ],
+)
+def test_a_model_that_cannot_be_wrapped_is_refused_by_a_line(use: Any, what: str, said: str) -> None:
+    ran = use(what)
+    assert ran.exit_code == 2, ran.stderr
+    assert f"job.wrap: {said}" in last_line(ran)
+
+
+def test_a_compiled_model_is_wrapped_as_any_other(use: Any) -> None:
+    compiled, plain = use("compiled"), use("plain")
+    compiled.assert_finished()
+    assert {end["weights"] for end in ends(compiled).values()} == {end["weights"] for end in ends(plain).values()}
+
+
+def test_a_part_that_is_replicated_already_is_named() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": Unwrapped(nn.Linear(2, 2))})
+    with pytest.raises(UsageError, match="its module 'head' is a DistributedDataParallel already"):
+        refuse_model(model)
+    refuse_model(nn.Linear(2, 2))
+
+
+@pytest.fixture
+def calls() -> Iterator[OptimizerCalls]:
+    watched = OptimizerCalls(lambda: None)
+    yield watched
+    watched.close()
+
+
+def test_optimizers_are_watched_until_it_is_closed(calls: OptimizerCalls) -> None:
+    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    calls.know(net)
+    mine, others = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, other))
+    mine.step()
+    assert (calls.direct, calls.in_all) == ("", 0), "without gradients nothing changes"
+    for one in (net, other):
+        one(torch.ones(1, 2)).sum().backward()
+    calls.by_job = True
+    mine.step()
+    calls.by_job = False
+    assert calls.direct == ""
+    others.step()
+    mine.step()
+    assert (calls.direct, calls.others, calls.in_all) == ("SGD", 1, 2)
+    with pytest.raises(UsageError, match=r"SGD\.step\(\) was called here"):
+        calls.refuse_direct("here")
+    calls.refuse_direct("here")
+    calls.close()
+    mine.step()
+    assert calls.in_all == 2
+
+
+# Spares.
+
+
+def test_a_spare_has_a_rank_in_its_environment_that_no_rank_has(tmp_path: Path) -> None:
+    settings = LaunchSettings(script=str(SCRIPT), num_ranks=3, num_spares=2)
+    told = [
+        environment_of(place, settings, nodes=[0] * 5, port=1, run=tmp_path, inherited={})
+        for place in settings.places()
+    ]
+    assert [env["RANK"] for env in told] == ["0", "1", "2", "3", "4"]
+    assert {env["WORLD_SIZE"] for env in told} == {"3"}
+    assert ["EVERGRAD_SPARE" in env for env in told] == [False, False, False, True, True]
+
+
+def test_a_script_that_looks_for_its_rank_does_not_take_a_spare_for_the_only_process(use: Any, tmp_path: Path) -> None:
+    ran = use("RANK", "--out", tmp_path, "--await-spare", 2, spares=1, failures="kill rank=1 step=5")
+    ran.assert_survived(1)
+    assert not list(tmp_path.glob("*.master"))
+    found = ends(ran)
+    assert {uid: (end["master"], end["rank"], end["before"]) for uid, end in found.items()} == {
+        0: (True, 0, 0),
+        2: (False, 1, -1),
+    }
+    assert found[0]["weights"] == found[2]["weights"]
+    assert ran.summary["exact"] is True
+
+
+def test_the_environment_has_what_job_rank_is_when_a_script_begins_again(use: Any) -> None:
+    """Rank 0 dies twice: the second time there are too few, and the script begins again with all three."""
+    ran = use(
+        "plain", "--checkpoints", "{folder}/ck", ranks=3, failures=["kill rank=0 step=3", "kill rank=0 step=6"],
+        options=["--min-ranks", 2],
+    )  # fmt: skip
+    ran.assert_finished()
+    found = ends(ran)
+    assert len(found) == 3, ran.stderr
+    assert all(end["RANK"] == str(end["rank"]) for end in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("spare fails", "spare 2 died (exit code 7) before it called eg.join"),
+        ("spare stays out", "spare 2 ended its script before it called eg.join"),
+        ("init_process_group", "spare 2 died (exit code 1) before it called eg.join"),
+    ],
+)
+def test_a_spare_that_ends_while_it_starts_is_reported(use: Any, what: str, said: str) -> None:
+    ran = use(what, spares=1)
+    ran.assert_finished()
+    assert f"evergrad: {said}: it takes no rank's place. See logs/2.log" in ran.stderr
+    assert ran.summary["ended_spares"] == [said]
+    assert f"; {said})" in last_line(ran)
+
+
+def test_of_many_spares_that_ended_the_last_line_names_three(tmp_path: Path) -> None:
+    ended = tuple(f"spare {uid} died (SIGKILL) while it waited" for uid in range(2, 7))
+    summary = Summary("finished", 0, "", 3, 0, 1, 1.0, tmp_path, ended_spares=ended)
+    assert f"; {ended[0]}; {ended[1]}; {ended[2]}; 2 other spares ended early)" in str(summary)
+    assert summary.to_json()["ended_spares"] == [*ended]
+
+
+# What a loop may rely on.
+
+
+def test_a_distributed_sampler_may_stay_as_it_is_on_ranks_and_spares(use: Any) -> None:
+    plain = use("plain")
+    ran = use("DistributedSampler", "--await-spare", 2, spares=1, failures="kill rank=1 step=5")
+    ran.assert_survived(1)
+    assert {end["weights"] for end in ends(ran).values()} == {end["weights"] for end in ends(plain).values()}
+    use("DistributedSampler", ranks=1).assert_finished()
+
+
+def test_the_number_of_a_batch_stays_the_same_when_its_step_is_done_again(use: Any) -> None:
+    ran = use("plain", "--await-spare", 3, ranks=3, spares=1, failures="kill rank=1 step=5")
+    ran.assert_survived(1)
+    found = ends(ran)
+    assert found[0]["batches"] == [0, 1, 2, 3, 4, 5, 5, 6, 7, *range(8)]
+    assert found[3]["batches"] == [5, 6, 7, *range(8)]
+
+
+@pytest.mark.parametrize(("spares", "more"), [(0, {}), (1, {"failures": "kill rank=1 step=12"})])
+def test_a_policy_is_honoured_where_a_job_saves_by_itself(use: Any, spares: int, more: dict[str, str]) -> None:
+    waits = ["--await-spare", 2] if spares else []
+    ran = use("plain", "--checkpoints", "{folder}/ck", "--policy", 5, *waits, spares=spares, **more)
+    ran.assert_finished()
+    with eg.Checkpointer(ran.folder / "ck", agent=False) as ck:
+        assert [version.step for version in ck.versions()][:2] == [20, 15], ran.stderr
+    assert not ran.events("not saved")
+
+
+def test_a_loader_that_keeps_its_own_place_says_that_the_job_cannot_grow(use: Any) -> None:
+    ran = use("endless", ranks=1, spares=1, options=["--max-ranks", 2])
+    ran.assert_finished()
+    assert ran.stderr.count("evergrad: a spare waits to join, and cannot: Endless keeps its own place") == 1
+
+
+def test_a_model_without_other_ranks_is_a_ddp_to_whoever_asks() -> None:
+    net = nn.Linear(3, 2)
+    model = Unwrapped(net)
+    assert isinstance(model, DistributedDataParallel)
+    assert model.module is net
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+    assert model.require_backward_grad_sync is True
+    with model.no_sync():
+        assert model.require_backward_grad_sync is False
+    assert (model.device, model.device_ids) == (torch.device("cpu"), None)
+    assert model.eval() is model
+    assert not net.training
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(torch.ones(1, 3)), model(torch.ones(1, 3)))
+    with pytest.raises(AttributeError, match="in_features"):
+        model.in_features  # noqa: B018 (as with DDP, what is the module's is not the wrapper's)
+    with pytest.raises(UsageError, match=r"job\.wrap\(model, hooks="):
+        model.register_comm_hook(None, None)
