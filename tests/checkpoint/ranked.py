@@ -259,6 +259,35 @@ def in_threads(me: Rank) -> None:
         assert me.holds(live, 30)
 
 
+def capture_and_die(me: Rank) -> None:
+    """All ranks return from saving steps 20 and 30 while their agents are stopped; then everybody is killed."""
+    me.join()
+    ck = me.checkpointer(tiers=[eg.Persistent(str(me.folder / "shared"), bandwidth=1_500)])
+    ck.save(10, me.state(10)).wait(timeout=60)
+    while not ck._board.is_free(0, ck._recorder._arenas[0].ticket.generation):
+        time.sleep(0.01)
+    distributed.barrier()
+    agent = getattr(ck._link, "pid", None)
+    assert isinstance(agent, int)
+    os.kill(agent, signal.SIGSTOP)
+    distributed.barrier()
+    for step in (20, 30):
+        ck.save(step, me.state(step))
+    distributed.barrier()
+    with suppress(ProcessLookupError):  # another rank of the node was first
+        os.kill(agent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restore_what_was_captured(me: Rank) -> None:
+    me.join()
+    with me.checkpointer(tiers=[eg.Persistent(str(me.folder / "shared"), bandwidth=1_500)]) as ck:
+        live = me.state(0)
+        assert ck.restore(live) == 30
+        assert me.holds(live, 30)
+        assert [record.step for record in ck.versions()] == [30, 20]
+
+
 SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "restore": [save_three, restore_30],
     "late group": [construct_before_the_group],
@@ -271,6 +300,7 @@ SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "threads": [in_threads],
     "failure": [fail_on_one],
     "new group": [new_group],
+    "captured": [capture_and_die, restore_what_was_captured],
     "lost disk": [save_three, lose_a_disk, refuse_to_start_anew],
 }
 
@@ -300,6 +330,8 @@ def main() -> int:
         expected = [0] * world_size
         if phase is die_before_the_second:
             expected[1] = -signal.SIGKILL
+        if phase is capture_and_die:
+            expected = [-signal.SIGKILL] * world_size
         if codes != expected:
             print(f"{phase.__name__}: exit codes {codes}")
             return 1

@@ -30,6 +30,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Local
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError
+from evergrad.formats.version_records import record_bytes
 
 
 def state(value: float) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def train(run: Path, steps: list[int], *, restore: bool = False, keep: int = 2, 
 def describe(run: Path, attempt: int, **members: Any) -> None:
     """Add to the record of an attempt."""
     path = run / "attempts" / f"{attempt:05d}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | members))
+    record = {name: value for name, value in json.loads(path.read_text()).items() if name != "check"}
+    path.write_bytes(record_bytes(record | members))
 
 
 def catalogue(run: Path) -> Catalogue:

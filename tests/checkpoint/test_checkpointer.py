@@ -357,7 +357,7 @@ def test_closing_twice_is_fine_and_afterwards_nothing_works(make: Make) -> None:
         ({"tiers": []}, "at least one"),
         ({"tiers": [eg.Memory(), eg.Memory()]}, "each kind once"),
         ({"tiers": ["local"]}, "is no tier"),
-        ({"when_busy": "panic"}, "expected 'wait' or 'refuse'"),
+        ({"when_busy": "panic"}, "expected wait or refuse, found 'panic'"),
     ],
 )
 def test_wrong_settings_are_refused(make: Make, settings: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ from evergrad.checkpoint.tiers import Compress, Local, Memory, Persistent, join_
 from evergrad.checkpoint.tiers.frames import FRAME_BYTES, pack, unpack
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, UsageError
+from evergrad.wording import install_hint
 
 
 def shard_of(tensors: dict[str, torch.Tensor]) -> memoryview:
@@ -181,4 +182,4 @@ def test_without_the_library_it_is_said_how_to_get_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("UsageError")
-    assert "pip install evergrad[zstd]" in done.stdout
+    assert install_hint("zstd") in done.stdout

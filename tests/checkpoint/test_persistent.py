@@ -26,6 +26,7 @@ from evergrad.checkpoint.tiers.throttle import Throttle, parse_bandwidth
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, TierError, UsageError
 from evergrad.testing import FullStorage, SharedTierContract, StorageCalls, captured, kill_after
+from evergrad.wording import install_hint
 
 ZSTD = {"codec": "zstd", "level": 1}
 
@@ -354,7 +355,7 @@ def test_a_missing_library_is_named_with_how_to_get_it() -> None:
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "TierError s3://bucket/x: needs the library s3fs: pip install evergrad[s3]" in done.stdout
+    assert f"TierError s3://bucket/x: needs the library s3fs: {install_hint('s3')}" in done.stdout
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_saved(tmp_path: Path) -> None:

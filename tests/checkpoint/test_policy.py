@@ -238,6 +238,64 @@ def test_a_save_that_failed_is_tried_again_but_not_at_every_step() -> None:
     assert 2 <= len(tried) <= 5
 
 
+class Others:
+    """What the other ranks of a job say, and what this one said."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers, self.mine = list(numbers), [0.0]
+
+    def __call__(self, mine: list[float]) -> list[float]:
+        self.mine = mine
+        return list(map(max, mine, self.numbers))
+
+
+def test_a_job_asks_by_its_own_steps_and_one_rank_that_is_due_is_enough() -> None:
+    cadence, silent = Cadence(3, preempt_signals=()), Others(0, -1, -1)
+    assert cadence.has_policy
+    assert [cadence.is_due(steps, silent) for steps in (1, 2, 3, 4)] == [False, False, True, True]
+    assert cadence.is_due(1, Others(1, -1, -1))
+    assert not Cadence().has_policy
+
+
+def test_in_a_job_a_clock_counts_from_the_last_save() -> None:
+    clock, silent = Clock(), Others(0, -1, -1)
+    cadence = Cadence(eg.EverySeconds(10), preempt_signals=(), clock=clock)
+    assert not cadence.is_due(1, silent)
+    clock.now += 10
+    assert cadence.is_due(2, silent)
+    cadence.begin_save()
+    clock.now += 2
+    cadence.saved()
+    clock.now += 9
+    assert not cadence.is_due(1, silent)
+    clock.now += 1
+    assert cadence.is_due(2, silent)
+
+
+def test_in_a_job_a_save_is_judged_by_the_slowest_rank_once_all_know_what_it_has_cost() -> None:
+    clock = Clock()
+    cadence = Cadence(eg.MaxOverhead(0.5), preempt_signals=(), clock=clock)
+    assert cadence.is_due(1, Others(0, -1, -1)), "the first is due, so that the cost gets known"
+    cadence.begin_save()
+    clock.now += 1
+    cadence.saved()
+    clock.now += 3
+    slow = Others(0, 4, -1)
+    assert not cadence.is_due(1, slow), "what it has cost the others is not known yet"
+    assert slow.mine == [0.0, 1.0, -1.0]
+    clock.now += 4
+    assert not cadence.is_due(2, slow), "4 s a save, so 8 s between two"
+    clock.now += 1
+    assert cadence.is_due(3, slow)
+
+
+def test_a_rank_that_has_just_joined_a_job_has_no_vote() -> None:
+    cadence, silent = Cadence([1, eg.MaxOverhead(0.5)], preempt_signals=()), Others(0, 2, -1)
+    assert not cadence.is_due(1, silent, votes=False)
+    assert silent.mine[0] == 0
+    assert cadence.is_due(2, silent)
+
+
 def test_intervals_can_be_looked_at() -> None:
     assert eg.EverySteps(10).interval_s(progress(steps=5, seconds=2.0)) == 4.0
     assert eg.EverySeconds(7).interval_s(progress()) == 7

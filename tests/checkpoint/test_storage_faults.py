@@ -7,11 +7,12 @@ import logging
 import mmap
 import os
 import re
+import resource
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import evergrad as eg
 from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.errors import RestoreError, TierError
+from evergrad.errors import CheckpointError, EvergradError, RestoreError, TierError
 from evergrad.testing import FullStorage, ReadOnlyStorage, SlowStorage, StorageCalls
 
 SECONDS = 20.0
@@ -587,3 +588,92 @@ def test_an_agent_that_finds_a_bit_flipped_after_the_digest_does_not_bless_it(tm
             time.sleep(0.05)
         with pytest.raises(eg.EvergradError, match=r"in tier local: model/.: not what was captured"):
             restored(ck, version=2)
+
+
+# --- no more open files, and a run folder that is moved -------------------------------------------------------------
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process cannot open another file."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened: list[int] = []
+    try:
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, limits[1]))
+        with suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in opened:
+            os.close(fd)
+
+
+TOO_MANY = r"too many open files in this process: its limit is \d+\. Raise it \(ulimit -n\), or close some\.$"
+
+
+def test_too_many_open_files_are_not_called_an_arena_that_does_not_fit(tmp_path: Path) -> None:
+    with checkpointer(tmp_path) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        with no_more_files(), pytest.raises(TierError, match=TOO_MANY) as found:
+            ck.save(2, {"larger": torch.zeros(100_000)})
+        assert "does not fit" not in str(found.value)
+        save(ck, 3).wait(timeout=SECONDS)
+        assert restored(ck) == 3
+
+
+def test_too_many_open_files_are_not_called_versions_that_are_gone(tmp_path: Path) -> None:
+    with checkpointer(tmp_path) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        live = state(0)
+        with no_more_files(), pytest.raises(CheckpointError, match=f"nothing can be read: {TOO_MANY}"):
+            ck.restore(live)
+        assert_holds(live, 0)
+        assert restored(ck) == 1
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_checkpointer_that_cannot_open_files_says_so(tmp_path: Path, agent: bool) -> None:
+    (tmp_path / "run").mkdir()
+    with no_more_files(), pytest.raises(EvergradError, match="too many open files"):
+        eg.Checkpointer(tmp_path / "run", agent=agent)
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, agent: bool) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    with eg.Checkpointer(old, agent=agent, linger_s=20) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        os.rename(old, new)
+        with pytest.warns(CheckpointWarning, match=f"{old}: the run folder was moved to {new} since"):
+            pending = save(ck, 2)
+        with pytest.raises(TierError, match="tier local: the run folder was moved or removed, and is not made again"):
+            pending.wait(timeout=SECONDS)
+        assert pending.wait("memory", timeout=SECONDS).step == 2
+        with pytest.raises(CheckpointError, match=f"moved to {new} since this Checkpointer was made"):
+            ck.restore(state(0))
+        assert not old.exists()
+        os.rename(new, old)
+        with pytest.warns(CheckpointWarning, match="step 2 .* is not in tier local"):
+            save(ck, 3).wait(timeout=SECONDS)
+        assert restored(ck) == 3
+        assert next(record.step for record in ck.versions()) == 3
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_job_goes_on_at_the_new_path_with_what_was_captured_meanwhile(tmp_path: Path, agent: bool) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    with eg.Checkpointer(old, agent=agent, linger_s=20) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        os.rename(old, new)
+        with pytest.warns(CheckpointWarning, match="was moved to"):
+            assert save(ck, 2).wait("memory", timeout=SECONDS).step == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # that the agent at the old path is gone
+        with eg.Checkpointer(new, agent=agent, linger_s=0.3) as ck:
+            assert restored(ck) == 2
+            save(ck, 3).wait(timeout=SECONDS)
+            assert [record.step for record in ck.versions()] == [3, 2]
+    assert not old.exists()

@@ -1,10 +1,11 @@
 """Arenas: blocks of shared memory, laid out as the shard file will be, that outlive the trainer.
 
-Each rank has two, used in turns. An arena is three files in a folder that only its user can open:
+Each rank has two, used in turns. An arena is a few files in a folder that only its user can open:
 
     rank-00003.0.safetensors   the shard itself, exactly as long as it has to be
     rank-00003.0.ticket        what is in it: a generation counter, *copying* or *captured*, the version, its tiers
     rank-00003.0.json          its manifest, once digested: the arena then is the checkpoint of the memory tier
+    rank-00003.0.digests       the same where memory is no tier: digests that a restart need not take again
 
 The trainer alone writes the shard and the ticket; whoever finishes the version alone writes the manifest. A ticket
 is one small write with a digest of its own: torn, it counts as *copying*. A manifest holds for one generation only,
@@ -18,6 +19,7 @@ import fcntl
 import json
 import mmap
 import os
+import resource
 import time
 import weakref
 from contextlib import AbstractContextManager, suppress
@@ -31,13 +33,15 @@ from evergrad.checkpoint import storage
 from evergrad.checkpoint.locks import is_locked, locked
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.version import Version
-from evergrad.errors import TierError, reason
+from evergrad.errors import CheckpointError, TierError, reason
 
-__all__ = ["Arena", "ArenaFiles", "Ticket", "populate"]
+__all__ = ["Arena", "ArenaFiles", "Ticket", "check_open_files", "open_files_hint", "populate"]
 
 _MAGIC = b"EGTICKET"
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _LOOK_S = 0.1
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
+_SPARE_FILES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class ArenaFiles:
-    """The three files of one arena."""
+    """The files of one arena."""
 
     folder: Path
     rank: int
@@ -99,8 +103,13 @@ class ArenaFiles:
 
     @property
     def manifest(self) -> Path:
-        """Its digests."""
+        """Its digests, as a copy in the memory tier."""
         return self.folder / f"{shard_name(self.rank)}.{self.index}.json"
+
+    @property
+    def digests(self) -> Path:
+        """Its digests, where memory is no tier."""
+        return self.folder / f"{shard_name(self.rank)}.{self.index}.digests"
 
     def read_ticket(self) -> Ticket | None:
         """What is in the arena now; None if that cannot be told."""
@@ -114,7 +123,7 @@ class ArenaFiles:
 
     def remove(self) -> None:
         """Give its memory back: the manifest first, so that nothing half removed passes for a checkpoint."""
-        for path in (self.manifest, self.shard, self.ticket):
+        for path in (self.manifest, self.digests, self.shard, self.ticket):
             storage.remove(path)
 
     def remove_if_free(self) -> bool:
@@ -154,7 +163,10 @@ class Arena:
         files = ArenaFiles(folder, rank, index)
         end = time.monotonic() + _LOOK_S
         while True:
-            fd = os.open(files.ticket, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(files.ticket, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise _not_made(files.ticket, 0, error) from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), os.stat(files.ticket)):
@@ -194,7 +206,7 @@ class Arena:
         try:
             fd = os.open(self.files.shard, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise _too_small(self.files.folder, size, error) from error
+            raise _not_made(self.files.shard, size, error) from error
         try:
             os.ftruncate(fd, size)
             # A hole in /dev/shm that cannot be filled later would end the trainer with SIGBUS: fill it now.
@@ -204,7 +216,7 @@ class Arena:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(fd, 0)
-            raise _too_small(self.files.folder, size, error) from error
+            raise _not_made(self.files.shard, size, error) from error
         finally:
             os.close(fd)
 
@@ -264,6 +276,35 @@ def _check_memory(folder: Path, size: int) -> None:
         available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
         if size > available:
             raise _too_small(folder, size, OSError(errno.ENOMEM, f"{available / 1e9:.3f} GB of memory are available"))
+
+
+def check_open_files() -> None:
+    """`CheckpointError` if this process cannot open files any more: whatever is read next would seem to be missing."""
+    opened: list[int] = []
+    try:
+        while len(opened) < _SPARE_FILES:
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise CheckpointError(f"nothing can be read: {open_files_hint(error)}") from error
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def open_files_hint(error: OSError) -> str:
+    """Why the system refuses; if it is for too many open files, with the limit and how to raise it."""
+    what = reason(error)
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{what} in this process: its limit is {limit}. Raise it (ulimit -n), or close some."
+    return f"{what} on this machine: raise fs.file-max, or close some." if error.errno == errno.ENFILE else f"{what}."
+
+
+def _not_made(path: Path, size: int, error: OSError) -> TierError:
+    """An arena could not be made: for want of memory, or for another reason."""
+    if error.errno in _NO_ROOM:
+        return _too_small(path.parent, size, error)
+    return TierError(f"{path}: no arena: {open_files_hint(error)}")
 
 
 def _too_small(folder: Path, size: int, error: OSError) -> TierError:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
 
+import xxhash
+
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.arena import ArenaFiles
+from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.checkpoint.job import Job, read_identity
 from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.manifest import shard_rank
-from evergrad.errors import CheckpointError, reason
+from evergrad.errors import CheckpointError
 
-__all__ = ["LOCK", "arena_folder", "arenas_root", "find_arenas", "remove_orphans"]
+__all__ = ["LOCK", "arena_folder", "arenas_root", "find_arenas", "moved_to", "open_run_folder", "remove_orphans"]
 
 LOCK = "agent.lock"
 """Held by the agent of a node while it lives."""
@@ -38,14 +41,36 @@ def arena_folder(job: Job) -> Path:
                     "to a tmpfs of your own."
                 )
         home = root / job.id / "run"
-        place = f"{job.run_dir}\n".encode()
+        place = _home_bytes(job.run_dir)
         if not home.exists() or home.read_bytes() != place:  # made, or moved since
             storage.publish(home, place)
     except OSError as error:
-        raise CheckpointError(
-            f"{folder}: no place for arenas: {reason(error)}. Set EVERGRAD_SHM to a tmpfs."
-        ) from error
+        hint = "" if error.errno in (errno.EMFILE, errno.ENFILE) else " Set EVERGRAD_SHM to a tmpfs."
+        raise CheckpointError(f"{folder}: no place for arenas: {open_files_hint(error)}{hint}") from error
     return folder
+
+
+def open_run_folder(job: Job) -> int:
+    """A descriptor of the run folder, to be closed, by which `moved_to` finds it again."""
+    try:
+        return os.open(job.run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{job.run_dir}: cannot be opened: {open_files_hint(error)}") from error
+
+
+def moved_to(job: Job, fd: int) -> Path | None:
+    """The path that a run folder was moved to since it was opened; None if it was not, or is gone.
+
+    The arenas then note the new path: those of a run folder that is gone are removed.
+    """
+    with suppress(OSError, CheckpointError):
+        now = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if now != job.run_dir and os.path.samestat(os.stat(now), os.fstat(fd)) and read_identity(now) == job.id:
+            home = arenas_root() / job.id / "run"
+            if home.read_bytes() != _home_bytes(now):
+                storage.publish(home, _home_bytes(now))
+            return now
+    return None
 
 
 def find_arenas(folder: Path, rank: int | None = None) -> list[ArenaFiles]:
@@ -69,9 +94,22 @@ def remove_orphans(root: Path | None = None) -> list[str]:
         for job in sorted(entry for entry in os.listdir(root)):
             home = root / job / "run"
             with suppress(OSError, CheckpointError):
-                if read_identity(Path(home.read_text().rstrip("\n"))) != job and _remove_job(root / job):
+                run_dir = _run_dir(home.read_bytes())
+                if run_dir is not None and read_identity(run_dir) != job and _remove_job(root / job):
                     removed.append(job)
     return removed
+
+
+def _home_bytes(run_dir: Path) -> bytes:
+    """The path of a run folder as a job's arenas note it: with a digest, because removing arenas depends on it."""
+    path = os.fsencode(run_dir)
+    return path + b"\n" + xxhash.xxh3_128_hexdigest(path).encode() + b"\n"
+
+
+def _run_dir(data: bytes) -> Path | None:
+    """The way back; None if it is not as it was written."""
+    path = data.rstrip(b"\n").rpartition(b"\n")[0]
+    return Path(os.fsdecode(path)) if path and data == _home_bytes(Path(os.fsdecode(path))) else None
 
 
 def _remove_job(folder: Path) -> bool:

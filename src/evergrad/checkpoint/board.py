@@ -12,6 +12,7 @@ from typing import Protocol
 from evergrad.checkpoint.events import Committed, Event, Failed, Free, Refused, Settled
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
+from evergrad.wording import meant
 
 __all__ = ["Board", "Capture", "Fate", "Pending"]
 
@@ -237,5 +238,6 @@ class Pending:
         if tier is None:
             return self._tier
         if tier not in self._tiers:
-            raise UsageError(f"unknown tier {tier!r}. This version goes to {', '.join(self._tiers)}.")
+            there = f"This version goes to {', '.join(self._tiers)}."
+            raise UsageError(f"unknown tier {tier!r}.{meant(str(tier), self._tiers)} {there}")
         return tier

@@ -88,10 +88,38 @@ class Cadence:
         self._in_flight: deque[tuple[Pending, float]] = deque(maxlen=_IN_FLIGHT)
         self._begun_s: float | None = None
         """When a save began that has not returned."""
+        self._since_s: float | None = None
+        self._agreed: tuple[float, float] | None = (-1.0, -1.0)
+        """For `is_due`: when the last save was, and what saves cost on the slowest rank; None since the last save."""
+        self._is_first = True
         self._complaints: list[str] = []
         self._leaving = False
         self._course: _Course | None = None
         self._agreement: Agreement | None = None
+
+    @property
+    def has_policy(self) -> bool:
+        """True if there is a policy to ask."""
+        return bool(self._by_steps or self._by_vote)
+
+    def is_due(self, steps: int, agree: Callable[[list[float]], list[float]], *, votes: bool = True) -> bool:
+        """Decide to save now, in a job that counts steps, watches signals and agrees with other ranks by itself.
+
+        `steps` is how many there were since the last save. `agree` gives the largest of what the ranks say, number by
+        number. A rank without a vote has just joined: it knows neither when the last save was nor what saves cost.
+        """
+        self._note_failure()
+        self._note_durable()
+        now = self._clock()
+        self._since_s = now if self._since_s is None else self._since_s
+        cost_s, durable_s = (None if value < 0 else value for value in self._agreed or (-1.0, -1.0))
+        progress = Progress(steps, now - self._since_s, cost_s, durable_s, self._is_first)
+        # As by votes: until all ranks know what the last save has cost, only steps are judged.
+        asked = [*self._by_steps, *(self._by_vote if self._agreed is not None else ())] if votes else []
+        due = any(policy.is_due(progress) for policy in asked)
+        is_due, *costs = agree([float(due), *self._my_costs()])
+        self._agreed = costs[0], costs[1]
+        return is_due > 0
 
     @property
     def exit_code(self) -> int:
@@ -137,7 +165,8 @@ class Cadence:
     def begin_save(self) -> None:
         """All ranks save now, whatever becomes of it on each."""
         self._note_failure()
-        self._begun_s = self._clock()
+        self._begun_s = self._since_s = self._clock()
+        self._agreed, self._is_first = None, False
         course = self._course
         if course is None:
             return
@@ -153,6 +182,7 @@ class Cadence:
         assert self._begun_s is not None, "begin_save comes first"
         now = self._clock()
         self._costs.append(now - self._begun_s)
+        self._since_s = now
         if pending is not None:
             self._in_flight.append((pending, self._begun_s))
         self._begun_s = None
@@ -182,10 +212,7 @@ class Cadence:
         if self._agreement is None and ranks.world_size > 1 and (self._by_vote or self._signals) and not self._leaving:
             self._agreement = Agreement(ranks)
         self._note_failure()
-        while self._in_flight and self._in_flight[0][0].done():
-            pending, begun_s = self._in_flight.popleft()
-            if pending.exception(timeout=0) is None:
-                self._durables.append(self._clock() - begun_s)
+        self._note_durable()
         return course
 
     def _start_afresh(self, ranks: Ranks) -> _Course:
@@ -236,6 +263,13 @@ class Cadence:
     def _my_costs(self) -> tuple[float, float]:
         cost_s = median(self._costs) if self._costs else self._failed_cost
         return -1.0 if cost_s is None else cost_s, median(self._durables) if self._durables else -1.0
+
+    def _note_durable(self) -> None:
+        """Of saves that have become durable since the last call: how long that took."""
+        while self._in_flight and self._in_flight[0][0].done():
+            pending, begun_s = self._in_flight.popleft()
+            if pending.exception(timeout=0) is None:
+                self._durables.append(self._clock() - begun_s)
 
     def _note_failure(self) -> None:
         """Of a save that never returned, the time counts as its cost while nothing better is known."""

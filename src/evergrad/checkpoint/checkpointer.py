@@ -6,14 +6,15 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from evergrad.checkpoint.arena import Arena, Ticket
-from evergrad.checkpoint.arena_folder import arena_folder
+from evergrad.checkpoint.arena import Arena, Ticket, check_open_files
+from evergrad.checkpoint.arena_folder import arena_folder, moved_to, open_run_folder
 from evergrad.checkpoint.board import Board, Pending
 from evergrad.checkpoint.cadence import Cadence
 from evergrad.checkpoint.capture.plan import Plan
@@ -38,6 +39,7 @@ from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, EvergradError, SaveRefused, UsageError
 from evergrad.formats.collector import uncollected
 from evergrad.state import Where
+from evergrad.wording import checked_choice
 
 __all__ = ["CheckpointWarning", "Checkpointer"]
 
@@ -99,8 +101,7 @@ class Checkpointer:
         """
         self._cadence = Cadence(policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s)
         self._tiers = checked_tiers(tiers)
-        if when_busy not in ("wait", "refuse"):
-            raise UsageError(f"when_busy={when_busy!r}: expected 'wait' or 'refuse'")
+        checked_choice("when_busy", when_busy, ("wait", "refuse"))
         self._job = Job.open(run_dir, node)
         self._pid = os.getpid()
         self._folder = arena_folder(self._job)
@@ -108,6 +109,8 @@ class Checkpointer:
         self._stores = {tier.kind: tier.store(self._site) for tier in self._tiers}
         for store in self._stores.values():
             store.check()
+        self._run_fd = open_run_folder(self._job)
+        self._close_run = weakref.finalize(self, _close_own, self._run_fd, self._pid)
         self._board = Board()
         self._replicated = replicated
         self._recorder = Recorder(self._folder, self._board, when_busy)
@@ -117,7 +120,7 @@ class Checkpointer:
         self._parent: str | None = None
         self._source: str | None = None
         self._restored: Restored | None = None
-        self._closed = False
+        self._closed = self._moved = False
         self._link: Link = (
             AgentLink(self._job, self._board, modules, linger_seconds(linger_s))
             if agent
@@ -148,6 +151,7 @@ class Checkpointer:
         last save is said now, as a `CheckpointWarning`.
         """
         self._check_usable()
+        self._say_moved()
         self._cadence.begin_save()
         step = checked_step(step)
         ranks = Ranks.now()
@@ -186,6 +190,19 @@ class Checkpointer:
         return leaves
 
     @property
+    def has_policy(self) -> bool:
+        """True if a policy says when to save."""
+        return self._cadence.has_policy
+
+    def is_due(self, steps: int, agree: Callable[[list[float]], list[float]], *, votes: bool = True) -> bool:
+        """True if the policy wants a save, `steps` after the last one; `agree` takes the largest over all ranks.
+
+        For whoever runs the loop itself, as `eg.join` does: no signals are watched, and no group is made.
+        """
+        self._check_usable()
+        return self._cadence.is_due(steps, agree, votes=votes)
+
+    @property
     def exit_code(self) -> int:
         """0, until `should_exit` says so: then 75, with which schedulers run a job again."""
         return self._cadence.exit_code
@@ -202,7 +219,8 @@ class Checkpointer:
     ) -> int | None:
         """Put the newest version that all ranks can obtain into the state, in place; its step, or None.
 
-        Every digest is checked first. A corrupt or torn version is passed over for the one before, and that is
+        What was captured on these nodes, and not finished, is finished first. Every digest is checked before anything
+        is loaded. A corrupt or torn version is passed over for the one before, and that is
         logged. `version` asks for one: by step, by name, by tag, or exactly. With `strict=False` what does not fit is
         left out and logged; `where` restores only some tensors (names, globs, roles: as `select`). `RestoreError` if
         there are versions and none of them is intact.
@@ -214,9 +232,10 @@ class Checkpointer:
         """
         self._check_usable()
         ranks = Ranks.now()
+        ranks.together(self._check_readable)
         if source is not None and is_dcp_folder(source):
             return self._restore_dcp(Path(source), state, strict, where, ranks)
-        ranks.together(lambda: self._settle(ranks))
+        self._settle(ranks)
         job, stores = self._job.id, self._stores
         if source is not None:
             job, stores = ranks.together(lambda: stores_of(source, self._tiers))
@@ -296,7 +315,9 @@ class Checkpointer:
         self._link.close()
         self._board.break_off("the Checkpointer was closed before this was known: ask one on the same run folder")
         self._recorder.let_go()
+        moved_to(self._job, self._run_fd)  # before arenas of run folders that are gone are removed
         self._link.tidy()
+        self._close_run()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -314,6 +335,31 @@ class Checkpointer:
         if self._closed:
             raise UsageError("this Checkpointer is closed")
 
+    def _say_moved(self) -> None:
+        """Warn, once, that the run folder is not where it was: what belongs into it is lost until it is back."""
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self._job.run_dir), os.fstat(self._run_fd)):  # as nearly always, at no cost
+                self._moved = False
+                return
+        moved = not self._job.is_there()
+        if moved and not self._moved:
+            warnings.warn(self._where_moved(), CheckpointWarning, stacklevel=3)
+        self._moved = moved
+
+    def _check_readable(self) -> None:
+        """Say now what would look like versions that are gone."""
+        check_open_files()
+        if not self._job.is_there():
+            raise CheckpointError(self._where_moved())
+
+    def _where_moved(self) -> str:
+        new = moved_to(self._job, self._run_fd)
+        what = "was moved or removed" if new is None else f"was moved to {new}"
+        return (
+            f"{self._job.run_dir}: the run folder {what} since this Checkpointer was made: nothing is written there or "
+            "read from it. Move it back, or begin again with its new path."
+        )
+
     def _attach(self, ranks: Ranks, step: int) -> None:
         """Make sure that this process group has an attempt of its own, in which this step comes next."""
         if ranks == self._attached and step > self._last_step:
@@ -325,8 +371,11 @@ class Checkpointer:
         self._attempt, self._attached, self._saves = attempt, ranks, 0
 
     def _settle(self, ranks: Ranks) -> None:
+        """Have what was captured on all nodes finished, and then what is whole in shared tiers committed."""
+        slow = [tier.to_json() for tier in self._tiers if tier.slow]
         self._recorder.settle()
-        self._link.settle(ranks.rank)
+        ranks.together(lambda: self._link.settle(ranks.rank, slow))
+        ranks.together(lambda: self._link.settle(ranks.rank, slow, commit=True) if slow else None)
 
     def _begin_attempt(self, ranks: Ranks) -> int:
         if ranks.rank:
@@ -399,3 +448,10 @@ class Checkpointer:
             "schema_version": 1, "job": self._job.id, "step": step, "attempt": self._attempt,
             "rank": ranks.rank, "world_size": ranks.world_size,
         }  # fmt: skip
+
+
+def _close_own(fd: int, pid: int) -> None:
+    """Close a descriptor, in the process that opened it."""
+    if os.getpid() == pid:
+        with suppress(OSError):
+            os.close(fd)

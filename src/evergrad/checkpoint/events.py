@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError
 
-__all__ = ["Attached", "Committed", "Event", "Failed", "Free", "Refused", "Settled", "read_event"]
+__all__ = ["Alive", "Attached", "Committed", "Event", "Failed", "Free", "Refused", "Settled", "read_event"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,14 @@ class Attached(Event):
     """The agent serves this trainer."""
 
     kind: ClassVar[str] = "attached"
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alive(Event):
+    """The agent runs: said every second, whatever else it does."""
+
+    kind: ClassVar[str] = "alive"
     pid: int
 
 
@@ -87,7 +95,7 @@ class Settled(Event):
     question: int
 
 
-_KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (Attached, Committed, Failed, Free, Refused, Settled)}
+_KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (Alive, Attached, Committed, Failed, Free, Refused, Settled)}
 
 
 def read_event(line: str | bytes) -> Event:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
+import logging
 import os
 import re
 import secrets
@@ -14,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evergrad.checkpoint.arena import open_files_hint
 from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason
 from evergrad.formats.durable import appearing, replacing
+from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = ["SCHEMA_VERSION", "Job", "node_name", "now", "read_identity", "safe_name"]
 
 SCHEMA_VERSION = 1
+_log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_REBUILT = "rebuilt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class Job:
 
     The identity is made once: the folder's name and eight hex digits of its path and of chance. A run folder that
     was removed and made anew is therefore another job, and never finds the shards of the first. One that was moved
-    keeps its identity; a copy gets one of its own.
+    keeps its identity; a copy gets one of its own. A damaged `job.json` is written again from the attempts' records.
     """
 
     run_dir: Path
@@ -54,15 +59,23 @@ class Job:
         """This node's name as that of a folder."""
         return safe_name(self.node)
 
+    def is_there(self) -> bool:
+        """True if the run folder is still where it was: neither moved, nor removed, nor another job's by now."""
+        try:
+            return read_identity(self.run_dir) == self.id
+        except CheckpointError:
+            return (self.run_dir / "job.json").exists()  # damaged, or not to be read now
+
     def begin_attempt(self, **notes: Any) -> int:
         """A number that no other attempt of this job has; what is known of it is noted in the run folder."""
         folder = self.run_dir / "attempts"
         while True:
             number = self.latest_attempt() + 1
             record = {"schema_version": SCHEMA_VERSION, "attempt": number, "time": now(), "host": socket.gethostname()}
+            record |= {"job": self.id, "path": str(self.run_dir)}  # a second copy of what job.json says
             try:
                 with appearing(folder / f"{number:05d}.json") as temporary:
-                    temporary.write_text(json.dumps(record | notes) + "\n")
+                    temporary.write_bytes(record_bytes(record | notes))
             except FileExistsError:
                 continue  # another attempt began at the same moment
             return number
@@ -118,6 +131,9 @@ def _identity(folder: Path) -> str:
     path = folder / "job.json"
     found = _read(path)
     if found is not None and not _is_copy(folder, found):
+        if found.pop(_REBUILT, False):
+            with suppress(OSError, FormatError), replacing(path) as temporary:
+                temporary.write_bytes(record_bytes(found))
         return str(found["id"])
     # A copy's is derived: all ranks find out at once, and have to come to the same.
     chance = secrets.token_hex(8) if found is None else f"{found['id']} {folder.stat().st_ino}"
@@ -128,14 +144,14 @@ def _identity(folder: Path) -> str:
         "path": str(folder),
         "made": now(),
     }
-    text = json.dumps(record) + "\n"
+    text = record_bytes(record)
     if found is not None:  # a copy of another job's folder
         with replacing(path) as temporary:
-            temporary.write_text(text)
+            temporary.write_bytes(text)
         return str(record["id"])
     try:
         with appearing(path) as temporary:
-            temporary.write_text(text)
+            temporary.write_bytes(text)
     except FileExistsError:  # another rank was first
         found = _read(path)
         assert found is not None
@@ -158,15 +174,48 @@ def _is_copy(folder: Path, record: dict[str, Any]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """The record of a run folder's job, which other records replace if it is damaged; None if there is none."""
     try:
-        record = json.loads(path.read_text())
+        record = read_record(path.read_bytes())
+        if not _is_identity(record.get("id")):
+            raise ValueError("it names no job")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: is no record of a job: {error}. Choose another run folder.") from error
-    if not isinstance(record, dict) or not isinstance(record.get("id"), str) or _UNSAFE.search(record["id"]):
-        raise CheckpointError(f"{path}: is no record of a job. Choose another run folder.")
+    except OSError as error:
+        hint = "" if error.errno in (errno.EMFILE, errno.ENFILE) else " Choose another run folder."
+        raise CheckpointError(f"{path}: cannot be read: {open_files_hint(error)}{hint}") from error
+    except ValueError as error:
+        rebuilt = _rebuilt(path.parent)
+        if rebuilt is None:
+            raise CheckpointError(f"{path}: is no record of a job: {error}. Choose another run folder.") from error
+        _log.warning("%s: is damaged (%s): by the other records this is job %s", path, error, rebuilt["id"])
+        return rebuilt
     if record.get("schema_version") != SCHEMA_VERSION:
         version = record.get("schema_version")
         raise CheckpointError(f"{path}: is of schema {version!r}, this Evergrad reads {SCHEMA_VERSION}")
     return record
+
+
+def _is_identity(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and not _UNSAFE.search(value)
+
+
+def _rebuilt(folder: Path) -> dict[str, Any] | None:
+    """What `job.json` said: by the newest attempt that names the job, else by the folder of its local tier."""
+    made = {"schema_version": SCHEMA_VERSION, "made": now(), _REBUILT: True}
+    disks = [folder / "local"]
+    for path in sorted((folder / "attempts").glob("*.json"), reverse=True):
+        with suppress(OSError, ValueError):
+            record = read_record(path.read_bytes())
+            if _is_identity(record.get("job")):
+                return made | {"id": record["job"], "path": str(record.get("path", folder))}
+            tiers = record.get("tiers")
+            for tier in tiers if isinstance(tiers, list) else ():  # an attempt of an earlier Evergrad
+                if isinstance(tier, dict) and tier.get("kind") == "local" and isinstance(tier.get("path"), str):
+                    disks.append(Path(tier["path"]))
+    name = re.compile(re.escape(safe_name(folder.name, 32)) + "-[0-9a-f]{8}")
+    found = set()
+    for disk in disks:
+        with suppress(OSError, ValueError):
+            found |= {entry for entry in os.listdir(disk) if name.fullmatch(entry)}
+    return made | {"id": found.pop(), "path": str(folder)} if len(found) == 1 else None

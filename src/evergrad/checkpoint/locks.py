@@ -1,14 +1,44 @@
-"""Locks on files, which end with the process that holds them."""
+"""Locks on files, which end with the process that holds them, and what is known of that process."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["is_locked", "locked"]
+from evergrad.errors import CheckpointError
+
+__all__ = ["Process", "holder", "is_locked", "locked", "process"]
+
+_QUICK_S, _SLOW_S = 0.001, 0.05
+_PATIENCE_S = 30.0
+
+
+class Process(tuple[int, int, str]):
+    """A process of this machine: its id, when it started (in clock ticks since boot), and its state."""
+
+    __slots__ = ()
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal or a debugger has stopped it."""
+        return self[2] in ("T", "t")
+
+    @property
+    def has_ended(self) -> bool:
+        """True if only its exit code is left of it."""
+        return self[2] in ("Z", "X", "x")
+
+
+def process(pid: int) -> Process | None:
+    """The process of an id; None if there is none."""
+    with suppress(OSError, ValueError, IndexError):
+        state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Process((pid, int(rest[18]), state))
+    return None
 
 
 def is_locked(path: Path) -> bool:
@@ -26,12 +56,42 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def holder(path: Path) -> int | None:
+    """The id of the process that took the lock on a file; None if the kernel does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        inode = os.stat(path).st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and int(fields[5].rpartition(":")[2]) == inode and int(fields[4]) > 0:
+                return int(fields[4])
+    return None
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on a file, made if need be; a second process waits here."""
+def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Hold the lock on a file, made if need be; a second process waits here.
+
+    `CheckpointError` if the holder stays stopped for `patience_s`. One that runs is waited for: it may have much to do.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        pause, stopped_s = _QUICK_S, 0.0
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            # Pauses are counted, and not the clock read: this process may be stopped, too.
+            time.sleep(pause)
+            pause = min(2 * pause, _SLOW_S)
+            pid = holder(path) if pause == _SLOW_S else None
+            found = process(pid) if pid is not None else None
+            stopped_s = stopped_s + pause if found is not None and found.is_stopped else 0.0
+            if stopped_s >= patience_s:
+                raise CheckpointError(
+                    f"{path}: held by process {pid}, which is stopped. Continue it (kill -CONT {pid}), or end it."
+                )
         yield
     finally:
         os.close(fd)

@@ -55,6 +55,8 @@ class Manifest:
     """Slow tiers that the shard is still to be flushed to, as `Tier.to_json` describes them."""
     encoding: str = ""
     """How the shard is packed where it lies, as the tier that packed it calls that; empty if it is not."""
+    unverified: bool = False
+    """True if the digests were taken again after a restart, with none from the time of the capture to compare."""
 
     def to_bytes(self) -> bytes:
         """The record as JSON, its own digest first."""
@@ -80,6 +82,8 @@ class Manifest:
             "header": self.header,
             "digests": dict(self.digests),
         }
+        if self.unverified:
+            body = {"unverified": True} | body
         return record_bytes(body)
 
     @classmethod
@@ -109,10 +113,11 @@ class Manifest:
                 what = f"a manifest of schema {body['schema_version']!r}"
                 raise DamagedFile(path, what, expected=SCHEMA_VERSION)
             version = Version(body.pop("step"), body.pop("attempt"))
-            fields = {name: body[name] for name in cls.__slots__ if name != "version"}
+            unverified = bool(body.setdefault("unverified", False))
+            fields = {name: body[name] for name in cls.__slots__ if name != "version"} | {"unverified": unverified}
             fields["elsewhere"] = {
                 path: (int(rank), str(digest)) for path, (rank, digest) in fields["elsewhere"].items()
             }
             return cls(version=version, **fields)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(path, f"the manifest lacks what it should have: {error}") from None

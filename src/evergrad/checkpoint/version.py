@@ -58,6 +58,8 @@ class VersionRecord:
     size_bytes: int
     """Of this rank's shard."""
     meta: dict[str, Any] = field(default_factory=dict)
+    unverified: bool = False
+    """True if no copy of this rank's shard has the digests of its capture: they were taken again after a restart."""
 
     @property
     def step(self) -> int:

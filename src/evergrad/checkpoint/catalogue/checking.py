@@ -118,6 +118,9 @@ def _check(found: Found, job: str) -> CopyVerdict:
             wrong = shard.complaint()
             if not shard.is_current():
                 return CopyVerdict(copy.tier, copy.rank, place, "unknown", "a trainer overwrote it meanwhile")
+            if shard.manifest.unverified and not wrong:
+                why = "its digests were taken after a restart, with none from the time of the capture to compare"
+                return CopyVerdict(copy.tier, copy.rank, place, "unknown", why)
             return CopyVerdict(copy.tier, copy.rank, place, "failed" if wrong else "ok", wrong)
     except (EvergradError, OSError) as error:
         return CopyVerdict(copy.tier, copy.rank, place, "failed", str(error))

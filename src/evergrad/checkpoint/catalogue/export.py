@@ -32,6 +32,7 @@ from evergrad.formats.durable import fsync, temporary_name
 from evergrad.records import Role, TensorInfo
 from evergrad.state import FlatState, Where, unflatten
 from evergrad.state.roles import tensor_info
+from evergrad.wording import meant
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ def export_version(
 def _target_format(target: Path, said: str, format: str | None) -> str:
     if format is not None:
         if format not in FORMATS:
-            raise UsageError(f"unknown format {format!r}: expected {', '.join(FORMATS)}")
+            raise UsageError(f"unknown format {format!r}: expected {', '.join(FORMATS)}.{meant(str(format), FORMATS)}")
         return format
     endings = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
     endings |= {".h5": "h5", ".hdf5": "h5", ".npz": "npz"}

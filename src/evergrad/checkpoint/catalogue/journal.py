@@ -3,17 +3,15 @@
     <run folder>/catalogue/<writer>.jsonl
 
 Each writer has a file of its own, so that no two ever write to one at the same time; readers merge them. A version
-that was retired stays in here. A line that a crash has torn is passed over, and so is one that is not understood.
+that was retired stays in here. Each line carries a digest of itself: one that is torn or damaged is left out, and said.
 Losing a line loses history, never a version: what can be restored is decided by the manifests in the tiers.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +21,7 @@ import xxhash
 from evergrad.checkpoint.job import now, safe_name
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
+from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = ["FOLDER", "SCHEMA_VERSION", "History", "Journal", "ShardNote", "Verdict", "shard_digest"]
 
@@ -45,6 +44,8 @@ class ShardNote:
     parent: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     node: str = ""
+    unverified: bool = False
+    """True if its digests were taken again after a restart: see `Manifest.unverified`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Journal:
                 "parent": manifest.parent,
                 "meta": dict(manifest.meta),
                 "node": manifest.node,
+                **({"unverified": True} if manifest.unverified else {}),
             },
         )
 
@@ -102,32 +104,41 @@ class Journal:
     def read(self) -> History:
         """Everything that was noted, in one pass."""
         history = History()
-        for line in self._lines():
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
-                record = json.loads(line)
-                if record["schema_version"] != SCHEMA_VERSION:
-                    continue
-                if "verified" in record:
-                    _take_verdict(history, record)
-                elif "guarded" in record:
-                    _take_guarded(history, record)
-                else:
-                    _take_shard(history, record)
+        for path, lines in self._files():
+            damaged = 0
+            for line in lines:
+                try:
+                    record = read_record(line)
+                    if record["schema_version"] != SCHEMA_VERSION:
+                        continue
+                    if "verified" in record:
+                        _take_verdict(history, record)
+                    elif "guarded" in record:
+                        _take_guarded(history, record)
+                    else:
+                        _take_shard(history, record)
+                except (ValueError, KeyError, TypeError, OverflowError):
+                    damaged += 1
+            if damaged:
+                _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
         return history
 
-    def _lines(self) -> Iterator[bytes]:
+    def _files(self) -> Iterator[tuple[Path, list[bytes]]]:
         try:
             names = sorted(name for name in os.listdir(self._folder) if name.endswith(".jsonl"))
         except OSError:
             return
         for name in names:
+            path = self._folder / name
             try:
-                yield from (self._folder / name).read_bytes().split(b"\n")
+                lines = path.read_bytes().splitlines(keepends=True)
             except OSError as error:
-                _log.warning("%s: left out of the history: %s", self._folder / name, error)
+                _log.warning("%s: left out of the history: %s", path, error)
+                continue
+            yield path, [line for line in lines if line.strip()]
 
     def _append(self, writer: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps({"schema_version": SCHEMA_VERSION, **record}).encode() + b"\n"
+        line = record_bytes({"schema_version": SCHEMA_VERSION, **record})
         path = self._folder / f"{safe_name(writer)}.jsonl"
         try:
             self._folder.mkdir(exist_ok=True)
@@ -169,6 +180,7 @@ def _take_shard(history: History, record: Mapping[str, Any]) -> None:
         None if parent is None else str(parent),
         {**(record.get("meta") or {})},
         str(record.get("node") or ""),
+        record.get("unverified") is True,
     )
     history.shards.setdefault(version, {})[rank] = note
 

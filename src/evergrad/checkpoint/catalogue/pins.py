@@ -9,11 +9,10 @@ leaves what was there. Looking needs no lock, and costs a listing and a short re
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from evergrad.checkpoint import storage
@@ -21,6 +20,8 @@ from evergrad.checkpoint.catalogue.journal import FOLDER
 from evergrad.checkpoint.job import now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError, nearest, reason
+from evergrad.formats.version_records import read_record, record_bytes
+from evergrad.wording import meant
 
 __all__ = ["SCHEMA_VERSION", "Pins", "keep_guarded", "resolve"]
 
@@ -58,14 +59,21 @@ class Pins:
     def untag(self, name: str) -> None:
         """Take a name away; `UsageError` if there is none such."""
         known = self.tags()
-        if name not in known:
-            raise UsageError(f"there is no tag {name!r}. There are {', '.join(sorted(known)) or 'none'}.")
+        if name not in known and not self.is_damaged(name):
+            there = ", ".join(sorted(known)) or "none"
+            raise UsageError(f"there is no tag {name!r}.{meant(name, known)} There are {there}.")
         self._remove(self._tags / f"{name}.json")
 
-    def pinned(self) -> set[Version]:
-        """The versions that must stay: pinned, or tagged."""
+    def is_damaged(self, name: str) -> bool:
+        """True if there is a tag of that name which does not say what it stands for."""
+        return bool(_TAG.fullmatch(name)) and (self._tags / f"{name}.json").is_file() and name not in self.tags()
+
+    def pinned(self, tags: Mapping[str, Version] | None = None) -> set[Version]:
+        """The versions that must stay: pinned, or tagged. Without `tags` they are read; a damaged one is an error."""
         found = {Version.parse(name) for name in _names(self._pins)}
-        return {version for version in found if version is not None} | set(self.tags(strict=True).values())
+        return {version for version in found if version is not None} | set(
+            (self.tags(strict=True) if tags is None else tags).values()
+        )
 
     def tags(self, *, strict: bool = False) -> dict[str, Version]:
         """The tags, by name. One that is none is left out with a warning, or, if strict, an error."""
@@ -77,28 +85,29 @@ class Pins:
             path = self._tags / entry
             try:
                 with path.open("rb") as file:
-                    version = Version.parse(str(json.loads(file.read(_MAX_TAG_BYTES))["version"]))
+                    version = Version.parse(str(read_record(file.read(_MAX_TAG_BYTES))["version"]))
+                if version is None:
+                    raise ValueError("it names no version")
             except FileNotFoundError:
                 continue  # taken away meanwhile
             except OSError as error:
                 what = reason(error)
                 raise FileAccessError(path, f"cannot be read: {what}") from error
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 if strict:
                     raise FileAccessError(path, f"is no tag: {error}. Tag the version again.") from error
                 _log.warning("%s: is no tag: %s. Tag the version again.", path, error)
                 continue
-            if version is not None:
-                found[name] = version
+            found[name] = version
         return found
 
     def _publish(self, path: Path, record: dict[str, object]) -> None:
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **record, "time": now()}) + "\n"
+        text = record_bytes({"schema_version": SCHEMA_VERSION, **record, "time": now()})
         try:
             for folder in (path.parent.parent, path.parent):
                 if storage.make_folder(folder):
                     storage.fsync_folder(folder.parent)
-            storage.publish(path, text.encode())
+            storage.publish(path, text)
         except OSError as error:
             raise FileAccessError(path, f"cannot be written: {reason(error)}") from error
 

@@ -56,6 +56,8 @@ class CatalogueEntry:
     """The node that each rank was on, as far as was noted."""
     guarded_at: str = ""
     """When a guard found all ranks' states alike as it was saved; empty if none did. `verified` is about its files."""
+    unverified: bool = False
+    """True if a rank's digests were taken again after a restart, with none from the time of the capture to compare."""
 
     @property
     def guarded(self) -> bool:
@@ -89,6 +91,7 @@ class CatalogueEntry:
             "meta": dict(self.meta),
             "verified": self.verified,
             "verified_at": self.verified_at,
+            "unverified": self.unverified,
             "guarded": self.guarded,
             "guarded_at": self.guarded_at,
             "pinned": self.pinned,
@@ -138,9 +141,10 @@ class Catalogue:
         seen = self.look() if seen is None else seen
         run_dir = self.home.run_dir
         history = Journal(run_dir).read() if run_dir is not None else History()
-        pinned = Pins(run_dir).pinned() if run_dir is not None else set()
+        known = Pins(run_dir).tags() if run_dir is not None else {}
+        pinned = Pins(run_dir).pinned(known) if run_dir is not None else set()
         tags: dict[Version, list[str]] = {}
-        for name, version in Pins(run_dir).tags().items() if run_dir is not None else ():
+        for name, version in known.items():
             tags.setdefault(version, []).append(name)
         entries: list[CatalogueEntry] = []
         last: dict[int, str] = {}  # attempt → its version before
@@ -197,7 +201,7 @@ def _noted(version: Version, found: Sequence[Found]) -> dict[int, ShardNote]:
             size = manifest.size if copy.rank == manifest.rank else copy.shard.stat().st_size
             notes[copy.rank] = ShardNote(
                 version, copy.rank, manifest.world_size, size, "", manifest.time, manifest.parent, manifest.meta,
-                manifest.node if manifest.rank == copy.rank else each.node,
+                manifest.node if manifest.rank == copy.rank else each.node, manifest.unverified,
             )  # fmt: skip
     return notes
 
@@ -235,6 +239,7 @@ def _entry(
         pinned=pinned,
         tags=tuple(sorted(tags)),
         nodes={rank: safe_name(note.node) for rank, note in notes.items() if note.node},
+        unverified=any(note.unverified for note in notes.values()),
     )
 
 

@@ -22,7 +22,8 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError
+from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError, reason
+from evergrad.formats.version_records import read_record
 
 __all__ = ["Found", "Home", "Survey", "find_home", "reached", "sites", "survey"]
 
@@ -39,7 +40,7 @@ class Home:
     attempts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """What was noted of each attempt when it began."""
     complaints: tuple[str, ...] = ()
-    """Tiers that are recorded and cannot be looked at."""
+    """Tiers that are recorded and cannot be looked at, and damaged records of tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,12 @@ def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home
         if (folder / "JOB.json").is_file():
             return _home_at_url(f"file://{folder}", text, tiers)
         raise FileAccessError(text, "is no run folder: there is no job.json in it")
-    attempts = _attempts(folder)
+    attempts, damaged = _attempts(folder)
     specs = [spec for number in sorted(attempts, reverse=True) for spec in _specs(attempts[number].get("tiers"))]
     specs += _specs_of_tickets(job)
     specs.append(Local().to_json())
     chosen, complaints = _read(specs)
-    return Home(job, folder, tuple(_distinct([*tiers, *chosen])), attempts, tuple(complaints))
+    return Home(job, folder, tuple(_distinct([*tiers, *chosen])), attempts, (*damaged, *complaints))
 
 
 def survey(home: Home, only: str | None = None) -> Survey:
@@ -179,14 +180,18 @@ def _folders(parent: Path) -> list[str]:
     return []
 
 
-def _attempts(folder: Path) -> dict[int, dict[str, Any]]:
-    found = {}
-    for path in (folder / "attempts").glob("*.json"):
-        with suppress(OSError, ValueError, RecursionError):
-            record = json.loads(path.read_text())
-            if path.stem.isdigit() and isinstance(record, dict):
-                found[int(path.stem)] = record
-    return found
+def _attempts(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """What was noted of each attempt, and the records that cannot be read."""
+    found, damaged = {}, []
+    for path in sorted((folder / "attempts").glob("*.json")):
+        if path.stem.isdecimal():
+            try:
+                found[int(path.stem)] = read_record(path.read_bytes())
+            except (OSError, ValueError) as error:
+                damaged.append(
+                    f"{path}: {reason(error) if isinstance(error, OSError) else error}: its tiers are not known"
+                )
+    return found, damaged
 
 
 def _specs(value: object) -> Iterator[dict[str, Any]]:
@@ -211,7 +216,7 @@ def _read(specs: Sequence[dict[str, Any]]) -> tuple[list[Tier], list[str]]:
     for spec in specs:
         try:
             tiers += read_tiers([spec])
-        except (EvergradError, TypeError, ValueError) as error:
+        except (EvergradError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             complaints[str(error)] = None
     return tiers, list(complaints)
 

@@ -6,10 +6,12 @@ connected all the same. Trainers send one JSON line a message and get events bac
     {"op": "attach", "attempt": 2, "tiers": […], "modules": […]}      → attached, then free and committed; or refused
     {"op": "captured", "rank": 3, "index": 0, "generation": 17}         → committed or failed, and free, when it is so
     {"op": "failed", "step": 120, "attempt": 2, "rank": 3, …}           so that no other rank waits for this one
-    {"op": "settle", "question": 5}                                   → settled, when all that is captured can be found
+    {"op": "settle", "question": 5, "slow": […]}                      → settled, when all that is captured can be found
+    {"op": "settle", "question": 6, "slow": […], "commit": true}      → settled, when what is whole there is committed
 
-What is captured is also in the arena's ticket, so that nothing depends on a message getting through. It imports no
-torch, and leaves when nothing is owed and no trainer has been connected for a while.
+What is captured is also in the arena's ticket, so that nothing depends on a message getting through. Every second it
+says `alive`; a trainer that hears nothing for a while ends it (SIGKILL: it can then do no harm when it would go on) and
+starts another. It imports no torch, and leaves when nothing is owed and no trainer has been connected for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import fcntl
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import struct
@@ -29,24 +32,41 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
-from evergrad.checkpoint.events import Attached, Event, Refused, Settled
+from evergrad.checkpoint.arena_folder import LOCK, arena_folder, moved_to, open_run_folder, remove_orphans
+from evergrad.checkpoint.events import Alive, Attached, Event, Refused, Settled
 from evergrad.checkpoint.finish.chain import load_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.locks import Process, process
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
+from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = ["LINGER_S", "SOCKET", "linger_seconds", "run_agent", "socket_address"]
+__all__ = [
+    "LINGER_S",
+    "SOCKET",
+    "TIMEOUT_S",
+    "agent_process",
+    "end_agent",
+    "linger_seconds",
+    "run_agent",
+    "socket_address",
+    "timeout_seconds",
+]
 
 LINGER_S = 60.0
 """How long an agent stays without work and without a trainer."""
+TIMEOUT_S = 30.0
+"""How long a trainer waits for an agent that says nothing."""
 SOCKET = "agent.sock"
 
 _log = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 10.0
 _FIRST_TRAINER_S = 10.0  # whoever started it is on the way, however short it lingers later
 _MESSAGE_LIMIT = 1 << 20
+_ALIVE_S = 1.0
+_UNREAD_BYTES = 1 << 16  # a trainer that reads nothing, because it is stopped, is not told more
+_END_PATIENCE_S = 10.0
 
 
 def linger_seconds(given: float | None) -> float:
@@ -59,6 +79,49 @@ def linger_seconds(given: float | None) -> float:
     if not linger >= 0:
         raise UsageError(f"linger_s={linger!r}: expected 0 or more seconds")
     return linger
+
+
+def timeout_seconds() -> float:
+    """How long an agent may say nothing: EVERGRAD_AGENT_TIMEOUT, else half a minute."""
+    text = os.environ.get("EVERGRAD_AGENT_TIMEOUT")
+    try:
+        seconds = float(text) if text else TIMEOUT_S
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"EVERGRAD_AGENT_TIMEOUT={text!r}: expected seconds, more than 0")
+    return seconds
+
+
+def agent_process(folder: Path) -> Process | None:
+    """The process that serves the arenas of a folder, as it has noted itself; None if it is not seen from here."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = read_record((folder / LOCK).read_bytes())
+        found = process(record["pid"])
+        if found is not None and found[:2] == (record["pid"], record["started"]) and not found.has_ended:
+            return found
+    return None
+
+
+def end_agent(agent: Process) -> bool:
+    """End an agent by SIGKILL, whatever it does, and wait for that; whether it has ended."""
+    pid = agent[0]
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return process(pid) is None
+    try:
+        now = process(pid)  # the handle is of that process, or of one that was given its id since
+        if now is None or now[:2] != agent[:2] or now.has_ended:
+            return True
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        ended = select.poll()
+        ended.register(handle, select.POLLIN)
+        return bool(ended.poll(_END_PATIENCE_S * 1000))
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def run_agent(
@@ -82,6 +145,8 @@ def run_agent(
         return True
     if ready is not None and not detach:
         ready()
+    _note_process(lock)
+    place = open_run_folder(job)
     for gone in remove_orphans():
         _log.info("arenas of job %s removed: its run folder is gone", gone)
     try:
@@ -90,6 +155,8 @@ def run_agent(
         with suppress(OSError):
             os.unlink(folder / SOCKET)
         os.close(lock)
+        moved_to(job, place)
+        os.close(place)
         remove_orphans()  # perhaps its own: a run folder may be removed while its agent is still there
     if detach:
         os._exit(0)
@@ -110,18 +177,22 @@ class _Agent:
         self._leaving = asyncio.Event()
         self._idle_since = time.monotonic()
         self._patience_s = max(linger_s, _FIRST_TRAINER_S)
+        self._recovered = asyncio.Event()
 
     async def serve(self) -> None:
         """Until nothing is owed and nobody has been there for a while, or someone asks it to stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)
-        self._engine = Engine(self._job, lambda event: _ignore_closed(loop, self._tell, event))
         _log.info("agent %d of job %s serves node %s", os.getpid(), self._job.id, self._job.node)
-        await asyncio.to_thread(self._engine.recover)  # first, so that whoever asks already hears of what was found
         # From 3.13 on asyncio would look the socket up under the name it was bound by, which was a detour.
         kept: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
         server = await asyncio.start_unix_server(self._talk, sock=self._listener, limit=_MESSAGE_LIMIT, **kept)
+        alive = asyncio.create_task(self._say_alive())
+        notify = lambda event: _ignore_closed(loop, self._tell, event)  # noqa: E731
+        self._engine = await asyncio.to_thread(Engine, self._job, notify)
+        await asyncio.to_thread(self._engine.recover)
+        self._recovered.set()  # from here on whoever asks hears of what was found
         while not self._leaving.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), min(0.25, self._linger_s / 4 or 0.01))
@@ -132,6 +203,7 @@ class _Agent:
         server.close()
         await asyncio.to_thread(self._engine.close)
         await asyncio.to_thread(self._engine.clean)
+        alive.cancel()
         for writer in self._trainers:
             writer.close()
         _log.info("agent %d leaves: nothing is owed", os.getpid())
@@ -144,6 +216,8 @@ class _Agent:
             return
         self._trainers[writer] = 0
         self._patience_s = self._linger_s
+        _say(writer, Alive(os.getpid()))
+        await self._recovered.wait()
         try:
             while line := await reader.readline():
                 await self._hear(json.loads(line), writer)
@@ -160,7 +234,10 @@ class _Agent:
 
     async def _hear(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
-            if message["op"] == "attach":
+            if self._has_moved(message.get("run_dir")):
+                _log.warning("%s was moved to %s: another agent serves it there", self._job.run_dir, message["run_dir"])
+                self._leaving.set()
+            elif message["op"] == "attach":
                 self._trainers[writer] = attempt = message["attempt"]
                 modules = [load_module(spec) for spec in message["modules"]]
                 _say(writer, Attached(os.getpid()))
@@ -174,7 +251,8 @@ class _Agent:
                 self._answers.add(answer)  # meanwhile what is captured next is heard
                 answer.add_done_callback(self._answers.discard)
             elif message["op"] == "settle":
-                await asyncio.to_thread(self._engine.settle)
+                act = self._engine.commit_whole if message.get("commit") else self._engine.settle
+                await asyncio.to_thread(act, message.get("slow", ()))
                 _say(writer, Settled(message["question"]))
             elif message["op"] == "failed":
                 version = Version(message["step"], message["attempt"])
@@ -187,9 +265,23 @@ class _Agent:
             _log.error("%s", error)
             _say(writer, Refused(self._trainers[writer], str(error)))
 
+    async def _say_alive(self) -> None:
+        """Whatever the engine does, and however long: that is in other threads."""
+        while True:
+            for writer in self._trainers:
+                if writer.transport.get_write_buffer_size() < _UNREAD_BYTES:
+                    _say(writer, Alive(os.getpid()))
+            await asyncio.sleep(_ALIVE_S)
+
     async def _settle_everywhere(self, question: int, writer: asyncio.StreamWriter) -> None:
         await asyncio.to_thread(lambda: self._engine.settle(everywhere=True))
         _say(writer, Settled(question))
+
+    def _has_moved(self, run_dir: str | None) -> bool:
+        """True if a trainer has the run folder under another path, and the one that this agent writes to is gone."""
+        if run_dir is None or run_dir == str(self._job.run_dir) or self._leaving.is_set():
+            return self._leaving.is_set()
+        return not self._job.is_there()
 
     def _supersede(self, attempt: int) -> None:
         for writer, theirs in self._trainers.items():
@@ -220,10 +312,24 @@ def _take(lock: int, folder: Path) -> bool:
             return True
         except OSError:
             if _answers(folder):
+                agent = agent_process(folder)
+                if agent is not None and agent.is_stopped:
+                    what = f"the agent of this node is process {agent[0]}, which is stopped"
+                    raise AgentError(
+                        f"{folder / LOCK}: {what}: continue it (kill -CONT {agent[0]}), or end it"
+                    ) from None
                 return False
             if time.monotonic() > end:
                 raise AgentError(f"{folder / LOCK}: held by an agent that does not answer") from None
             time.sleep(0.02)
+
+
+def _note_process(lock: int) -> None:
+    """Say in the lock's file who holds it: the kernel names the process that took it, and that one may have forked."""
+    own = process(os.getpid())
+    if own is not None:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, record_bytes({"pid": own[0], "started": own[1]}), 0)
 
 
 def _answers(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.tiers.contract import Store, Work
 from evergrad.errors import UsageError
+from evergrad.wording import meant
 
 __all__ = ["Digest", "Module", "Put", "arrange", "describe_module", "divided", "load_module", "run_chain"]
 
@@ -87,7 +88,8 @@ def arrange(stores: dict[str, Store], extra: Sequence[Module]) -> list[Module]:
         elif after in names:
             chain.insert(names.index(after) + 1, module)
         else:
-            raise UsageError(f"module {module.name!r} wants to follow {after!r}. There are {', '.join(names)}.")
+            hint = f"{meant(str(after), names)} There are {', '.join(names)}."
+            raise UsageError(f"module {module.name!r} wants to follow {after!r}.{hint}")
     return chain
 
 

@@ -3,12 +3,11 @@
 Whoever finishes shards notes each in a journal of its own in the run folder, `complete/<node>.jsonl`, and reads the
 others'. The journals only carry the news from node to node; what exists is decided by the manifests in the tiers.
 A journal is made anew when its writer starts, from what it finds there. One that cannot be written, on a full disk,
-is so later: on one node nothing depends on it.
+is so later: on one node nothing depends on it. Each line carries a digest of itself: a damaged one is left out.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evergrad.checkpoint.version import Version
+from evergrad.errors import reason
+from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = ["Completion"]
 
@@ -48,6 +49,8 @@ class Completion:
         self._lines: dict[tuple[Version, str, int], bytes] = {}
         self._behind = self._own is not None
         """Whether the journal has to be made anew."""
+        self._said = ""
+        """Why it could not be, as was said last."""
         self._remembered: Version | None = None
         self._catch_up()
 
@@ -65,15 +68,14 @@ class Completion:
         }
         if failure is not None:
             line["failure"] = failure
-        self._lines[version, tier, rank] = text = json.dumps(line).encode() + b"\n"
+        self._lines[version, tier, rank] = text = record_bytes(line)
         if not self._behind:
             try:
                 with self._own.open("ab") as out:
                     out.write(text)
                     self._behind = out.tell() > _TOO_LONG
             except OSError as error:
-                _log.warning("%s: cannot be written now: %s", self._own, error)
-                self._behind = True
+                self._say_behind(error)
         self._catch_up()
 
     def remember(self, version: Version) -> None:
@@ -92,7 +94,9 @@ class Completion:
         with suppress(OSError):
             for path in self._folder.glob("*.committed"):
                 with suppress(OSError):
-                    found.append(Version.parse(path.read_text().strip()))
+                    found.append(Version.parse(path.read_bytes().decode("ascii", "replace").strip()))
+                    if found[-1] is None:
+                        _log.warning("%s: names no version: left out", path)
         return max((version for version in found if version is not None), key=Version.age, default=None)
 
     def refresh(self) -> None:
@@ -166,8 +170,16 @@ class Completion:
             temporary.write_bytes(b"".join(self._lines.values()))
             os.replace(temporary, self._own)
             self._behind = False
+            self._said = ""
         except OSError as error:
-            _log.warning("%s: cannot be written now: %s", self._own, error)
+            self._say_behind(error)
+
+    def _say_behind(self, error: OSError) -> None:
+        """The journal is made anew when it can be: said once for each reason."""
+        self._behind = True
+        if self._said != reason(error):
+            self._said = reason(error)
+            _log.warning("%s: cannot be written now: %s", self._own, self._said)
 
     def _follow(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -178,12 +190,20 @@ class Completion:
             file.seek(offset)
             data = file.read()
         whole = data.rfind(b"\n") + 1  # a line that is being written is read next time
-        for line in data[:whole].splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
+        damaged = 0
+        for line in data[:whole].splitlines(keepends=True):
+            try:
+                record = read_record(line)
                 version = Version.parse(record["version"])
-                if version is not None and record["schema_version"] == SCHEMA_VERSION:
-                    rank, world_size = int(record["rank"]), int(record["world_size"])
-                    self._take(version, str(record["tier"]), rank, world_size, record.get("failure"))
+                rank, world_size, failure = record["rank"], record["world_size"], record.get("failure")
+                if version is None or type(rank) is not int or type(world_size) is not int:
+                    raise ValueError("it is about no shard")
+                if record["schema_version"] == SCHEMA_VERSION:
+                    failure = None if failure is None else str(failure)
+                    self._take(version, str(record["tier"]), rank, world_size, failure)
                     self.seen += 1
+            except (ValueError, KeyError, TypeError):
+                damaged += 1
+        if damaged:
+            _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
         self._read[path.name] = (status.st_ino, offset + whole)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
-from evergrad.checkpoint.catalogue.journal import Journal
+from evergrad.checkpoint.catalogue.journal import Journal, shard_digest
 from evergrad.checkpoint.events import Committed, Event, Failed, Free
 from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, run_chain
 from evergrad.checkpoint.finish.desk import Desk, where
@@ -30,7 +32,7 @@ from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.tiers import Site, Tier, Work, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, FormatError, SaveRefused
+from evergrad.errors import EvergradError, FormatError, SaveRefused, TierError, reason
 
 __all__ = ["Engine"]
 
@@ -49,17 +51,23 @@ class Engine:
         self._lock, self._completion, self._holdings = self._desk.lock, self._desk.completion, self._desk.holdings
         self._near = Workers("evergrad")
         self._freeing = Freeing(self._desk)
-        self._flushing = Flushing(self._desk, self._freeing.end, self._forget)
+        self._flushing = Flushing(self._desk, self._end, self._forget)
         self._journal, self._writer = Journal(job.run_dir), writer
         self._noted: set[tuple[Version, int]] = set()
         """Version and rank of shards that the catalogue knows of."""
         self._unsettled: set[tuple[int, int, int]] = set()
-        """(rank, index, generation) of what is captured and in no tier yet."""
+        """(rank, index, generation) of what is captured, in no tier yet, and may still get into one."""
         self._looking = 0
         """Slow tiers that are being looked at."""
         self._settled = threading.Condition(self._lock)
         self._taken: dict[tuple[int, int], int] = {}
         """(rank, index) → the generation of the arena that was last taken up."""
+        self._before = {
+            (files.rank, files.index): ticket.generation
+            for files in find_arenas(self._site.arenas, rank)
+            if (ticket := files.read_ticket()) is not None and ticket.captured
+        }
+        """(rank, index) → the generation of what was captured before there was this engine."""
         self._attempt = 0
         self._told: set[tuple[type[Event], Version, str]] = set()
         self._news = threading.Event()
@@ -73,9 +81,11 @@ class Engine:
 
     def recover(self) -> None:
         """Take up what was captured and not finished: after a crash of the trainer, of an agent, or of both."""
-        for files in find_arenas(self._site.arenas, self._rank):
-            ticket = files.read_ticket()
-            if ticket is None or not ticket.captured or self._is_taken(files, ticket):
+        tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
+        captured = [(files, ticket) for files, ticket in tickets if ticket is not None and ticket.captured]
+        # Oldest first: what comes after a newer version is there has been overtaken.
+        for files, ticket in sorted(captured, key=lambda found: found[1].version.age()):
+            if self._is_taken(files, ticket):
                 continue
             try:
                 self._survey(ticket.tiers)
@@ -159,14 +169,28 @@ class Engine:
         if attempt < latest:
             raise SaveRefused(f"attempt {attempt} of the job is over: attempt {latest} runs it now")
 
-    def settle(self, *, everywhere: bool = False) -> None:
-        """Wait until all that has been captured is in its nearest tier, or has failed.
+    def settle(self, slow: Sequence[dict[str, Any]] = (), *, everywhere: bool = False) -> None:
+        """Wait until all that has been captured is in a tier, or has failed.
 
-        With `everywhere` also until it is known, and told, what slow tiers hold.
+        With `everywhere`, or with `slow` tiers to look at, also until it is known what slow tiers hold.
         """
+        self._survey(slow)
         self.recover()
         with self._settled:
-            self._settled.wait_for(lambda: not self._unsettled and not (everywhere and self._looking))
+            self._settled.wait_for(lambda: not self._unsettled and not ((everywhere or slow) and self._looking))
+
+    def commit_whole(self, slow: Sequence[dict[str, Any]]) -> None:
+        """Commit what is whole in tiers that all nodes share, once every node has settled; wait until it is done."""
+        shared = [tier for tier in read_tiers(slow) if tier.shared]
+        with self._lock:
+            self._completion.refresh()
+            begun = {kind for _, kind in self._completion.incomplete()}
+        for tier in shared:
+            if tier.kind in begun:  # another node may have put a shard there whose news did not get here
+                self._holdings.look(tier)
+        self._evaluate()
+        with self._settled:
+            self._settled.wait_for(lambda: not self._flushing.is_committing)
 
     def close(self) -> None:
         """Finish what is owed, and stop."""
@@ -213,15 +237,21 @@ class Engine:
                     now = files.read_ticket()
                     if now is not None and now.generation == ticket.generation:
                         flushed_from_here = self._run(files, ticket)
+        except EvergradError as error:
+            _log.error("%s: not finished: %s", where(ticket), error)
+            self._fail(ticket, str(error))
         except Exception as error:
             _log.exception("%s: not finished", where(ticket))
-            for tier in read_tiers(ticket.tiers):
-                self._desk.note(ticket, tier.kind, f"{type(error).__name__}: {error}")
+            self._fail(ticket, f"{type(error).__name__}: {error}")
         finally:
             if not flushed_from_here:
-                self._freeing.end(files, ticket)
-            self._settle(files, ticket)
+                self._end(files, ticket)
             self._evaluate()
+
+    def _end(self, files: ArenaFiles, ticket: Ticket) -> None:
+        """The arena is not read any more: its shard is in tiers, or will not get there."""
+        self._freeing.end(files, ticket)
+        self._settle(files, ticket)
 
     def _settle(self, files: ArenaFiles, ticket: Ticket) -> None:
         with self._settled:
@@ -237,16 +267,14 @@ class Engine:
             size=ticket.size, data_start=0, time=ticket.time, header="", digests={}, node=self._job.node,
             parent=ticket.parent, meta=ticket.meta, owed=owed,
         )  # fmt: skip
-        try:  # taken before a crash: digests of what was captured, not of what may have happened to it since
-            earlier = Manifest.read(files.manifest)
-            if earlier.generation == ticket.generation and earlier.version == ticket.version:
-                manifest = earlier
-        except (FormatError, FileNotFoundError):
-            pass
-        work = Work(ticket, files, self._desk.maps.view(files, ticket.size), self._site, manifest)
+        earlier = _earlier(files, ticket)
+        work = Work(ticket, files, self._desk.maps.view(files, ticket.size), self._site, earlier or manifest)
         near, far = self._desk.chain(tiers)
+        in_memory = any(tier.kind == "memory" for tier in tiers)
 
         def report(module: Module, error: Exception | None) -> None:
+            if isinstance(module, Digest) and error is None and not in_memory and earlier is None:
+                _keep_digests(files, ticket, work.manifest)
             if isinstance(module, Digest) and error is None and far and ticket.world_size > 1:
                 self._flushing.shares.publish(work.manifest, parse(work.shard, files.shard).layout.entries)
             if isinstance(module, Put) and error is None:
@@ -255,6 +283,9 @@ class Engine:
             self._desk.report(ticket, tiers, module, error)
 
         try:
+            if earlier is None and self._before.get((files.rank, files.index)) == ticket.generation:
+                Digest().run(work)
+                work.manifest = self._compared(work.manifest, ticket, files)
             run_chain(near, work, report)
             if not far or not work.manifest.header:
                 return False
@@ -262,6 +293,32 @@ class Engine:
             return self._flushing.later(ticket, work.manifest, source, files) and source is None
         finally:
             work.shard.release()
+
+    def _compared(self, manifest: Manifest, ticket: Ticket, files: ArenaFiles) -> Manifest:
+        """A manifest whose digests were taken again: `TierError` if the digests of the capture say otherwise.
+
+        Those are in the manifests of other copies. Without one the manifest is marked as unverified.
+        """
+        for copy, original in self._holdings.originals(ticket):
+            if wrong := _differing(original, manifest):
+                by = f"by the manifest in tier {copy.tier}"
+                raise TierError(f"{files.shard}: {wrong} is not what was captured, {by}: this arena is left aside")
+            return replace(manifest, unverified=False)
+        noted = self._journal.read().shards.get(ticket.version, {}).get(ticket.rank)
+        if noted is not None and noted.digest and noted.digest != shard_digest(manifest):
+            by = "by the digest in the catalogue"
+            raise TierError(f"{files.shard}: is not what was captured, {by}: this arena is left aside")
+        _log.warning("%s: unverified: its digests were taken after a restart, with none to compare", where(ticket))
+        return replace(manifest, unverified=True)
+
+    def _fail(self, ticket: Ticket, why: str) -> None:
+        """A shard does not get into the tiers that it is not in yet."""
+        try:
+            kinds = self._holdings.missing(ticket)
+        except EvergradError:
+            kinds = [tier["kind"] for tier in ticket.tiers]
+        for kind in kinds:
+            self._desk.note(ticket, kind, why)
 
     def _record(self, manifest: Manifest) -> None:
         """Tell the catalogue of a shard, once."""
@@ -298,6 +355,8 @@ class Engine:
                     self._completion.remember(event.version)
         for event in (*news, *(Free(rank, self.free_arenas(rank)) for rank in sorted(ranks))):
             self._notify(event)
+        with self._settled:
+            self._settled.notify_all()
         self._news.set()
 
     def _overtake(self, news: list[Event], kind: str, newest: Version) -> None:
@@ -340,6 +399,35 @@ class Engine:
             if changed:
                 pause = _QUICK_S
                 self._evaluate()
+
+
+def _earlier(files: ArenaFiles, ticket: Ticket) -> Manifest | None:
+    """Digests that were taken before a crash: of what was captured, not of what may have happened to it since."""
+    for path in (files.manifest, files.digests):
+        with suppress(FormatError, FileNotFoundError):
+            earlier = Manifest.read(path)
+            if earlier.generation == ticket.generation and earlier.version == ticket.version:
+                return earlier
+    return None
+
+
+def _keep_digests(files: ArenaFiles, ticket: Ticket, manifest: Manifest) -> None:
+    """Keep digests beside the arena for whoever goes on after a crash. Nothing else depends on them."""
+    try:
+        storage.publish(files.digests, replace(manifest, generation=ticket.generation).to_bytes())
+    except OSError as error:
+        _log.warning("%s: cannot be written: %s", files.digests, reason(error))
+
+
+def _differing(original: Manifest, found: Manifest) -> str:
+    """What two manifests of one shard do not agree on; empty if nothing. One may leave tensors to other ranks."""
+    digests = {**{path: digest for path, (_, digest) in original.elsewhere.items()}, **original.digests}
+    if digests != found.digests:
+        return min(
+            path for path in digests.keys() | found.digests.keys() if digests.get(path) != found.digests.get(path)
+        )
+    is_whole = not original.elsewhere
+    return "" if original.values == found.values and (not is_whole or original.header == found.header) else "the header"
 
 
 def _ticket(manifest: Manifest, tiers: Sequence[Tier]) -> Ticket:

@@ -18,7 +18,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shard import Shard
 from evergrad.checkpoint.tiers import Copy, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, TierError
+from evergrad.errors import TierError
 
 __all__ = ["Flushing"]
 
@@ -97,12 +97,18 @@ class Flushing:
         with self._desk.lock:
             return self._desk.completion.failure(ticket.version, kind)
 
+    @property
+    def is_committing(self) -> bool:
+        """True if a version is about to be made visible."""
+        return bool(self._committing)
+
     def commit_later(self, version: Version, tier: Tier) -> None:
         """Have a version made visible that is complete in a shared tier."""
         with self._desk.lock:
             if (version, tier.kind) not in self._committing:
                 self._committing.add((version, tier.kind))
-                self.workers.submit(-1, self._commit, version, tier)
+                if not self.workers.submit(-1, self._commit, version, tier):
+                    self._committing.discard((version, tier.kind))
 
     def _commit(self, version: Version, tier: Tier) -> None:
         """Make a version visible in a tier that all nodes share; every node does, and all say the same."""
@@ -114,7 +120,7 @@ class Flushing:
                 with self._desk.lock:
                     self._forget(*old)
             self.shares.tidy(version)
-        except EvergradError as error:
+        except Exception as error:  # noted as failed, whatever it is: it would be tried again without end
             _log.error("%s: not committed in tier %s: %s", version, tier.kind, error)
             with self._desk.lock:
                 self._desk.completion.note(

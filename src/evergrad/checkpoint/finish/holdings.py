@@ -130,6 +130,25 @@ class Holdings:
                 missing.append(tier.kind)
         return missing
 
+    def originals(self, ticket: Ticket) -> Iterator[tuple[Copy, Manifest]]:
+        """The manifests of a shard's copies in its tiers, with the digests that were taken when it was captured."""
+        for tier in read_tiers(ticket.tiers):
+            with self._lock:
+                if tier.shared and not self._completion.has(ticket.version, tier.kind, ticket.rank):
+                    continue  # a slow service is not asked for what is not there
+            store = self.store(tier)
+            try:
+                for copy in (*store.find(ticket.rank), *store.begun(ticket.rank)):
+                    if copy.version == ticket.version:
+                        manifest = store.read_manifest(copy)
+                        is_this = (manifest.job, manifest.version, manifest.rank) == (
+                            self._site.job, ticket.version, ticket.rank,
+                        )  # fmt: skip
+                        if is_this and not manifest.unverified:
+                            yield copy, manifest
+            except (EvergradError, OSError) as error:
+                _log.warning("tier %s: %s", tier.kind, error)
+
     def lasting(self, version: Version, rank: int) -> Copy | None:
         """A copy that outlives its arena, and is near."""
         with self._lock:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -13,12 +15,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.board import Board
-from evergrad.checkpoint.events import Attached, Settled, read_event
-from evergrad.checkpoint.finish.agent import socket_address
+from evergrad.checkpoint.events import Alive, Attached, Settled, read_event
+from evergrad.checkpoint.finish.agent import agent_process, end_agent, socket_address, timeout_seconds
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
@@ -28,8 +32,10 @@ from evergrad.errors import AgentError, CheckpointError
 
 __all__ = ["AgentLink", "Link", "ThreadLink"]
 
+_log = logging.getLogger(__name__)
 _START_PATIENCE_S = 60.0
 _ASK_AGAIN_S = 2.0
+_SAY_SO_AFTER_S = 10.0
 _TOO_MANY = 5
 _TOO_SHORT_S = 0.2  # an agent that lives no longer than this is not replaced in a hurry
 
@@ -50,8 +56,12 @@ class Link(ABC):
         """This rank could not capture a version: no other one shall wait for it. Returns at once."""
 
     @abstractmethod
-    def settle(self, rank: int) -> None:
-        """Wait until all that was captured on this node can be found in a tier, or never will be."""
+    def settle(self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False) -> None:
+        """Wait until all that was captured on this node can be found in a tier, or never will be.
+
+        `slow` tiers are looked at first. With `commit`, when all nodes have settled, instead until every version that
+        is whole in them is committed.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -81,8 +91,9 @@ class ThreadLink(Link):
         if self._engine is not None:
             self._engine.fail(version, rank, world_size, tiers, why)
 
-    def settle(self, rank: int) -> None:
-        self._engine_of(rank).settle()
+    def settle(self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False) -> None:
+        engine = self._engine_of(rank)
+        (engine.commit_whole if commit else engine.settle)(slow)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -96,9 +107,23 @@ class ThreadLink(Link):
     def _engine_of(self, rank: int) -> Engine:
         if self._engine is None or rank != self._rank:
             self.close()
+            _end_stopped(arena_folder(self._job))
             self._rank, self._engine = rank, Engine(self._job, self._board.take, rank=rank)
             self._engine.recover()
         return self._engine
+
+
+def _end_stopped(folder: Path) -> None:
+    """End an agent that stays stopped: it would go on one day with arenas that have been overwritten."""
+    timeout_s, waited_s, pause = timeout_seconds(), 0.0, 0.05
+    while (agent := agent_process(folder)) is not None and agent.is_stopped and is_locked(folder / LOCK):
+        if waited_s >= timeout_s:
+            if not end_agent(agent):
+                raise AgentError(f"the agent (process {agent[0]}) is stopped, and cannot be ended: end it by hand")
+            _log.warning("the agent (process %d) stays stopped. It was ended: this process does its work", agent[0])
+            return
+        time.sleep(pause)
+        waited_s += pause
 
 
 class AgentLink(Link):
@@ -113,16 +138,27 @@ class AgentLink(Link):
         self._captured: dict[int, dict[str, Any]] = {}
         """The last message on each arena."""
         self._closed = threading.Event()
+        self._timeout_s = timeout_seconds()
+        self._heard = 0
+        """Lines that agents have said."""
+        self._ended: int | None = None
+        """The process of an agent that this link has ended."""
         self._question = self._again = 0
         self._socket: socket.socket | None = self._connect()
         _links.add(self)
         threading.Thread(target=self._listen, name="evergrad-agent-link", daemon=True).start()
+        threading.Thread(target=self._watch, name="evergrad-agent-watch", daemon=True).start()
 
     pid: int | None = None
     """The agent's process, once it has answered."""
+    _unheard = False
+    """True if the agent says nothing, and cannot be ended."""
 
     def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
-        self._attach = {"op": "attach", "attempt": attempt, "tiers": list(tiers), "modules": self._modules}
+        self._attach = {
+            "op": "attach", "attempt": attempt, "tiers": list(tiers), "modules": self._modules,
+            "run_dir": str(self._job.run_dir),
+        }  # fmt: skip
         self._send(self._attach)
 
     def captured(self, rank: int, index: int, generation: int) -> None:
@@ -139,12 +175,20 @@ class AgentLink(Link):
             if self._socket is not None:
                 self._socket.sendall(_line({"op": "failed", **place, "tiers": list(tiers), "why": why}))
 
-    def settle(self, rank: int) -> None:
+    def settle(self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False) -> None:
         self._question += 1
         question = self._question
-        self._send({"op": "settle", "question": question})
+        asked = {"op": "settle", "question": question, "slow": list(slow), "commit": commit}
+        asked["run_dir"] = str(self._job.run_dir)
+        self._send(asked)
+        waited_s, said_s = 0.0, _SAY_SO_AFTER_S
         while not self._board.wait(lambda: self._board.is_settled(question), _ASK_AGAIN_S):
-            self._send({"op": "settle", "question": question})  # the agent that was asked may be gone
+            self._send(asked)  # the agent that was asked may be gone
+            waited_s += _ASK_AGAIN_S
+            if waited_s >= said_s:
+                said_s *= 2
+                what = "commits what is whole" if commit else "finishes what was captured"
+                _log.warning("rank %d: waiting for %.0f s while agent %s %s", rank, waited_s, self.pid or "", what)
 
     def close(self) -> None:
         with self._lock:
@@ -197,11 +241,12 @@ class AgentLink(Link):
             if connection is not None:
                 with suppress(OSError, ValueError), connection.makefile("rb") as lines:
                     for line in lines:
-                        if silent >= _TOO_MANY:
+                        self._heard += 1
+                        if silent >= _TOO_MANY or self._unheard:
                             self._board.break_off(None)
-                        silent = 0
+                        silent, self._unheard = 0, False
                         event = read_event(line)
-                        if isinstance(event, Attached):
+                        if isinstance(event, Attached | Alive):
                             self.pid = event.pid
                             continue
                         self._board.take(event)
@@ -210,15 +255,53 @@ class AgentLink(Link):
             if self._closed.is_set():
                 return
             silent += 1
-            if self.pid is not None:
+            if self.pid is not None and self.pid != self._ended:
                 self._board.report(f"the agent (process {self.pid}) is gone: starting another")
-            elif silent >= _TOO_MANY:  # one that never answered was leaving when we came; several cannot all have been
+            elif (
+                self.pid is None and silent >= _TOO_MANY
+            ):  # one that never answered was leaving when we came; several cannot all have been
                 why = f"agents of job {self._job.id} start and end again without an answer: see {self._log_path()}"
                 self._board.report(why)
                 self._board.break_off(why)
             if time.monotonic() - since < _TOO_SHORT_S and self._closed.wait(_TOO_SHORT_S):
                 return
             self._restart()
+
+    def _watch(self) -> None:
+        """End an agent that says nothing for too long: it is stopped, or hangs. The listener then starts another.
+
+        Pauses are counted, and not the clock read: after this process was stopped itself, the agent gets its time.
+        """
+        pause = min(1.0, self._timeout_s / 4)
+        heard, connection, silent_s = -1, None, 0.0
+        while not self._closed.wait(pause):
+            now = self._heard, self._socket
+            silent_s = silent_s + pause if now == (heard, connection) and connection is not None else 0.0
+            heard, connection = now
+            if silent_s >= self._timeout_s and connection is not None:
+                silent_s = 0.0
+                try:
+                    self._end_silent(connection)
+                except (CheckpointError, OSError) as error:
+                    self._board.report(str(error))
+
+    def _end_silent(self, connection: socket.socket) -> None:
+        """End the agent behind a connection, unless that has ended meanwhile."""
+        with locked(self._folder / "start.lock"):  # all ranks of a node notice at once: the first ends it
+            if self._socket is not connection or _has_hung_up(connection):
+                return
+            agent = agent_process(self._folder)
+            silent = f"has said nothing for {self._timeout_s:.0f} s"
+            self._ended = None if agent is None else agent[0]  # before it ends: the listener need not say so again
+            if agent is None or not end_agent(agent):
+                who = "the agent" if agent is None else f"the agent (process {agent[0]})"
+                why = f"{who} {silent}, and cannot be ended from here: end it by hand. See {self._log_path()}"
+                self._unheard, self._ended = True, None
+                self._board.report(why)
+                self._board.break_off(why)
+                return
+            stopped = ": it is stopped" if agent.is_stopped else ""
+            self._board.report(f"the agent (process {agent[0]}) {silent}{stopped}. It was ended: starting another")
 
     def _restart(self) -> None:
         """Connect again, however long it takes; whoever waits for a version is told meanwhile why nothing comes."""
@@ -258,15 +341,22 @@ class AgentLink(Link):
         """A connection to a living agent; one is started if none answers."""
         end = time.monotonic() + _START_PATIENCE_S
         while True:
-            fd, address = socket_address(self._folder)
             try:
+                fd, address = socket_address(self._folder)
                 connection = socket.socket(socket.AF_UNIX)
+            except OSError as error:
+                raise AgentError(f"the agent cannot be reached: {open_files_hint(error)}") from error
+            try:
+                connection.settimeout(1.0)  # an agent that accepts nobody would let us wait here
                 connection.connect(address)
+                connection.settimeout(None)
                 return connection
             except OSError as error:
                 connection.close()
                 if time.monotonic() > end:
-                    raise AgentError(f"the agent does not answer: {error}. See {self._log_path()}") from error
+                    agent = agent_process(self._folder)
+                    who = "the agent" if agent is None else f"the agent (process {agent[0]})"
+                    raise AgentError(f"{who} does not answer: {error}. See {self._log_path()}") from error
             finally:
                 os.close(fd)
             # One at a time: all ranks of a node come at once, and one agent is enough.
@@ -281,13 +371,26 @@ class AgentLink(Link):
         command = [sys.executable, "-m", "evergrad", "agent", str(self._job.run_dir), "--node", self._job.node]
         command += ["--linger", str(self._linger_s), "--detach"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        try:
+            done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        except OSError as error:
+            raise AgentError(f"the agent cannot be started: {open_files_hint(error)}") from error
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise AgentError(f"the agent cannot be started: {why or f'exit code {done.returncode}'}")
 
     def _log_path(self) -> str:
         return str(self._job.run_dir / "agents" / f"{self._job.node_folder}.log")
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    """True if the other side of a connection is gone."""
+    look = select.poll()
+    try:
+        look.register(connection, select.POLLIN)
+        return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in look.poll(0))
+    except (OSError, ValueError):  # closed on this side
+        return True
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -93,7 +93,7 @@ class Shares:
         path = self._folder / version.name / f"{shard_name(rank)}.json"
         pause = 0.01
         while True:
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, RecursionError):
                 told = json.loads(path.read_bytes())
                 return told if isinstance(told, dict) else {}
             if time.monotonic() > end or given_up():

@@ -105,7 +105,7 @@ class DcpFolder:
             renamed = {inner: path if inner == ROOT else join(path, inner) for inner in stored.tensors}
             self._inside |= {renamed[inner]: stored.read(inner) for inner in stored.tensors}
             if ROOT in stored.tensors:
-                return {"tensor": path}
+                return {"ndarray" if stored.tensors[ROOT].read_only else "tensor": path}
             return Skeleton(stored.skeleton.root).below(path).root
         finally:
             file.close()

@@ -166,18 +166,24 @@ class Obtaining:
         return tuple(f"{path}: was each rank's own" for path in left)
 
     def _manifests(self, left: dict[int, list[Copy]], told: list[str]) -> dict[int, Manifest] | None:
-        """The record of every rank's first copy; those without one are left aside."""
+        """The record of every rank's first copy; those without one are left aside, and unverified ones come last."""
         found: dict[int, Manifest] = {}
         for rank, copies in left.items():
+            last = len(copies)
             while copies and rank not in found:
                 try:
                     manifest = self.stores[copies[0].tier].read_manifest(copies[0])
                     if manifest.job != self.job:
                         raise DamagedFile(copies[0].manifest, "describes another job's shard", found=manifest.job)
+                    last -= 1
+                    if manifest.unverified and last > 0:
+                        copies.append(copies.pop(0))
+                        continue
                     found[rank] = manifest
                 except (EvergradError, OSError) as error:
                     told.append(f"{copies[0].version} in tier {copies[0].tier}: {error}")
                     copies.pop(0)
+                    last -= 1
             if rank not in found:
                 return None
         return found

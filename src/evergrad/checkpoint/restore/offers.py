@@ -47,6 +47,7 @@ def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> S
     shelf = Shelf()
     sizes: dict[Version, int] = {}
     own: set[Version] = set()
+    unverified: set[Copy] = set()
     for store in stores.values():
         try:
             # Of one rank, a folder that cannot be listed is found as well, and said to be damaged.
@@ -73,6 +74,7 @@ def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> S
                 if manifest.job != job:
                     continue
                 sizes[version] = manifest.world_size
+                unverified |= {copy} if manifest.unverified else set()
                 if copy.rank == rank and manifest.world_size == world_size and not store.shared:
                     own.add(version)
             shelf.copies.setdefault(version, {}).setdefault(copy.rank, []).append(copy)
@@ -81,5 +83,7 @@ def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> S
             shelf.damaged.pop(version, None)
             shelf.torn.pop(version, None)
     for version, by_rank in shelf.copies.items():
+        for copies in by_rank.values():  # first those that still have the digests of their capture
+            copies.sort(key=unverified.__contains__)
         shelf.offers[version] = Offer(sizes[version], version in own, frozenset(by_rank))
     return shelf

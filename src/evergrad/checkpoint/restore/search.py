@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from evergrad.checkpoint.arena import check_open_files
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.loading import Loading, prepare
@@ -50,6 +51,8 @@ class Restored:
     skipped: tuple[str, ...] = ()
     world_size: int = 1
     """How many ranks had saved it."""
+    unverified: bool = False
+    """True if this rank's digests were taken again after a restart, with none from the capture to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +102,20 @@ def list_versions(
     job: str, stores: Mapping[str, Store], is_complete: Callable[[Version, str], bool], rank: int
 ) -> list[VersionRecord]:
     """What this rank could restore, newest first, with the tiers that hold all of it."""
-    found: dict[Version, tuple[Manifest, list[str]]] = {}
+    found: dict[Version, list[tuple[str, Manifest]]] = {}
     for store in stores.values():
         for copy in store.find(rank):
             with suppress(EvergradError, OSError):
                 manifest = store.read_manifest(copy, digests=False)
                 if manifest.job == job and manifest.version == copy.version and is_complete(copy.version, copy.tier):
-                    found.setdefault(copy.version, (manifest, []))[1].append(copy.tier)
-    return [
-        VersionRecord(version, tuple(tiers), manifest.time, manifest.world_size, manifest.size, dict(manifest.meta))
-        for version, (manifest, tiers) in sorted(found.items(), key=lambda item: item[0].age(), reverse=True)
-    ]
+                    found.setdefault(copy.version, []).append((copy.tier, manifest))
+    records = []
+    for version, copies in sorted(found.items(), key=lambda item: item[0].age(), reverse=True):
+        tiers, first = tuple(tier for tier, _ in copies), copies[0][1]
+        unverified = all(manifest.unverified for _, manifest in copies)
+        size, meta = first.size, dict(first.meta)
+        records.append(VersionRecord(version, tiers, first.time, first.world_size, size, meta, unverified))
+    return records
 
 
 def _asked(request: Request, version: Version) -> bool:
@@ -213,7 +219,14 @@ def _load(loading: Loading, obtained: Obtained, rank: int) -> Restored:
     skipped = (*(line for line in loading.skipped if line.partition(":")[0] not in left), *obtained.skipped)
     for line in skipped:
         _log.warning("rank %d: %s", rank, line)
-    return Restored(manifest.version, obtained.tier, dict(manifest.meta), skipped, manifest.world_size)
+    unverified = next((shard for shard in obtained.shards if shard.manifest.unverified), None)
+    if unverified is not None:
+        _log.warning(
+            "rank %d: %s in tier %s is unverified: the digests of rank %d were taken after a restart, with none from "
+            "the time of the capture to compare", rank, manifest.version, obtained.tier, unverified.manifest.rank,
+        )  # fmt: skip
+    size = manifest.world_size
+    return Restored(manifest.version, obtained.tier, dict(manifest.meta), skipped, size, unverified is not None)
 
 
 def _nothing(
@@ -224,6 +237,7 @@ def _nothing(
     ranks: Ranks,
 ) -> None:
     """There is nothing to restore; an error, if there should have been."""
+    ranks.together(check_open_files)  # what could not be opened was taken for missing
     told = ranks.gather([line for version in sorted(complaints, key=Version.age) for line in complaints[version]])
     reasons = "; ".join(dict.fromkeys(line for lines in told for line in lines))
     known = sorted({version for each in news for version in each.offers}, key=Version.age, reverse=True)

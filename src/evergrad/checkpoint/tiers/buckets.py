@@ -105,11 +105,13 @@ class Bucket(ABC):
 class FsspecBucket(Bucket):
     """Any file system that fsspec knows, by its general calls."""
 
-    _EXTRA = "the library for this URL"
-
     def __init__(self, access: Access) -> None:
         super().__init__(access)
         self._key = f"{access.url.partition('://')[0]} {json.dumps(access.options, sort_keys=True)}"
+
+    @property
+    def _library(self) -> str:
+        return "the library for this URL"
 
     def items(self, folder: str = "") -> list[Item]:
         def look() -> list[Item]:
@@ -209,7 +211,7 @@ class FsspecBucket(Bucket):
         try:
             fs, _ = url_to_fs(self.access.url, **self._options(), skip_instance_cache=True)
         except ImportError as error:
-            raise TierError(f"{self.where}: needs {self._EXTRA}: {error}") from None
+            raise TierError(f"{self.where}: needs {self._library}: {error}") from None
         except (ValueError, TypeError, KeyError) as error:
             raise TierError(f"{self.where}: cannot be opened: {self.access.redact(error)}") from None
         return fs

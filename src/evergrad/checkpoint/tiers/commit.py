@@ -53,6 +53,8 @@ class Commit:
     parent: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     encoding: str = ""
+    unverified: tuple[int, ...] = ()
+    """The ranks whose digests were taken again after a restart: see `Manifest.unverified`."""
 
     @classmethod
     def of(cls, shards: Sequence[tuple[bytes, Manifest, int]]) -> Commit:
@@ -63,8 +65,9 @@ class Commit:
             for data, m, size in shards
         )
         return cls(
-            first.job, first.version, first.world_size, first.time, stored, first.parent, first.meta, first.encoding
-        )
+            first.job, first.version, first.world_size, first.time, stored, first.parent, first.meta, first.encoding,
+            tuple(manifest.rank for _, manifest, _ in shards if manifest.unverified),
+        )  # fmt: skip
 
     def to_bytes(self) -> bytes:
         """The record as JSON, its own digest first."""
@@ -80,6 +83,8 @@ class Commit:
             "encoding": self.encoding,
             "shards": [asdict(shard) for shard in self.shards],
         }
+        if self.unverified:
+            body["unverified"] = list(self.unverified)
         return record_bytes(body)
 
     @classmethod
@@ -94,7 +99,7 @@ class Commit:
             shards = tuple(StoredShard(**shard) for shard in body["shards"])
             found = cls(
                 str(body["job"]), Version(body["step"], body["attempt"]), body["world_size"], str(body["time"]),
-                shards, body["parent"], {**body["meta"]}, str(body["encoding"]),
+                shards, body["parent"], {**body["meta"]}, str(body["encoding"]), tuple(body.get("unverified", ())),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedFile(where, f"lacks what it should have: {error}") from None

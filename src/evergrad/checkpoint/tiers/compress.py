@@ -9,6 +9,7 @@ from typing import Any
 from evergrad.checkpoint.tiers.contract import Tier
 from evergrad.checkpoint.tiers.frames import require_zstandard
 from evergrad.errors import UsageError
+from evergrad.wording import meant
 
 __all__ = ["Compress", "join_compression"]
 
@@ -28,7 +29,8 @@ class Compress:
 
     def __post_init__(self) -> None:
         if self.codec != "zstd":
-            raise UsageError(f"Compress({self.codec!r}): unknown codec. There is 'zstd'.")
+            hint = meant(str(self.codec), ["zstd"])
+            raise UsageError(f"Compress({self.codec!r}): unknown codec.{hint} There is 'zstd'.")
         if type(self.level) is not int or self.level not in _LEVELS:
             raise UsageError(f"Compress(level={self.level!r}): expected 1 to {_LEVELS[-1]}")
         require_zstandard()

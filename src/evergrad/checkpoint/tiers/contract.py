@@ -27,6 +27,7 @@ from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import UsageError
+from evergrad.wording import meant
 
 __all__ = [
     "Copy",
@@ -207,7 +208,7 @@ def read_tiers(specs: Sequence[dict[str, Any]]) -> list[Tier]:
         settings = dict(spec)
         kind = settings.pop("kind", None)
         if kind not in _KINDS:
-            raise UsageError(f"unknown tier {kind!r}. There are {', '.join(tier_kinds())}.")
+            raise UsageError(f"unknown tier {kind!r}.{meant(str(kind), _KINDS)} There are {', '.join(tier_kinds())}.")
         try:
             tiers.append(_KINDS[kind](**settings))
         except TypeError as error:

@@ -27,6 +27,7 @@ from evergrad.checkpoint.digests import digest_threads
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, UsageError
 from evergrad.formats.safetensors import DTYPES, DTYPES_KEY, MAX_HEADER_BYTES
+from evergrad.wording import install_hint
 
 __all__ = ["ENCODING", "FRAME_BYTES", "pack", "require_zstandard", "unpack"]
 
@@ -43,7 +44,7 @@ def require_zstandard() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise UsageError('Compress("zstd") needs the zstandard library: pip install evergrad[zstd]') from None
+        raise UsageError(f'Compress("zstd") needs the zstandard library: {install_hint("zstd")}') from None
     return zstandard
 
 

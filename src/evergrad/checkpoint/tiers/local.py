@@ -61,12 +61,14 @@ class Local(Tier):
     def store(self, site: Site) -> Store:
         """The folder of a job and node below the path."""
         root = self.root(site.run_dir)
-        return _LocalStore(root, root / site.job / site.node)
+        return _LocalStore(root, root / site.job / site.node, site.run_dir if self.path is None else None)
 
 
 class _LocalStore(Store):
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, run_dir: Path | None) -> None:
+        """Below a run folder, if one is given: it is not made again where it was moved away from."""
         self._root, self._folder = root, folder
+        self._run_dir = run_dir if run_dir is not None and (run_dir / "job.json").exists() else None
         self._direct = True
 
     def check(self) -> None:
@@ -141,6 +143,8 @@ class _LocalStore(Store):
             raise _tier_error(self._folder, error) from error
 
     def _put(self, work: Work) -> None:
+        if self._run_dir is not None and not (self._run_dir / "job.json").exists():
+            raise TierError(f"{self._run_dir}: tier local: the run folder was moved or removed, and is not made again.")
         storage.make_folders(self._folder)
         folder = self._folder / work.version.name
         if storage.make_folder(folder):

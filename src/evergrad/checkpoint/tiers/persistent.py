@@ -30,11 +30,12 @@ from evergrad.checkpoint.tiers.s3_bucket import S3Bucket
 from evergrad.checkpoint.tiers.s3_multipart import MIN_PART_BYTES
 from evergrad.checkpoint.tiers.throttle import parse_bandwidth, shared_throttle
 from evergrad.errors import UsageError
+from evergrad.wording import meant
 
 __all__ = ["Persistent"]
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*(?=://)", re.IGNORECASE)
-_EXTRAS = {"s3": "evergrad[s3]", "s3a": "evergrad[s3]"}
+_S3 = ("s3", "s3a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Persistent(Tier):
         scheme, _, rest = self.url.partition("://")
         if scheme == "file":
             return PosixBucket(access, Path(rest))
-        return S3Bucket(access) if scheme in _EXTRAS else FsspecBucket(access)
+        return S3Bucket(access) if scheme in _S3 else FsspecBucket(access)
 
     def __repr__(self) -> str:
         """Without options, and without a password in the URL."""
@@ -128,13 +129,14 @@ def _normal(url: str | os.PathLike[str]) -> str:
             raise UsageError(f"Persistent({text!r}): expected file:// and an absolute path, such as file:///shared/r50")
         return f"file://{os.path.normpath(rest)}"
     shown = Redaction()(text)
-    if name in _EXTRAS and not rest.strip("/"):
+    if name in _S3 and not rest.strip("/"):
         raise UsageError(f"Persistent({shown!r}): names no bucket")
     from fsspec.registry import known_implementations, registry
 
     if name not in known_implementations and name not in registry:
         raise UsageError(
-            f"Persistent({shown!r}): unknown protocol {name!r}. There are file, s3, and all that fsspec knows."
+            f"Persistent({shown!r}): unknown protocol {name!r}.{meant(name, [*known_implementations, *registry])} "
+            "There are file, s3, and all that fsspec knows."
         )
     return f"{name}://{rest.rstrip('/')}"
 

@@ -6,7 +6,6 @@ manifest are, and removed before any of them. Records are read once: they never 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -29,6 +28,8 @@ from evergrad.checkpoint.tiers.frames import ENCODING, pack
 from evergrad.checkpoint.tiers.ledger import Ledger, together
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FormatError, TierError, reason
+from evergrad.formats.version_records import read_record, record_bytes
+from evergrad.wording import install_hint
 
 __all__ = ["JOB_NAME", "PersistentStore"]
 
@@ -53,18 +54,25 @@ class PersistentStore(Store):
         _check_reachable(self._bucket)
 
     def owner(self) -> str | None:
-        """The job that writes here; None if none does yet."""
+        """The job that writes here, by its newest version if `JOB.json` is damaged; None if none does yet."""
+        return self._owner()[0]
+
+    def _owner(self) -> tuple[str | None, bool]:
+        """The job that writes here, and whether `JOB.json` says so."""
         try:
-            data = self._bucket.read(JOB_NAME)
-        except FileNotFoundError:
-            return None
-        try:
-            record = json.loads(data)
+            record = read_record(self._bucket.read(JOB_NAME))
             if record["schema_version"] == _SCHEMA_VERSION and isinstance(record["id"], str):
-                return str(record["id"])
-        except (ValueError, KeyError, TypeError):
-            pass
-        raise TierError(f"{self._bucket.label(JOB_NAME)}: does not say whose this is: remove it, if it is yours")
+                return str(record["id"]), True
+            why = f"schema {record['schema_version']!r}"
+        except FileNotFoundError:
+            return None, True
+        except (ValueError, KeyError, TypeError) as error:
+            why = str(error)
+        commits = [commit for commit in self._ledger.survey().values() if isinstance(commit, Commit)]
+        owner = commits[-1].job if commits else None  # oldest first
+        found = f"by its newest version it is job {owner}'s" if owner is not None else "no version says it either"
+        _log.warning("%s: does not say whose this is (%s): %s", self._bucket.label(JOB_NAME), why, found)
+        return owner, False
 
     def forget(self) -> None:
         """Read every record again: someone may have changed what should not change."""
@@ -104,7 +112,9 @@ class PersistentStore(Store):
     def begun(self, rank: int | None = None) -> list[Copy]:
         found = []
         for version, commit in self._ledger.survey().items():
-            if commit is None:
+            if commit is None or isinstance(
+                commit, DamagedFile
+            ):  # a damaged record is written again, as all agree on it
                 names = self._ledger.names(version)
                 for name in sorted(names):
                     stem, _, ending = name.partition(".")
@@ -126,15 +136,18 @@ class PersistentStore(Store):
     def commit(self, version: Version, world_size: int) -> None:
         with self._told(f"{version.name}/{COMMIT_NAME}"):
             self._claim()
-            with suppress(DamagedFile):  # then it is written again
+            try:
                 known = self._ledger.commit(version)
-                if known is not None:
-                    if (known.job, known.world_size) != (self._site.job, world_size):
-                        raise TierError(
-                            f"{self._bucket.label(version.name)}: was committed by job {known.job}, {known.world_size} "
-                            f"ranks (expected job {self._site.job}, {world_size})"
-                        )
-                    return
+            except DamagedFile as error:
+                _log.warning("%s: it is written again, from the manifests", error)
+                known = None
+            if known is not None:
+                if (known.job, known.world_size) != (self._site.job, world_size):
+                    raise TierError(
+                        f"{self._bucket.label(version.name)}: was committed by job {known.job}, {known.world_size} "
+                        f"ranks (expected job {self._site.job}, {world_size})"
+                    )
+                return
             names = self._listed(version, world_size)
             shards = together(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
             record = Commit.of(shards)
@@ -180,8 +193,11 @@ class PersistentStore(Store):
             _log.info("%s: removed what was left of %s", self._bucket.where, ", ".join(v.name for v in over))
 
     def read_manifest(self, copy: Copy, *, digests: bool = True) -> Manifest:
-        commit = self._ledger.commit(copy.version)
         record = f"{copy.version.name}/{shard_name(copy.rank)}.json"
+        try:
+            commit = self._ledger.commit(copy.version)
+        except DamagedFile:  # as if it had none: it can be written again
+            commit = None
         if commit is None:
             return Manifest.from_bytes(self._bucket.read(record), self._bucket.label(record), digests=digests)
         shard = self._ledger.shard(commit, copy)
@@ -190,7 +206,7 @@ class PersistentStore(Store):
         return Manifest(
             job=commit.job, version=commit.version, rank=shard.rank, world_size=commit.world_size, size=shard.size,
             data_start=0, time=commit.time, header="", digests={}, parent=commit.parent, meta=commit.meta,
-            encoding=ENCODING if shard.is_packed else "",
+            encoding=ENCODING if shard.is_packed else "", unverified=shard.rank in commit.unverified,
         )  # fmt: skip
 
     def fetch(self, copy: Copy, folder: Path) -> Copy:
@@ -233,9 +249,12 @@ class PersistentStore(Store):
             if self._is_ours:
                 return
             record = {"schema_version": _SCHEMA_VERSION, "id": self._site.job, "made": datetime.now(UTC).isoformat()}
-            text = json.dumps(record).encode() + b"\n"
-            owner = self.owner()
-            if owner is None:
+            text = record_bytes(record)
+            owner, is_said = self._owner()
+            if owner in (None, self._site.job) and not is_said:
+                self._bucket.write(JOB_NAME, text)
+                owner = self._site.job
+            elif owner is None:
                 with suppress(FileExistsError):  # someone was quicker
                     self._bucket.write(JOB_NAME, text, new=True)
                 owner = self.owner()
@@ -343,5 +362,5 @@ def _check_reachable(bucket: Bucket) -> None:
 
     home = str(known_implementations.get(scheme, {}).get("class", "")).partition(".")[0]
     if home and find_spec(home) is None:
-        extra = "evergrad[s3]" if scheme in ("s3", "s3a") else home
-        raise TierError(f"{bucket.where}: needs the library {home}: pip install {extra}")
+        how = install_hint("s3") if scheme in ("s3", "s3a") else f"pip install {home}"
+        raise TierError(f"{bucket.where}: needs the library {home}: {how}")

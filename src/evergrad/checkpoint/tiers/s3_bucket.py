@@ -15,6 +15,7 @@ from evergrad.checkpoint.tiers.buckets import Access, FsspecBucket, Item, Source
 from evergrad.checkpoint.tiers.retry import error_code
 from evergrad.checkpoint.tiers.s3_multipart import PARALLEL_PARTS, Upload, UploadGone, unfinished
 from evergrad.errors import TierError
+from evergrad.wording import install_hint
 
 __all__ = ["S3Bucket"]
 
@@ -28,14 +29,16 @@ _TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts
 class S3Bucket(FsspecBucket):
     """Objects of a bucket below a prefix. Large ones go in parts, and are taken up again where a crash left them."""
 
-    _EXTRA = "s3fs (pip install evergrad[s3])"
-
     def __init__(self, access: Access) -> None:
         super().__init__(access)
         bucket, _, prefix = access.url.partition("://")[2].partition("/")
         self._bucket, self._prefix = bucket, f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._slots = threading.BoundedSemaphore(PARALLEL_PARTS)
         """Parts in memory, of all ranks together."""
+
+    @property
+    def _library(self) -> str:
+        return f"s3fs ({install_hint('s3')})"
 
     def items(self, folder: str = "") -> list[Item]:
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix

@@ -12,11 +12,22 @@ import typer
 
 from evergrad.cli.output import printable
 from evergrad.errors import UsageError
+from evergrad.wording import meant
 
 if TYPE_CHECKING:
     from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
 
-__all__ = ["RunDir", "VersionArgument", "age", "catalogue_of", "check_tier", "kept", "say_unseen", "where_it_is"]
+__all__ = [
+    "RunDir",
+    "VersionArgument",
+    "age",
+    "catalogue_of",
+    "check_tier",
+    "kept",
+    "say_unseen",
+    "verified",
+    "where_it_is",
+]
 
 RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="The job's run folder, or a persistent tier's URL.")]
 VersionArgument = Annotated[
@@ -41,7 +52,7 @@ def check_tier(catalogue: Catalogue, tier: str | None) -> None:
     """`UsageError` for a tier that the job does not have."""
     kinds = list(dict.fromkeys(each.kind for each in catalogue.home.tiers))
     if tier is not None and tier not in kinds:
-        raise UsageError(f"there is no tier {tier!r}. There are {', '.join(kinds)}.")
+        raise UsageError(f"there is no tier {tier!r}.{meant(tier, kinds)} There are {', '.join(kinds)}.")
 
 
 def say_unseen(unseen: Iterable[str]) -> None:
@@ -62,6 +73,11 @@ def age(moment: str) -> str:
 def kept(entry: CatalogueEntry) -> str:
     """Its tags, or that it is pinned."""
     return ", ".join(entry.tags) or ("pinned" if entry.pinned else "")
+
+
+def verified(entry: CatalogueEntry) -> str:
+    """What checks found; a version whose digests are not those of its capture is `unverified` until one fails."""
+    return "unverified" if entry.unverified and entry.verified != "failed" else entry.verified
 
 
 def where_it_is(entry: CatalogueEntry) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.checkpoints.arguments import RunDir, age, catalogue_of, kept, say_unseen, where_it_is
+from evergrad.cli.checkpoints.arguments import RunDir, age, catalogue_of, kept, say_unseen, verified, where_it_is
 from evergrad.cli.output import JsonOption, console, print_json, printable, size
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _print(entries: list[CatalogueEntry]) -> None:
         rows.append({
             "version": version.name, "step": version.step, "attempt": version.attempt, "age": age(entry.time),
             "ranks": entry.world_size or "?", "size": size(entry.size_bytes), "tiers": where_it_is(entry),
-            "verified": entry.verified, "guard": "ok" if entry.guarded else "", "kept": kept(entry),
+            "verified": verified(entry), "guard": "ok" if entry.guarded else "", "kept": kept(entry),
             "parent": entry.parent or "",
         })  # fmt: skip
     columns = list(rows[0])

@@ -39,7 +39,7 @@ def pin(
         found = catalogue.resolve(version, entries).version
     if unpin:
         if tag is not None:
-            if pins.tags().get(tag) != found:
+            if pins.tags().get(tag) != found and not pins.is_damaged(tag):
                 raise UsageError(f"{found.name} has no tag {tag!r}")
             pins.untag(tag)
         else:
@@ -54,8 +54,9 @@ def pin(
         # Retention may have looked at the pins just before: then it takes the version all the same.
         if catalogue.resolve(found.name, catalogue.entries()).retired:
             raise CheckpointError(f"{found.name} was retired at this very moment: it is pinned, and gone")
-    tags = sorted(name for name, at in pins.tags().items() if at == found)
-    pinned = found in pins.pinned()
+    known = pins.tags()
+    tags = sorted(name for name, at in known.items() if at == found)
+    pinned = found in pins.pinned(known)
     if as_json:
         print_json({"version": found.name, "pinned": pinned, "tags": list(tags)})
     else:

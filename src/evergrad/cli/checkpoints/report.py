@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,8 @@ __all__ = ["EPILOG", "report"]
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints report runs/r50\n\n"
     "  evergrad checkpoints report s3://bucket/r50 --out r50.html\n\n"
-    "Exit codes: 0 written · 2 usage or unreadable input."
+    "Without plotly what is wrong is printed and no page is written.\n\n"
+    "Exit codes: 0 written · 2 usage, unreadable input, or no page could be written."
 )
 
 
@@ -31,7 +33,8 @@ def report(
     from evergrad.report.checkpoints_page import checkpoints_page
     from evergrad.report.checkpoints_reading import look
     from evergrad.report.checkpoints_words import answer, problems
-    from evergrad.report.page import checked_target, write_page
+    from evergrad.report.markup import plain_text
+    from evergrad.report.page import checked_target, missing_for, write_page
 
     catalogue = catalogue_of(run_dir)
     if out is None:
@@ -41,20 +44,26 @@ def report(
     checked_target(out)
     seen = look(catalogue)
     made = f"evergrad checkpoints report {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
-    page = write_page(checkpoints_page(seen, made), out)
+    made_page = checkpoints_page(seen, made)
+    missing = missing_for(made_page)
+    page = None if missing else write_page(made_page, out)
     if as_json:
         print_json(
             {
                 "job": seen.job,
-                "page": str(page),
-                "answer": [*answer(seen)],
-                "problems": [*problems(seen)],
+                "page": None if page is None else str(page),
+                "answer": [plain_text(line) for line in answer(seen)],
+                "problems": [plain_text(line) for line in problems(seen)],
                 "versions": [entry.to_json() for entry in seen.entries],
             }
         )
-        return 0
-    say_unseen(seen.unseen)
-    for line in answer(seen)[:1] + [line for line in problems(seen) if not line.startswith("Not seen")]:
-        print(printable(line.strip("*")))
-    print(printable(f"{near(page)}: all of it, as a page"))
+    else:
+        say_unseen(seen.unseen)
+        for line in answer(seen)[:1] + [line for line in problems(seen) if not line.startswith("Not seen")]:
+            print(printable(plain_text(line)))
+    if page is None:
+        print(printable(f"evergrad: no page is written: {missing}"), file=sys.stderr)
+        return 2
+    if not as_json:
+        print(printable(f"{near(page)}: all of it, as a page"))
     return 0

@@ -40,6 +40,7 @@ def rm(
     seen = catalogue.look()
     entries = catalogue.entries(seen)
     entry = catalogue.resolve(version, entries)
+    catalogue.pins.pinned()  # a damaged tag may be this version's: then nothing is removed
     removal = plan_removal(entry, entries, seen, tier=tier, force=force)
     name = entry.version.name
     places = [found.copy.url or str(found.copy.shard) for found in removal.going]

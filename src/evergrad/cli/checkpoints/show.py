@@ -12,6 +12,7 @@ from evergrad.cli.checkpoints.arguments import (
     catalogue_of,
     kept,
     say_unseen,
+    verified,
     where_it_is,
 )
 from evergrad.cli.output import JsonOption, console, print_json, printable, size
@@ -64,6 +65,12 @@ def _shards(entry: CatalogueEntry, seen: Survey) -> list[dict[str, Json]]:
     return rows
 
 
+def _verified(entry: CatalogueEntry) -> str:
+    if verified(entry) == "unverified":
+        return "unverified: digests were taken after a restart, with none from the time of the capture to compare"
+    return f"{entry.verified} ({entry.verified_at})" if entry.verified_at else "never"
+
+
 def _print(entry: CatalogueEntry, shards: list[dict[str, Json]]) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -79,7 +86,7 @@ def _print(entry: CatalogueEntry, shards: list[dict[str, Json]]) -> None:
         ("kept", kept(entry) or "no"),
         ("parent", entry.parent or "none"),
         ("digest", entry.digest or "not noted"),
-        ("verified", f"{entry.verified} ({entry.verified_at})" if entry.verified_at else "never"),
+        ("verified", _verified(entry)),
         ("guarded", entry.guarded_at or "no"),
         ("meta", json.dumps(dict(entry.meta), ensure_ascii=False) if entry.meta else "none"),
     ]

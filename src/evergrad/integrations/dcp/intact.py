@@ -55,12 +55,14 @@ class Sight:
     copies: dict[Version, dict[int, list[tuple[Store, Copy]]]] = field(default_factory=dict)
     sizes: dict[Version, int] = field(default_factory=dict)
     damaged: dict[Version, str] = field(default_factory=dict)
+    unverified: set[Copy] = field(default_factory=set)
+    """Copies whose digests were taken again after a restart: others come first."""
 
     @classmethod
     def of(cls, checkpointer: Checkpointer, ranks: Ranks) -> Sight:
         """Look into every tier; what the agent is still finishing is waited for."""
         checkpointer._check_usable()
-        ranks.together(lambda: checkpointer._settle(ranks))
+        checkpointer._settle(ranks)
         sight = cls(checkpointer._job.id, checkpointer._recorder.mapped())
         for store in checkpointer._stores.values():
             try:
@@ -81,14 +83,19 @@ class Sight:
         if manifest.job == self.job:
             self.copies.setdefault(copy.version, {}).setdefault(copy.rank, []).append((store, copy))
             self.sizes[copy.version] = manifest.world_size
+            self.unverified |= {copy} if manifest.unverified else set()
 
     def open(self, version: Version, rank: int, paths: Iterable[str] | None, folder: Path) -> tuple[Shard | None, str]:
         """The nearest copy of a shard that is as it was captured, all of it or some paths; or what is wrong."""
         complaints = []
         wanted = None if paths is None else list(paths)
-        for store, copy in self.copies.get(version, {}).get(rank, ()):
+        copies = self.copies.get(version, {}).get(rank, [])
+        for store, copy in sorted(copies, key=lambda found: found[1] in self.unverified):
             shard, what = fetch_intact(store, copy, self.job, folder, mapped=self.mapped, paths=wanted)
             if shard is not None:
+                if shard.manifest.unverified:
+                    _log.warning("%s, rank %d, in tier %s is unverified: digests were taken after a restart",
+                                 version, rank, copy.tier)  # fmt: skip
                 return shard, what
             complaints.append(f"{version}, rank {rank}, in tier {copy.tier}: {what}")
         return None, "; ".join(complaints) or f"{version}: no shard of rank {rank} can be reached from here"

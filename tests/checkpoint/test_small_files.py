@@ -1,0 +1,283 @@
+"""Every small file of a job is damaged in many ways: nothing raises a traceback, and intact versions are restored."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import evergrad as eg
+from evergrad.checkpoint.arena_folder import arenas_root, remove_orphans
+from evergrad.checkpoint.catalogue.pins import Pins
+from evergrad.checkpoint.catalogue.records import Catalogue
+from evergrad.checkpoint.finish.completion import Completion
+from evergrad.cli import main
+from evergrad.errors import CheckpointError, TierError
+
+SECONDS = 30.0
+STEPS = (1, 2, 3)
+FILES = {
+    "job": "run/job.json",
+    "attempt": "run/attempts/00001.json",
+    "completion": "run/complete/*.jsonl",
+    "committed": "run/complete/*.committed",
+    "history": "run/catalogue/*.jsonl",
+    "pin": "run/catalogue/pins/*",
+    "tag": "run/catalogue/tags/*.json",
+    "local manifest": "disk/*/*/v0000000003-01/rank-00000.json",
+    "owner": "shared/JOB.json",
+    "commit": "shared/v0000000003-01/COMMIT.json",
+    "persistent manifest": "shared/v0000000003-01/rank-00000.json",
+    "arena's run folder": "shm/*/*/run",
+    "ticket": "shm/*/*/*/rank-00000.*.ticket",
+    "arena's manifest": "shm/*/*/*/rank-00000.*.json",
+}
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((300,), float(step)), "step": step}
+
+
+def tiers(folder: Path, kinds: str) -> list[Any]:
+    made = {
+        "memory": eg.Memory(),
+        "local": eg.Local(folder / "disk", keep=3),
+        "persistent": eg.Persistent(str(folder / "shared"), keep=3, patience_s=1.0),
+    }
+    return [made[kind] for kind in kinds.split("+")]
+
+
+def checkpointer(folder: Path, kinds: str) -> eg.Checkpointer:
+    return eg.Checkpointer(folder / "run", tiers=tiers(folder, kinds), agent=False)
+
+
+class Job:
+    """A job with three versions in three tiers, which can be put back as it was."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._kept = folder / "job", folder / "kept"
+        with checkpointer(self.folder, "memory+local+persistent") as ck:
+            for step in STEPS:
+                ck.save(step, state(step)).wait("persistent", timeout=SECONDS)
+        pins = Pins(self.folder / "run")
+        pins.pin(eg.Version(1, 1))
+        pins.tag(eg.Version(2, 1), "best")
+        Catalogue(self.folder / "run").note_verified(eg.Version(1, 1), "local", ok=True)
+        shutil.copytree(self.folder, self._kept)
+
+    def put_back(self) -> None:
+        for entry in self.folder.iterdir():
+            shutil.rmtree(entry)
+            shutil.copytree(self._kept / entry.name, entry)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    (tmp_path / "job" / "shm").mkdir(parents=True)
+    monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path / "job" / "shm"))
+    return Job(tmp_path)
+
+
+def damages(data: bytes, seed: str) -> Iterator[tuple[str, bytes]]:
+    """The same bytes with a bit flipped, cut, emptied, and replaced by random ones."""
+    chance = random.Random(seed)
+    size = len(data)
+    for position in sorted(chance.sample(range(size), min(size, 14))):
+        bit = chance.randrange(8)
+        yield (
+            f"bit {bit} of byte {position}",
+            data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :],
+        )
+    for position in sorted(chance.sample(range(size), min(size, 3))):
+        yield f"high bit of byte {position}", data[:position] + bytes([data[position] ^ 0x80]) + data[position + 1 :]
+    for length in sorted({0, 1, size // 3, size - 2}):
+        yield f"cut to {length} bytes", data[:length]
+    begin = chance.randrange(max(1, size - 8))
+    yield "eight random bytes in it", data[:begin] + chance.randbytes(8) + data[begin + 8 :]
+    yield "random bytes", chance.randbytes(size)
+    yield "zeros", bytes(size)
+    yield "another JSON", b'{"id": 1e999, "version": [], "rank": 1e999, "schema_version": 1, "tiers": [{"kind": []}]}\n'
+
+
+def each_damage(job: Job, kind: str) -> Iterator[str]:
+    """Damage the files of a kind in every way in turn; the job is put back after each."""
+    paths = sorted(path for path in job.folder.glob(FILES[kind]) if path.is_file())
+    assert paths, f"there is no {kind}"
+    for path in paths:
+        for what, data in damages(path.read_bytes(), f"{kind} {path.name.split('.')[0]}"):
+            path.write_bytes(data)
+            yield f"{path.relative_to(job.folder)}: {what}"
+            job.put_back()
+
+
+def restored(folder: Path, kinds: str) -> tuple[int | None, list[int]]:
+    """The step that is restored, with its values, and the versions that are listed."""
+    with checkpointer(folder, kinds) as ck:
+        live = state(0)
+        step = ck.restore(live)
+        assert step is None or (bool((live["w"] == step).all()) and live["step"] == step)
+        return step, [record.step for record in ck.versions()]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_restore_finds_the_newest_version_whatever_small_file_is_damaged(job: Job, kind: str) -> None:
+    for what in each_damage(job, kind):
+        step, listed = restored(job.folder, "memory+local+persistent")
+        assert (step, listed) == (3, [3, 2, 1]), what
+
+
+@pytest.mark.parametrize("kind", [kind for kind, path in FILES.items() if not path.startswith(("disk", "shm"))])
+def test_restore_from_the_persistent_tier_alone_survives_the_same(job: Job, kind: str) -> None:
+    shutil.rmtree(job.folder / "shm")
+    (job.folder / "shm").mkdir()
+    shutil.rmtree(job._kept / "shm")
+    (job._kept / "shm").mkdir()
+    newest = 2 if kind == "persistent manifest" else 3  # there it is the only copy
+    for what in each_damage(job, kind):
+        assert restored(job.folder, "persistent") == (newest, [3, 2, 1]), what
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_catalogue_is_listed_whatever_small_file_is_damaged(
+    job: Job, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(job.folder / "run")
+    for what in each_damage(job, kind):
+        assert main(["checkpoints", "ls", run, "--json"]) == 0, what
+        told = json.loads(capsys.readouterr().out)
+        steps = {row["step"]: row for row in told["versions"]}
+        assert set(steps) >= {1, 2, 3}, what
+        assert all(steps[step]["state"] == "restorable" for step in STEPS), what
+        for verb in (["show", run, "3"], ["lineage", run], ["verify", run, "1"], ["pin", run, "3"]):
+            assert main(["checkpoints", *verb]) in (0, 1), f"{what}: {verb}: {capsys.readouterr().err}"
+        err = capsys.readouterr().err
+        assert "Traceback" not in err, what
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("job", "job.json"),
+        ("attempt", "attempts/00001.json"),
+        ("history", ".jsonl"),
+        ("tag", "tags/best.json"),
+        ("commit", "COMMIT.json"),
+        ("owner", "JOB.json"),
+    ],
+)
+def test_what_is_passed_over_is_said_in_one_line(
+    job: Job, kind: str, said: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path, *_) = sorted(path for path in job.folder.glob(FILES[kind]) if path.is_file())
+    path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    with caplog.at_level(logging.WARNING), checkpointer(job.folder, "memory+local+persistent") as ck:
+        assert ck.restore(state(0)) == 3
+        ck.save(4, state(4)).wait("persistent", timeout=SECONDS)
+    job.put_back()
+    path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    main(["checkpoints", "ls", str(job.folder / "run")])
+    lines = [record.getMessage() for record in caplog.records] + capsys.readouterr().err.splitlines()
+    assert any(said in line for line in lines), lines
+    assert not any("\n" in line for line in lines)
+
+
+def test_damaged_news_of_other_nodes_is_left_out_in_one_line(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    (journal,) = job.folder.glob(FILES["completion"])
+    (committed,) = job.folder.glob(FILES["committed"])
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0].replace(b"rank", b"\xffank") + b"".join(lines[1:]))
+    committed.write_bytes(b"\xff\xfe")
+    reader = Completion(job.folder / "run", None)
+    reader.refresh()
+    assert reader.last_committed() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{journal}: 1 damaged line is left out",
+        f"{committed}: names no version: left out",
+    ]
+
+
+def test_a_damaged_identity_is_written_again(job: Job) -> None:
+    path = job.folder / "run" / "job.json"
+    before = json.loads(path.read_bytes())
+    path.write_bytes(path.read_bytes().replace(before["id"].encode(), before["id"][:-1].encode() + b"!"))
+    with checkpointer(job.folder, "memory") as ck:
+        assert ck.restore(state(0)) == 3
+    assert json.loads(path.read_bytes())["id"] == before["id"]
+
+
+def test_one_flipped_bit_of_the_identity_is_noticed_and_no_arena_is_removed(job: Job) -> None:
+    path = job.folder / "run" / "job.json"
+    data = path.read_bytes()
+    identity = json.loads(data)["id"].encode()
+    at = data.index(identity) + len(identity) - 1
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert remove_orphans() == []
+    assert list(arenas_root().glob("*/*/*.ticket"))
+    assert restored(job.folder, "memory")[0] == 3
+
+
+def test_a_damaged_note_of_the_run_folder_removes_no_arena(job: Job) -> None:
+    for what in each_damage(job, "arena's run folder"):
+        assert remove_orphans() == [], what
+        assert list(arenas_root().glob("*/*/*.ticket")), what
+
+
+def test_a_rank_count_that_flipped_in_a_journal_commits_nothing(job: Job, tmp_path: Path) -> None:
+    run = tmp_path / "other"
+    (run / "complete").mkdir(parents=True)
+    Completion(run, "a").note(eg.Version(9, 1), "local", 0, 5)
+    (path,) = run.glob("complete/*.jsonl")
+    path.write_bytes(path.read_bytes().replace(b'"world_size": 5', b'"world_size": 1'))  # one bit
+    reader = Completion(run, None)
+    reader.refresh()
+    assert not reader.is_complete(eg.Version(9, 1), "local")
+
+
+def test_retention_stops_while_a_tag_is_damaged_and_nothing_is_lost(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    path = job.folder / "run" / "catalogue" / "tags" / "best.json"
+    path.write_bytes(path.read_bytes().replace(b"v0000000002-01", b"v0000000003-01"))  # one bit
+    with checkpointer(job.folder, "local") as ck, caplog.at_level(logging.WARNING):
+        assert ck.restore(state(0)) == 3
+        for step in (4, 5, 6, 7):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+        assert 2 in [record.step for record in ck.versions()]
+    assert any("best.json" in record.getMessage() for record in caplog.records)
+    assert main(["checkpoints", "pin", str(job.folder / "run"), "2", "--tag", "best"]) == 0
+    assert Pins(job.folder / "run").tags() == {"best": eg.Version(2, 1)}
+
+
+def test_a_damaged_tag_can_be_taken_away(job: Job) -> None:
+    path = job.folder / "run" / "catalogue" / "tags" / "best.json"
+    path.write_bytes(b"{")
+    Pins(job.folder / "run").untag("best")
+    assert not path.exists()
+
+
+def test_an_identity_that_nothing_tells_is_refused_in_one_line(job: Job) -> None:
+    run = job.folder / "run"
+    (run / "job.json").write_bytes(b"\xff\xfe")
+    for record in (run / "attempts").iterdir():
+        record.write_bytes(b"\xff\xfe")
+    for folder in ("disk", "shm"):
+        shutil.rmtree(job.folder / folder)
+    (job.folder / "shm").mkdir()
+    with pytest.raises(CheckpointError, match=r"job\.json: is no record of a job") as found:
+        checkpointer(job.folder, "local")
+    assert "\n" not in str(found.value)
+    assert main(["checkpoints", "ls", str(run)]) == 2
+
+
+def test_a_place_of_another_job_stays_refused_when_its_record_is_damaged(job: Job) -> None:
+    (job.folder / "shared" / "JOB.json").write_bytes(b"\xff")
+    with (
+        eg.Checkpointer(job.folder / "other", tiers=tiers(job.folder, "persistent"), agent=False) as ck,
+        pytest.raises(TierError, match="belongs to job run-"),
+    ):
+        ck.save(1, state(1)).wait(timeout=SECONDS)

@@ -1,0 +1,256 @@
+"""What was captured and not finished when everybody was killed: it is finished before a version is chosen, and compared
+with the digests that were taken when it was captured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import evergrad as eg
+from evergrad.cli import main
+from living_agents import agents_of
+from programs import run_python
+
+SECONDS = 60.0
+RANKED = Path(__file__).with_name("ranked.py")
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((5_000,), float(step)), "step": step}
+
+
+def holds(found: dict[str, Any], step: int) -> bool:
+    return bool((found["w"] == step).all()) and found["step"] == step
+
+
+def until(so: Callable[[], Any]) -> None:
+    end = time.monotonic() + SECONDS
+    while not so():
+        assert time.monotonic() < end, "it never became so"
+        time.sleep(0.01)
+
+
+def killed_with_its_agent(folder: Path, shm: Path, tiers: Callable[[], list[Any]]) -> None:
+    """A trainer commits step 1, then captures steps 2 and 3 while its agent is stopped; then both are killed."""
+    if (child := os.fork()) == 0:
+        try:
+            torch.set_num_threads(1)
+            signal.alarm(120)
+            ck = eg.Checkpointer(folder / "run", tiers=tiers())
+            ck.save(1, state(1)).wait(timeout=SECONDS)
+            until(lambda: ck._board.is_free(0, ck._recorder._arenas[0].ticket.generation))
+            (agent,) = agents_of(shm)
+            os.kill(agent, signal.SIGSTOP)
+            for step in (2, 3):
+                ck.save(step, state(step))
+            os.kill(agent, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("kinds", ["persistent", "local", "local+persistent", "memory+persistent"])
+def test_what_was_captured_is_restored_whoever_was_killed(
+    kinds: str, agent: bool, tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tiers() -> list[Any]:
+        made = {
+            "memory": eg.Memory(),
+            "local": eg.Local(tmp_path / "disk"),
+            "persistent": eg.Persistent(str(tmp_path / "shared"), bandwidth=15_000),  # a shard takes longer than a look
+        }
+        return [made[kind] for kind in kinds.split("+")]
+
+    killed_with_its_agent(tmp_path, shm, tiers)
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers(), agent=agent) as ck:
+        live = state(0)
+        assert ck.restore(live) == 3
+        assert holds(live, 3)
+        assert ck.versions()[0].step == 3
+        # Nobody had digested it when it was found: that is said, and not called verified.
+        assert ck.restored is not None
+        assert ck.restored.unverified
+        assert ck.versions()[0].unverified
+        ck.save(4, state(4)).wait(timeout=SECONDS)
+        assert not ck.versions()[0].unverified
+    assert sum("step 3 (attempt 1) in tier" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_all_ranks_restore_what_all_had_captured(nodes: int, tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    done = run_python(RANKED, "captured", 2, nodes, tmp_path, output=log)
+    assert done.returncode == 0, log.read_text()
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_version_that_only_lacks_its_commit_is_committed_before_one_is_chosen(
+    damaged: bool, agent: bool, tmp_path: Path, shm: Path
+) -> None:
+    tiers = [eg.Persistent(str(tmp_path / "shared"))]
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        for step in (1, 2):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+    commit = tmp_path / "shared" / "v0000000002-01" / "COMMIT.json"
+    before = commit.read_bytes()
+    if damaged:
+        commit.write_bytes(before[:-20])
+    else:
+        commit.unlink()
+    for entry in shm.iterdir():  # as after a reboot
+        shutil.rmtree(entry)
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
+        live = state(0)
+        assert ck.restore(live) == 2
+        assert holds(live, 2)
+    assert commit.read_bytes() == before
+
+
+# --- digests that are gone ------------------------------------------------------------------------------------------
+
+
+def arena_of(shm: Path, step: int) -> Path:
+    """The shard of the arena that holds a step."""
+    for manifest in shm.rglob("rank-00000.*.json"):
+        if json.loads(manifest.read_bytes())["step"] == step:
+            return manifest.with_suffix(".safetensors")
+    raise AssertionError(f"no arena holds step {step}")
+
+
+def flip(path: Path) -> None:
+    """Flip a bit of the last tensor's bytes."""
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 4
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def saved(folder: Path, kinds: str, *steps: int) -> list[Any]:
+    made = {
+        "memory": eg.Memory(),
+        "local": eg.Local(folder / "disk"),
+        "persistent": eg.Persistent(str(folder / "shared")),
+    }
+    tiers = [made[kind] for kind in kinds.split("+")]
+    with eg.Checkpointer(folder / "run", tiers=tiers, agent=False) as ck:
+        for step in steps:
+            pending = ck.save(step, state(step))
+            for kind in kinds.split("+"):
+                pending.wait(kind, timeout=SECONDS)
+    return tiers
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("kinds", ["memory+local", "memory+persistent"])
+@pytest.mark.parametrize("manifest", ["gone", "damaged"])
+def test_an_arena_without_its_digests_is_compared_with_those_of_another_copy(
+    manifest: str, kinds: str, agent: bool, tmp_path: Path, shm: Path
+) -> None:
+    tiers = saved(tmp_path, kinds, 1, 2)
+    arena = arena_of(shm, 2)
+    flip(arena)
+    if manifest == "gone":
+        arena.with_suffix(".json").unlink()
+    else:
+        arena.with_suffix(".json").write_bytes(b"{")
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
+        live = state(0)
+        assert ck.restore(live) == 2
+        assert holds(live, 2), "a flipped bit was loaded"
+        assert ck.restored is not None
+        assert (ck.restored.tier, ck.restored.unverified) == (kinds.partition("+")[2], False)
+        assert not ck.versions()[0].unverified
+
+
+def test_an_intact_arena_without_its_digests_gets_those_of_another_copy(tmp_path: Path, shm: Path) -> None:
+    tiers = saved(tmp_path, "memory+local", 1, 2)
+    arena_of(shm, 2).with_suffix(".json").unlink()
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        live = state(0)
+        assert ck.restore(live) == 2
+        assert ck.restored is not None
+        assert (ck.restored.tier, ck.restored.unverified) == ("memory", False)
+
+
+def test_without_digests_anywhere_a_version_is_unverified_and_says_so(
+    tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = saved(tmp_path, "memory", 1, 2)
+    arena_of(shm, 2).with_suffix(".json").unlink()
+    run = str(tmp_path / "run")
+    with eg.Checkpointer(run, tiers=tiers, agent=False) as ck:
+        live = state(0)
+        assert ck.restore(live) == 2
+        assert holds(live, 2)
+        assert ck.restored is not None
+        assert ck.restored.unverified
+        assert ck.versions()[0].unverified
+    said = [record.getMessage() for record in caplog.records if "rank 0: step 2" in record.getMessage()]
+    assert said == [
+        "rank 0: step 2 (attempt 1) in tier memory is unverified: the digests of rank 0 were taken after a restart, "
+        "with none from the time of the capture to compare"
+    ]
+    capsys.readouterr()
+    assert main(["checkpoints", "ls", run]) == 0
+    assert "unverified" in capsys.readouterr().out
+    assert main(["checkpoints", "ls", run, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["versions"][0]
+    assert (row["step"], row["verified"], row["unverified"]) == (2, "unknown", True)
+    assert main(["checkpoints", "verify", run, "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"][0]["verdict"] == "unknown"
+    assert main(["checkpoints", "show", run, "2"]) == 0
+    assert "verified  unverified: digests were taken after a restart" in capsys.readouterr().out
+
+
+def test_the_catalogue_knows_that_an_arena_without_digests_is_not_what_was_captured(tmp_path: Path, shm: Path) -> None:
+    tiers = saved(tmp_path, "memory", 1, 2)
+    arena = arena_of(shm, 2)
+    flip(arena)
+    arena.with_suffix(".json").unlink()
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        live = state(0)
+        assert ck.restore(live) != 2
+        assert holds(live, 0) or holds(live, 1)
+
+
+def test_digests_that_were_taken_before_a_crash_are_kept_where_memory_is_no_tier(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service refuses; a bit of the arena flips; the next trainer notices it by the digests of the first."""
+    shared = tmp_path / "shared"
+    tiers = [eg.Persistent(str(shared), patience_s=0.1)]
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        ck.save(1, state(1)).wait(timeout=SECONDS)
+        (shared / "v0000000002-01").write_bytes(b"in the way")
+        assert ck.save(2, state(2)).exception(timeout=SECONDS) is not None
+    (shared / "v0000000002-01").unlink()
+    (digests,) = [path for path in shm.rglob("*.digests") if json.loads(path.read_bytes())["step"] == 2]
+    flip(digests.with_suffix(".safetensors"))
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        live = state(0)
+        assert ck.restore(live) == 1
+        assert holds(live, 1)
+
+
+def test_a_later_check_does_not_call_it_ok(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Flushed from an arena that nobody had digested, a version stays unverified in the tiers it goes to."""
+    tiers = saved(tmp_path, "memory", 1, 2)
+    arena_of(shm, 2).with_suffix(".json").unlink()
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        ck.restore(state(0))
+    with caplog.at_level(logging.WARNING), eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        assert ck.restore(state(0)) == 2
+        assert ck.versions()[0].unverified
