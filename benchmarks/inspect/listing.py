@@ -114,13 +114,14 @@ def _measure(contender: str, path: str) -> dict[str, object]:
     sys.stdin.readline()
     _forget_peak()
     before, maxrss_before = _peak_kib(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = perf_counter()
+    start, busy = perf_counter(), process_time()
     found = listing(path)
-    took = perf_counter() - start
+    took, busy = perf_counter() - start, process_time() - busy
     process_cpu = process_time()
     after, maxrss = _peak_kib(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     measures = {
         "listing_s": took,
+        "listing_cpu_s": busy,
         "process_cpu_s": process_cpu,
         "growth_mib": (after - before) / 1024,
         "maxrss_growth_mib": (maxrss - maxrss_before) / 1024,

@@ -20,6 +20,7 @@ from benchmarks.inspect.listing import CONTENDERS
 HERE = Path(__file__).resolve().parent
 COMMAND = Path(sys.executable).with_name("evergrad")
 COMMAND_LINE = "evergrad inspect"
+COMMANDS = {COMMAND_LINE: ["--json"], "evergrad inspect, table": [], "evergrad inspect, tree": ["--tree"]}
 READS_EVERYTHING = "torch.load"
 MAPS_DATA = "load_file"
 REPETITIONS, QUICK_REPETITIONS, LARGE_REPETITIONS = 5, 3, 3
@@ -53,6 +54,8 @@ BY_TENSORS = [
     Case("20,000 tensors of 4 KiB", 20_000, (32, 32)),
 ]
 QUICK = [BY_BYTES[0], BY_TENSORS[1]]
+MANY = [Case("60,000 tensors of 64 B", 60_000, (4, 4)), Case("300,000 tensors of 64 B", 300_000, (4, 4))]
+LEFT_OUT_OF_MANY = MAPS_DATA
 
 
 class Runner:
@@ -66,7 +69,7 @@ class Runner:
     def prepare(self, names: Sequence[str]) -> None:
         """Start a fresh process for each, and wait until all have imported their library: none may disturb another."""
         for name in names:
-            if name != COMMAND_LINE:
+            if name not in COMMANDS:
                 command = [sys.executable, str(HERE / "listing.py"), name, str(self.path)]
                 self._waiting[name] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -78,7 +81,7 @@ class Runner:
 
     def contender(self, name: str) -> Callable[[], Sample]:
         """What `interleave` calls."""
-        return self._command_line if name == COMMAND_LINE else lambda: self._listing(name)
+        return (lambda: self._command_line(name)) if name in COMMANDS else lambda: self._listing(name)
 
     def close(self) -> None:
         """End what still waits, after an error."""
@@ -100,26 +103,37 @@ class Runner:
         measures: dict[str, float] = answer["measures"]
         return measures
 
-    def _command_line(self) -> Sample:
+    def _command_line(self, name: str) -> Sample:
         start = perf_counter()
-        process = subprocess.Popen([str(COMMAND), "inspect", str(self.path), "--json"], stdout=subprocess.DEVNULL)
+        # A pipe that is emptied, as a pager would: what goes to /dev/null may cost less.
+        command = f"{COMMAND} inspect {self.path} {' '.join(COMMANDS[name])}"
+        process = subprocess.Popen(["sh", "-c", f"{command} | cat > /dev/null"])
         _, status, usage = os.wait4(process.pid, 0)
         took = perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise RuntimeError(f"{COMMAND_LINE} {self.path.name}: exit status {process.returncode}")
+            raise RuntimeError(f"{name} {self.path.name}: exit status {process.returncode}")
         cpu = usage.ru_utime + usage.ru_stime
         return {"command_s": took, "process_cpu_s": cpu, "peak_mib": usage.ru_maxrss / 1024}
 
 
-def measure(case: Case, suffix: str, folder: Path, report: Report, *, repetitions: int, with_command: bool) -> None:
+def measure(
+    case: Case,
+    suffix: str,
+    folder: Path,
+    report: Report,
+    *,
+    repetitions: int,
+    commands: Sequence[str],
+    many: bool = False,
+) -> None:
     """Make the file, list it with every contender, and delete it."""
     path = folder / f"checkpoint{suffix}"
     label = f"{FORMATS[suffix]}, {case.label}"
     command = [sys.executable, str(HERE / "sparse_files.py"), str(path), str(case.tensors), *map(str, case.shape)]
     made = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     say(f"{label}: {made['size'] / 1e6:,.1f} MB, {made['disk'] / 1e6:,.2f} MB of it on the disk")
-    names = [*CONTENDERS[suffix], *([COMMAND_LINE] if with_command else [])]
+    names = [name for name in CONTENDERS[suffix] if not (many and name == LEFT_OUT_OF_MANY)] + list(commands)
     if READS_EVERYTHING in names and case.nbytes * 1.15 > _available_bytes():
         names.remove(READS_EVERYTHING)
         report.notes.append(f"{label}: {READS_EVERYTHING} left out, it would not fit into memory.")
@@ -153,11 +167,29 @@ def growth(report: Report, cases: Sequence[Case], what: str) -> list[str]:
     return lines
 
 
-def command_line_note(report: Report) -> str:
+def command_line_note(report: Report, name: str = COMMAND_LINE) -> str:
     """How long the whole command took, case by case."""
-    rows = [row for row in report.rows if row.contender == COMMAND_LINE]
+    rows = [row for row in report.rows if row.contender == name]
     times = "; ".join(f"{row.case}: {seconds(row.measures['command_s'].median)}" for row in rows)
-    return f"`{COMMAND_LINE} FILE --json`, from start to end: {times}."
+    return f"`{' '.join(['evergrad inspect FILE', *COMMANDS[name]])}`, from start to end: {times}."
+
+
+def rate_notes(report: Report) -> list[str]:
+    """Tensors a second, by the clock and by the time on a core."""
+    lines = []
+    for case in MANY:
+        label = f"{FORMATS['.safetensors']}, {case.label}"
+        rates = []
+        for name in ("evergrad", "safe_open"):
+            took, busy = report.median(label, name, "listing_s"), report.median(label, name, "listing_cpu_s")
+            if took is not None and busy is not None:
+                rates.append(f"{name} {case.tensors / took:,.0f} (on a core {case.tensors / busy:,.0f})")
+        for name in COMMANDS:
+            took = report.median(label, name, "command_s")
+            if took is not None:
+                rates.append(f"`{name}` {case.tensors / took:,.0f}, start and all")
+        lines.append(f"{label}, tensors a second: {'; '.join(rates)}.")
+    return lines
 
 
 def has_inspect() -> bool:
@@ -195,7 +227,9 @@ def main() -> None:
     """Measure, print the table, write the results."""
     parser = argparse.ArgumentParser(description=CLAIM)
     parser.add_argument("--quick", action="store_true", help="two small files and 3 repetitions; results are not kept")
-    quick = parser.parse_args().quick
+    parser.add_argument("--many", action="store_true", help="60,000 and 300,000 tensors, as JSON, table and tree")
+    options = parser.parse_args()
+    quick, many = options.quick, options.many
     start = perf_counter()
     columns = [
         Column("listing_s", "listing", seconds, spread=True),
@@ -203,21 +237,39 @@ def main() -> None:
         Column("peak_mib", "peak memory", lambda mib: f"{mib:,.0f} MiB"),
         Column("process_cpu_s", "process CPU", seconds),
     ]
+    if many:
+        columns[1:1] = [
+            Column("listing_cpu_s", "listing, on a core", seconds),
+            Column("command_s", "whole command", seconds, spread=True),
+        ]
     packages = ("torch", "numpy", "safetensors")
-    report = Report("inspect", CLAIM, columns, baseline="evergrad", ratio_of="listing_s", packages=packages)
+    report = Report(
+        "inspect_many" if many else "inspect",
+        CLAIM,
+        columns,
+        baseline="evergrad",
+        ratio_of="listing_s",
+        packages=packages,
+    )
     with_command = has_inspect()
     if not with_command:
         say("evergrad inspect: not there, left out")
     with tempfile.TemporaryDirectory(prefix="evergrad-inspect-") as folder:
-        for case in QUICK if quick else [*BY_BYTES, *BY_TENSORS]:
+        repetitions = QUICK_REPETITIONS if quick or many else REPETITIONS
+        for case in MANY[: 1 if quick else None] if many else ():
+            commands = list(COMMANDS) if with_command else []
+            measure(case, ".safetensors", Path(folder), report, repetitions=repetitions, commands=commands, many=True)
+        for case in () if many else QUICK if quick else [*BY_BYTES, *BY_TENSORS]:
             for suffix in FORMATS:
-                repetitions = QUICK_REPETITIONS if quick else REPETITIONS
-                measure(case, suffix, Path(folder), report, repetitions=repetitions, with_command=with_command)
-    if not quick:
+                commands = [COMMAND_LINE] if with_command else []
+                measure(case, suffix, Path(folder), report, repetitions=repetitions, commands=commands)
+    if many:
+        report.notes += rate_notes(report)
+    elif not quick:
         report.notes += growth(report, BY_BYTES, "100 times the bytes")
         report.notes += growth(report, BY_TENSORS, "200 times the tensors")
     if with_command:
-        report.notes.append(command_line_note(report))
+        report.notes += [command_line_note(report, name) for name in (COMMANDS if many else [COMMAND_LINE])]
     report.print()
     say(f"{perf_counter() - start:.0f} s")
     if quick:

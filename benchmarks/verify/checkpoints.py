@@ -1,9 +1,11 @@
-"""Makes the 20 clean checkpoints: `python benchmarks/verify/checkpoints.py FOLDER` (two to three minutes on two cores).
+"""Makes the 40 clean checkpoints: `python benchmarks/verify/checkpoints.py FOLDER` (two to three minutes on two cores).
 
-Ten small trainings, each saved early and late. Real data that is there offline: scikit-learn's handwritten digits,
-and the English text of Python's own language reference (`pydoc_data.topics`). Thresholds were fixed on the five
-trainings in `FIXED_ON`; the five in `HELD_OUT` were looked at afterwards. Every checkpoint must have learnt well
-above chance, or making it fails.
+Twenty small trainings, each saved early and late. Real data that is there offline: scikit-learn's handwritten digits
+and breast-cancer table, the English text of Python's own language reference (`pydoc_data.topics`), and the data of
+Evergrad's own workloads. Thresholds were fixed on the five trainings in `FIXED_ON`; the five in `HELD_OUT` were looked
+at afterwards. The ten in `WIDER` are float32 only and were added to make the corpus less uniform: the models of
+Evergrad's workloads, inputs that are always 0, inputs in physical units, pruned weights, and five optimizers. Every
+checkpoint must have learnt well above chance, or making it fails.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -22,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["FIXED_ON", "HELD_OUT", "Training", "make"]
+__all__ = ["FIXED_ON", "HELD_OUT", "WIDER", "Training", "make"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,6 +62,18 @@ HELD_OUT = (
     Training("gpt", "float32", "adam", 3e-3, 100, 500, 9),
     Training("embedding", "float16", "adam", 5e-3, 200, 600, 10),
 )
+WIDER = (
+    Training("alexnet", "float32", "adam", 1e-3, 60, 300, 11),
+    Training("vgg11", "float32", "sgd", 0.02, 60, 300, 12),
+    Training("resnet18", "float32", "adamw", 2e-3, 60, 300, 13),
+    Training("resnet18", "float32", "sgd", 0.05, 60, 300, 14),
+    Training("workload-gpt", "float32", "adamw", 3e-3, 150, 300, 15),
+    Training("table", "float32", "adam", 5e-3, 100, 800, 16),
+    Training("pixels", "float32", "adam", 2e-3, 100, 800, 17),
+    Training("pixels", "float32", "rmsprop", 1e-3, 100, 800, 18),
+    Training("table", "float32", "adagrad", 0.02, 100, 800, 19),
+    Training("pruned", "float32", "sgd", 0.05, 60, 400, 20),
+)
 
 
 class Digits:
@@ -85,11 +100,101 @@ class Digits:
         chosen = torch.randint(1400, (64,), generator=generator)
         return self.images[chosen], self.labels[chosen]
 
+    def tidy(self, network: nn.Module) -> None:
+        """Called after every step."""
+
     def score(self, network: nn.Module) -> tuple[str, float, float, bool]:
         """Accuracy on those never trained on."""
         right = _run(network, self.images[1400:]).argmax(1) == self.labels[1400:]
         accuracy = right.float().mean().item()
         return "accuracy", accuracy, 0.1, accuracy > 0.5
+
+
+class Pixels(Digits):
+    """The digits as 64 numbers from 0 to 16, some of which are always 0: their weights never get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = self.images.flatten(1) * 16
+
+    def network(self) -> nn.Module:
+        """Three layers with PReLU, a parameter of one element."""
+        return nn.Sequential(
+            nn.Linear(64, 128), nn.PReLU(), nn.Linear(128, 64), nn.PReLU(), nn.Linear(64, 10)
+        )  # fmt: skip
+
+
+class Pruned(Digits):
+    """The convolutional network with half of each large weight held at 0, as magnitude pruning leaves it."""
+
+    def tidy(self, network: nn.Module) -> None:
+        """Set the smaller half to 0, once they are chosen always the same."""
+        if not hasattr(self, "kept"):
+            self.kept = [w.abs() > w.abs().median() for w in network.parameters() if w.dim() > 1]
+        with torch.no_grad():
+            for weight, kept in zip((w for w in network.parameters() if w.dim() > 1), self.kept, strict=True):
+                weight.mul_(kept)
+
+
+class Table(Digits):
+    """Breast-cancer measurements in their own units (0.05 to 4,000), two classes; chance is the larger class."""
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_breast_cancer
+
+        data = load_breast_cancer()
+        order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+        self.images = torch.tensor(data.data, dtype=torch.float32)[order]
+        self.labels = torch.tensor(data.target)[order]
+
+    def network(self) -> nn.Module:
+        """BatchNorm takes the units away; its statistics keep them."""
+        return nn.Sequential(nn.BatchNorm1d(30), nn.Linear(30, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 2))
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Rows of the first 400."""
+        chosen = torch.randint(400, (64,), generator=generator)
+        return self.images[chosen], self.labels[chosen]
+
+    def score(self, network: nn.Module) -> tuple[str, float, float, bool]:
+        """Accuracy on those never trained on."""
+        right = _run(network, self.images[400:]).argmax(1) == self.labels[400:]
+        accuracy = right.float().mean().item()
+        return "accuracy", accuracy, 0.627, accuracy > 0.85
+
+
+class OfWorkload:
+    """A model and data of Evergrad's own workloads, narrow enough for a CPU."""
+
+    def __init__(self, model: str, data: str, width: float) -> None:
+        from evergrad.training.settings import Training as Settings
+        from evergrad.training.workloads.registry import make_workload
+
+        self.workload = make_workload(Settings(model=model, data=data, width=width))
+
+    def network(self) -> nn.Module:
+        """As the workload makes it."""
+        return self.workload.model()
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Samples of the training set."""
+        data = self.workload.data
+        chosen = torch.randint(len(data.train_x), (32,), generator=generator)
+        return data.train_x[chosen], data.train_y[chosen]
+
+    def tidy(self, network: nn.Module) -> None:
+        """Called after every step."""
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """As the workload says."""
+        return self.workload.loss(outputs, targets)
+
+    def score(self, network: nn.Module) -> tuple[str, float, float, bool]:
+        """The workload's metric on the first hundred samples to judge by; higher is better."""
+        data = self.workload.data
+        metric = self.workload.metric(_run(network, data.test_x[:100]), data.test_y[:100]).item()
+        chance = data.chance or 0.0
+        return "metric", metric, chance, metric > chance + 0.05
 
 
 class Characters:
@@ -110,6 +215,9 @@ class Characters:
     def batch(self, generator: torch.Generator) -> Batch:
         """Windows of the first nine tenths."""
         return self._windows(torch.randint(360_000 - self.context - 1, (24,), generator=generator))
+
+    def tidy(self, network: nn.Module) -> None:
+        """Called after every step."""
 
     def score(self, network: nn.Module) -> tuple[str, float, float, bool]:
         """Loss on the last tenth, in nats a character."""
@@ -147,6 +255,9 @@ class Words:
         """Places that are not held out."""
         return self._places(self.trained[torch.randint(len(self.trained), (256,), generator=generator)])
 
+    def tidy(self, network: nn.Module) -> None:
+        """Called after every step."""
+
     def score(self, network: nn.Module) -> tuple[str, float, float, bool]:
         """Loss on what is held out, in nats a word."""
         x, y = self._places(self.held_out)
@@ -180,10 +291,26 @@ class Gpt(nn.Module):
         return logits
 
 
-TASKS: dict[str, Callable[[], Digits | Characters | Words]] = {
+Task = Digits | Characters | Words | OfWorkload
+
+TASKS: dict[str, Callable[[], Task]] = {
     "cnn": Digits,
     "gpt": Characters,
     "embedding": Words,
+    "pixels": Pixels,
+    "pruned": Pruned,
+    "table": Table,
+    "alexnet": lambda: OfWorkload("alexnet", "digits", 0.0625),
+    "vgg11": lambda: OfWorkload("vgg11", "digits", 0.0625),
+    "resnet18": lambda: OfWorkload("resnet18", "digits", 0.125),
+    "workload-gpt": lambda: OfWorkload("gpt", "text", 0.25),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": partial(torch.optim.AdamW, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, momentum=0.9, weight_decay=1e-4),
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
 }
 
 
@@ -194,22 +321,22 @@ def make(training: Training, folder: Path) -> list[dict[str, Any]]:
     torch.manual_seed(training.seed)
     # bfloat16 is trained as such, state and all; float16 is how a float32 training's weights are stored.
     network = task.network().to(torch.bfloat16 if training.dtype == "bfloat16" else torch.float32)
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.Adam(network.parameters(), training.learning_rate)
-        if training.optimizer == "adam"
-        else torch.optim.SGD(network.parameters(), training.learning_rate, momentum=0.9, weight_decay=1e-4)
-    )
+    optimizer = OPTIMIZERS[training.optimizer](network.parameters(), lr=training.learning_rate)
     generator = torch.Generator().manual_seed(training.seed)
     rows = []
     for step in range(1, training.late + 1):
         x, y = task.batch(generator)
         network.train()
         logits = network(x.to(next(network.parameters()).dtype) if x.is_floating_point() else x)
-        loss = functional.cross_entropy(logits.float().flatten(0, -2), y.flatten())
+        if isinstance(task, OfWorkload):
+            loss = task.loss(logits, y)
+        else:
+            loss = functional.cross_entropy(logits.float().flatten(0, -2), y.flatten())
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
+        task.tidy(network)
         if step in (training.early, training.late):
             rows.append(_save(training, step, task, network, optimizer, folder))
     return rows
@@ -218,7 +345,7 @@ def make(training: Training, folder: Path) -> list[dict[str, Any]]:
 def _save(
     training: Training,
     step: int,
-    task: Digits | Characters | Words,
+    task: Task,
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
     folder: Path,
@@ -249,11 +376,11 @@ def _entropy(data: torch.Tensor, size: int) -> float:
 
 
 def main() -> None:
-    """Make all twenty and print how well each had learnt."""
+    """Make all forty and print how well each had learnt."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for training in (*FIXED_ON, *HELD_OUT):
+    for training in (*FIXED_ON, *HELD_OUT, *WIDER):
         for row in make(training, folder):
             rows.append(row)
             learnt = f"{row['measure']} {row['value']:.3f}, chance {row['chance']:.3f}"

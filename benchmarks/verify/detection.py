@@ -15,8 +15,9 @@ from evergrad import open_checkpoint
 from evergrad.formats.outliers import examine
 from evergrad.records import Check, TensorInfo
 
-__all__ = ["Detection", "Rate", "detect", "kind"]
+__all__ = ["Detection", "Rate", "detect", "kind", "scaled"]
 
+BY_KIND, BY_ELEMENT = "a kind of tensor first", "any element"
 WRONG = (Check.FAILED, Check.DEGRADED)
 
 
@@ -60,6 +61,8 @@ class Detection:
     top_zeros: dict[str, Rate] = field(default_factory=lambda: defaultdict(Rate))
     top_others: dict[str, Rate] = field(default_factory=lambda: defaultdict(Rate))
     every: dict[str, Rate] = field(default_factory=lambda: defaultdict(Rate))
+    top_drawn: dict[tuple[str, str], Rate] = field(default_factory=lambda: defaultdict(Rate))
+    """Flips of the top exponent bit alone, by dtype and by how the element was drawn."""
     counters: dict[str, Rate] = field(default_factory=lambda: defaultdict(Rate))
     """Flips of any bit of an optimizer's `step`: a rule of its own, kept out of the others."""
 
@@ -72,8 +75,12 @@ def kind(info: TensorInfo) -> str:
     return "weight" if last == "in_proj_weight" else "bias" if last == "in_proj_bias" else last
 
 
-def detect(paths: Sequence[Path], trials: int, seed: int, into: Detection) -> None:
-    """Flip one bit at a time, `trials` times a file: bit, kind of tensor and element at random; count the alarms."""
+def detect(paths: Sequence[Path], trials: int, top_trials: int, seed: int, into: Detection) -> None:
+    """Flip one bit at a time and count the alarms.
+
+    `trials` times a file bit, kind of tensor and element are drawn at random. Then, `top_trials` times in either way,
+    the top exponent bit of an element is flipped: of a kind of tensor drawn first, and of any element of the file.
+    """
     for number, path in enumerate(paths):
         random = np.random.default_rng([seed, number])
         with open_checkpoint(path) as ck:
@@ -84,11 +91,50 @@ def detect(paths: Sequence[Path], trials: int, seed: int, into: Detection) -> No
             bits = {info.name: ck.read_bits(info.name) for group in kinds.values() for info in group}
         names = sorted(kinds)
         for _ in range(trials):
-            group = kinds[names[random.integers(len(names))]]
-            sizes = np.cumsum([info.numel for info in group])
-            place = int(random.integers(sizes[-1]))
-            info = group[int(np.searchsorted(sizes, place, side="right"))]
+            info = _drawn(kinds[names[random.integers(len(names))]], random)
             _trial(info, bits[info.name], random, into)
+        names = [name for name in names if name != "step"]
+        every = [info for name in names for info in kinds[name]]
+        for _ in range(top_trials):
+            info = _drawn(kinds[names[random.integers(len(names))]], random)
+            _top_trial(info, bits[info.name], random, into.top_drawn[info.dtype.value, BY_KIND])
+            info = _drawn(every, random)
+            _top_trial(info, bits[info.name], random, into.top_drawn[info.dtype.value, BY_ELEMENT])
+
+
+def scaled(paths: Sequence[Path], exponents: Sequence[int]) -> dict[int, Rate]:
+    """False alarms on clean float32 tensors of two and more values whose largest is brought to a power of two.
+
+    A loss in other units scales every moment, inputs in other units scale weights and statistics; no bit is wrong.
+    """
+    rates = {exponent: Rate() for exponent in exponents}
+    for path in paths:
+        with open_checkpoint(path) as ck:
+            for info in ck.tensors.values():
+                if info.dtype.value != "float32" or info.numel < 2 or kind(info) in ("attn_mask", "step"):
+                    continue
+                values = ck.read_bits(info.name).view(np.float32).astype(np.float64)
+                top = np.abs(values).max()
+                for exponent, rate in rates.items() if top else ():
+                    bits = (values / top * 2.0**exponent).astype(np.float32).view(np.uint32)
+                    rate.found += examine(info, lambda start, stop, bits=bits: bits[start:stop]).check in WRONG  # type: ignore[misc]
+                    rate.trials += 1
+    return rates
+
+
+def _drawn(group: Sequence[TensorInfo], random: np.random.Generator) -> TensorInfo:
+    """A tensor, as often as it has elements."""
+    sizes = np.cumsum([info.numel for info in group])
+    return group[int(np.searchsorted(sizes, int(random.integers(sizes[-1])), side="right"))]
+
+
+def _top_trial(info: TensorInfo, bits: np.ndarray[Any, Any], random: np.random.Generator, rate: Rate) -> None:
+    index = int(random.integers(info.numel))
+    pattern = bits.dtype.type(1 << info.dtype.layout.mantissa_bits + info.dtype.layout.exponent_bits - 1)
+    bits[index] ^= pattern
+    rate.found += examine(info, lambda start, stop: bits[start:stop]).check in WRONG
+    rate.trials += 1
+    bits[index] ^= pattern
 
 
 def _trial(info: TensorInfo, bits: np.ndarray[Any, Any], random: np.random.Generator, into: Detection) -> None:

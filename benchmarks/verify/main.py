@@ -19,12 +19,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness import RESULTS, Column, Report, Sample, interleave, say, seconds
-from benchmarks.verify.checkpoints import FIXED_ON, HELD_OUT, Training, make
-from benchmarks.verify.detection import Detection, detect
+from benchmarks.verify.checkpoints import FIXED_ON, HELD_OUT, WIDER, Training, make
+from benchmarks.verify.detection import Detection, Rate, detect, scaled
 
 from evergrad import convert, verify
 
 TRIALS, QUICK_TRIALS = 2000, 200
+TOP_TRIALS, QUICK_TOP_TRIALS = 300, 30
+SCALES = (20, 40, 64, 80, 100)
 REPETITIONS, QUICK_REPETITIONS = 7, 3
 TENSORS, SIDE, QUICK_SIDE = 100, 1581, 500  # 100 × 1581² × 4 B = 1.0 GB
 SEED = 20
@@ -51,7 +53,9 @@ def alarms(paths: Sequence[Path]) -> list[Json]:
     return rows
 
 
-def evidence(folder: Path, trainings: Sequence[Training], trials: int, into: Detection) -> list[Json]:
+def evidence(
+    folder: Path, trainings: Sequence[Training], trials: tuple[int, int], into: Detection
+) -> tuple[list[Json], dict[int, Rate]]:
     """Make the checkpoints, verify them clean, then flip bits in them."""
     rows: list[Json] = []
     for training in trainings:
@@ -60,8 +64,9 @@ def evidence(folder: Path, trainings: Sequence[Training], trials: int, into: Det
         rows += [one | two for one, two in zip(learnt, clean, strict=True)]
         for row in rows[-2:]:
             say(f"{row['file']}: {row['measure']} {row['value']:.3f}, chance {row['chance']:.3f}; {row['wrong']}")
-    detect([folder / row["file"] for row in rows], trials, SEED, into)
-    return rows
+    files = [folder / row["file"] for row in rows]
+    detect(files, *trials, SEED, into)
+    return rows, scaled(files, SCALES)
 
 
 def read_once(path: Path) -> None:
@@ -126,7 +131,9 @@ def _timed(run: Callable[[Path], object], path: Path) -> Callable[[], Sample]:
     return sample
 
 
-def sections(rows: dict[str, list[Json]], detections: dict[str, Detection]) -> list[str]:
+def sections(
+    rows: dict[str, list[Json]], detections: dict[str, Detection], sizes: dict[str, dict[int, Rate]]
+) -> list[str]:
     """What is no measure of time, as Markdown."""
     lines = ["", "## False alarms on clean checkpoints", ""]
     lines += [
@@ -139,6 +146,17 @@ def sections(rows: dict[str, list[Json]], detections: dict[str, Detection]) -> l
             f"| {row['false_alarms']} |"
             for row in files
         ]
+    lines += ["", "## False alarms on clean float32 tensors in other units", ""]
+    lines += ["Every tensor is scaled until its largest value is the power of two above the column.", ""]
+    lines += [f"| set | {' | '.join(f'2^{size}' for size in SCALES)} |", f"|---|{'---:|' * len(SCALES)}"]
+    lines += [f"| {title} | {' | '.join(str(rate) for rate in rates.values())} |" for title, rates in sizes.items()]
+    lines += ["", "## The top exponent bit, found by value alone", ""]
+    lines += ["| set | dtype | element drawn by | found |", "|---|---|---|---:|"]
+    for title, detection in detections.items():
+        for (dtype, way), rate in sorted(detection.top_drawn.items(), reverse=True):
+            lines.append(f"| {title} | {dtype} | {way} | {rate} |")
+    for (dtype, way), rate in sorted(_together(detections).items(), reverse=True):
+        lines.append(f"| all sets | {dtype} | {way} | {rate} |")
     for title, detection in detections.items():
         lines += [
             "",
@@ -163,6 +181,16 @@ def sections(rows: dict[str, list[Json]], detections: dict[str, Detection]) -> l
     return lines
 
 
+def _together(detections: dict[str, Detection]) -> dict[tuple[str, str], Rate]:
+    """The top exponent bit over all sets."""
+    rates: dict[tuple[str, str], Rate] = {}
+    for detection in detections.values():
+        for key, rate in detection.top_drawn.items():
+            total = rates.setdefault(key, Rate())
+            total.found, total.trials = total.found + rate.found, total.trials + rate.trials
+    return rates
+
+
 _FIELDS = {"float32": (8, 23), "float16": (5, 10), "bfloat16": (8, 7)}
 
 
@@ -182,7 +210,12 @@ def _cell(detection: Detection, dtype: str, label: str) -> str:
     return str(detection.by_bit[dtype, mantissa + exponent - 1 - below])
 
 
-def write(report: Report, rows: dict[str, list[Json]], detections: dict[str, Detection]) -> list[Path]:
+def write(
+    report: Report,
+    rows: dict[str, list[Json]],
+    detections: dict[str, Detection],
+    sizes: dict[str, dict[int, Rate]],
+) -> list[Path]:
     """The harness's files, with the evidence added."""
     as_json, as_text = report.write()
     data = json.loads(as_json.read_text(encoding="utf-8"))
@@ -193,12 +226,15 @@ def write(report: Report, rows: dict[str, list[Json]], detections: dict[str, Det
                 {"of": list(key) if isinstance(key, tuple) else [key], **rate.to_json()}
                 for key, rate in sorted(getattr(found, name).items())
             ]
-            for name in ("by_bit", "top_by_kind", "top_zeros", "top_others", "every", "counters")
+            for name in ("by_bit", "top_by_kind", "top_zeros", "top_others", "every", "top_drawn", "counters")
         }
         for title, found in detections.items()
     }
+    data["scaled"] = {
+        title: {f"2^{size}": rate.to_json() for size, rate in rates.items()} for title, rates in sizes.items()
+    }
     as_json.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    text = as_text.read_text(encoding="utf-8") + "\n".join(sections(rows, detections)) + "\n"
+    text = as_text.read_text(encoding="utf-8") + "\n".join(sections(rows, detections, sizes)) + "\n"
     as_text.write_text(text, encoding="utf-8")
     return [as_json, as_text]
 
@@ -216,13 +252,18 @@ def main() -> None:
     report = Report(
         "verify", title, columns, "read once", "time_s", packages=("torch", "numpy", "safetensors", "scikit-learn")
     )
-    sets = {"thresholds fixed on": FIXED_ON[: 1 if quick else None], "held out": HELD_OUT[: 1 if quick else None]}
+    sets = {
+        name: trainings[: 1 if quick else None]
+        for name, trainings in (("thresholds fixed on", FIXED_ON), ("held out", HELD_OUT), ("wider", WIDER))
+    }
     rows: dict[str, list[Json]] = {}
     detections: dict[str, Detection] = {}
+    sizes: dict[str, dict[int, Rate]] = {}
     with tempfile.TemporaryDirectory(prefix="evergrad-verify-") as folder:
         for name, trainings in sets.items():
             detections[name] = Detection()
-            rows[name] = evidence(Path(folder), trainings, QUICK_TRIALS if quick else TRIALS, detections[name])
+            trials = (QUICK_TRIALS, QUICK_TOP_TRIALS) if quick else (TRIALS, TOP_TRIALS)
+            rows[name], sizes[name] = evidence(Path(folder), trainings, trials, detections[name])
         torch.set_num_threads(2)
         speed(Path(folder), report, QUICK_SIDE if quick else SIDE, QUICK_REPETITIONS if quick else REPETITIONS)
     false = ", ".join(f"{sum(row['false_alarms'] for row in files)} ({name})" for name, files in rows.items())
@@ -231,13 +272,13 @@ def main() -> None:
         f"False alarms: {false}.",
     ]
     report.print()
-    print("\n".join(sections(rows, detections)))
+    print("\n".join(sections(rows, detections, sizes)))
     if quick:
         say("quick: results are not written")
     else:
         say(
             "written: "
-            + ", ".join(str(path.relative_to(RESULTS.parent.parent)) for path in write(report, rows, detections))
+            + ", ".join(str(path.relative_to(RESULTS.parent.parent)) for path in write(report, rows, detections, sizes))
         )
 
 

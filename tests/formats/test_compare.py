@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -128,10 +129,12 @@ def test_values_besides_tensors_count_where_both_files_hold_some(tmp_path: Path)
     b = saved(tmp_path, "b.pt", {"x": torch.ones(2), "lr": 0.9, "array": np.zeros(3)})
     comparison = eg.compare(a, b)
     assert not comparison.equal
-    assert not comparison.different
-    assert comparison.values[0] == "lr: 0.1 / 0.9"
-    assert len(comparison.values) == 2
-    assert eg.compare(a, eg.convert(a, tmp_path / "a.npz", tensors_only=True)).equal, "an npz has no place for values"
+    assert [tensor.name for tensor in comparison.different] == ["array"], "an array is a tensor, not a value"
+    assert comparison.values == ("lr: 0.1 / 0.9",)
+    beside = eg.compare(a, eg.convert(a, tmp_path / "a.npz", tensors_only=True))
+    assert beside.equal, "an npz has no place for values"
+    assert beside.note == "1 value besides tensors only in a: the other format holds none"
+    assert eg.compare(a, saved(tmp_path, "c.pt", {"x": torch.ones(2), "array": np.ones(3)})).values == ("lr: 0.1 / –",)
 
 
 def test_integers_of_different_types_are_compared_exactly(tmp_path: Path) -> None:
@@ -140,5 +143,12 @@ def test_integers_of_different_types_are_compared_exactly(tmp_path: Path) -> Non
     assert eg.compare(a, b)["x"].changed == 1
 
 
-def test_what_is_left_alone_is_said_not_to_be_compared(tmp_path: Path, data: Path) -> None:
-    assert "not compared: 4 objects" in eg.compare(data / "user_class.pt", data / "user_class.pt").note
+def test_objects_are_compared_by_class_and_by_everything_that_the_pickle_says_of_them(tmp_path: Path) -> None:
+    first = saved(tmp_path, "a.pt", {"x": torch.ones(2), "when": timedelta(days=2)})
+    again = saved(tmp_path, "b.pt", {"x": torch.ones(2), "when": timedelta(days=2)})
+    other = saved(tmp_path, "c.pt", {"x": torch.ones(2), "when": timedelta(days=3)})
+    assert eg.compare(first, again).verdict == "equal"
+    assert eg.compare(first, other).verdict == "different"
+    plain = eg.convert(first, tmp_path / "a.safetensors", tensors_only=True)
+    beside = eg.compare(first, plain)
+    assert (beside.verdict, beside.uncompared) == ("unknown", {"when": "datetime.timedelta"})

@@ -131,7 +131,7 @@ class TestTrainerFolder(FormatContract):
         for file in ("optimizer.pt", "scheduler.pt"):
             state[file] = torch.load(path / file, weights_only=True)
         # Its NumPy state needs the unsafe loader; the file is ours.
-        state["rng_state.pth"] = {"cpu": torch.load(path / "rng_state.pth", weights_only=False)["cpu"]}
+        state["rng_state.pth"] = torch.load(path / "rng_state.pth", weights_only=False)
         return by_path(state)
 
 

@@ -259,7 +259,7 @@ def refused(path: Path, kind: type[FormatError], *words: str) -> None:
         ({"size": (0, 2**61, 2**61), "chunks": []}, DamagedFile, "impossible"),
         ({"size": (-2, -3)}, DamagedFile, "impossible"),
         ({"size": (2**63, 3)}, DamagedFile, "impossible"),
-        ({"size": (1,) * 65}, DamagedFile, "impossible"),
+        ({"size": (1,) * 65}, DamagedFile, "of 65 axes (expected at most 64)"),
         ({"size": (6,), "chunks": [((0,), (6,))]}, DamagedFile, "is another"),
         ({"dtype": torch.float64}, DamagedFile, "is another"),
         ({"chunks": []}, DamagedFile, "parts of 0 elements"),

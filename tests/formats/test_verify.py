@@ -178,11 +178,32 @@ def test_one_value_among_many_is_found_wherever_it_is(dtype: torch.dtype, tmp_pa
         assert row.worst.index == (index,)
 
 
-def test_a_zero_that_became_two_is_found_only_where_all_else_is_zero(tmp_path: Path) -> None:
-    path = saved(tmp_path, zeros=torch.zeros(100), weight=weights())
+def test_a_zero_that_became_two_is_found_where_all_else_is_zero_or_small(tmp_path: Path) -> None:
+    pruned = weights(torch.float32, 300_000)
+    pruned[pruned.abs() < 0.05] = 0
+    pruned[299_999] = 0
+    moment = torch.cat([torch.zeros(100), weights(torch.float32, 100) ** 2])
+    path = saved(tmp_path, **{"zeros": torch.zeros(100), "weight": pruned, "state/0/exp_avg_sq": moment})
+    assert not eg.verify(path).wrong
     row = flip(path, "zeros", 17, 30)["zeros"]
-    assert row.verdict is Check.DEGRADED
-    assert row.reason == "[17] = 2: all others are 0"
+    assert (row.verdict, row.reason) == (Check.DEGRADED, "[17] = 2: all others are 0")
+    row = flip(path, "weight", 299_999, 30)["weight"]
+    assert (row.verdict, row.outliers) == (Check.DEGRADED, 1)
+    assert row.reason == "[299999] = 2: exactly what a flipped bit makes of a 0, and all others are below 2^-2"
+    assert flip(path, "state/0/exp_avg_sq", 3, 30)["state/0/exp_avg_sq"].verdict is Check.DEGRADED
+
+
+def test_an_exact_two_that_somebody_may_have_written_passes(tmp_path: Path) -> None:
+    small, zeros = weights(torch.float32, 100), torch.zeros(100)
+    tensors = {
+        "of.about.its.size": torch.cat([zeros, small, torch.tensor([2.0, 0.7])]),
+        "twice": torch.cat([zeros, small, torch.tensor([2.0, 2.0])]),
+        "no.zero": torch.cat([small, torch.tensor([2.0])]),
+        "not.exact": torch.cat([zeros, small, torch.tensor([2.000001])]),
+        "sharpen.kernel": torch.tensor([[0, -0.25, 0], [-0.25, 2, -0.25], [0, -0.25, 0]]),
+        "of.few.bits": torch.cat([zeros, small, torch.tensor([2.0])]).bfloat16(),
+    }
+    assert [f"{row.name} {row.reason}" for row in eg.verify(saved(tmp_path, **tensors)).wrong] == []
 
 
 @pytest.mark.parametrize(
@@ -340,3 +361,55 @@ def test_one_bit_flipped_at_rest_in_a_tensorflow_checkpoint_is_found(tmp_path: P
     found = eg.verify(folder)
     assert [tensor.name for tensor in found.wrong] == [name]
     assert found[name].checksum is Check.FAILED
+
+
+def normal(*shape: int, mean: float = 0.0, spread: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(shape, generator=generator) * spread + mean
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("optimizer/state/0/exp_avg_sq", normal(64, mean=2.5e19, spread=1e18)),
+        ("optimizer/state/0/exp_avg_sq", normal(4, 16, mean=3e30, spread=1e29)),
+        ("optimizer/state/0/exp_avg_sq", torch.exp(normal(500, spread=4)) * 2.5e19),
+        ("optimizer/state/0/exp_avg_sq", torch.tensor([2.5e19, 3e19, 1e19])),
+        ("optimizer/state/0/exp_avg_sq", torch.tensor(2.5e19)),
+        ("optimizer/state/0/exp_avg_sq", torch.full((64,), 2.5e19)),
+        ("model/bn.running_var", normal(32, mean=2e30, spread=3e29)),  # inputs in kilograms of stars
+        ("model/scaler.scale", torch.tensor([1e-3, 1.0, 1e5, 6e21])),
+        ("model/weight", (normal(200, mean=1e22, spread=1e21)).bfloat16()),
+        ("model/double", normal(100, mean=1e25, spread=1e24).double()),
+    ],
+)
+def test_large_values_are_no_outliers_where_all_of_the_tensor_is_large(
+    name: str, tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    row = eg.verify(saved(tmp_path, **{name: tensor}))[name]
+    assert not row.wrong, row.reason
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 8, 9, 64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_a_flipped_top_bit_is_found_in_a_tensor_of_any_size(numel: int, scale: float, tmp_path: Path) -> None:
+    path = saved(tmp_path, bias=torch.linspace(0.3, 0.9, numel) * scale)
+    row = flip(path, "bias", numel - 1, 30)["bias"]
+    assert row.verdict is Check.FAILED
+    assert row.worst is not None
+    assert row.worst.index == (numel - 1,)
+
+
+def test_a_flipped_top_bit_is_found_among_large_values_of_its_own_tensor(tmp_path: Path) -> None:
+    path = saved(tmp_path, **{"state/0/exp_avg_sq": torch.cat([torch.full((1,), 1e-6), normal(63, mean=1e7)])})
+    row = flip(path, "state/0/exp_avg_sq", 0, 30)["state/0/exp_avg_sq"]
+    assert (row.verdict, row.outliers) == (Check.FAILED, 1)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.5])
+def test_many_flipped_top_bits_are_found_and_counted(share: float, tmp_path: Path) -> None:
+    tensor = weights(torch.float32, 1000).abs() + 1e-3
+    flipped = int(share * 1000)
+    tensor.view(torch.int32)[:flipped] ^= 1 << 30
+    row = eg.verify(saved(tmp_path, weight=tensor))["weight"]
+    assert (row.verdict, row.outliers) == (Check.FAILED, flipped)

@@ -192,7 +192,7 @@ os.write(1, b"d")
 
 
 def killed_after(path: Path, seconds: float) -> float | None:
-    """Inject in a process of its own, and kill it so long after its first write; how long it took if it was faster."""
+    """Inject in another process and kill it that long after its first write. Return the run time if it ended first."""
     with subprocess.Popen([sys.executable, "-c", _LARGE, path], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         try:
@@ -200,11 +200,11 @@ def killed_after(path: Path, seconds: float) -> float | None:
             began = time.monotonic()
             with suppress(subprocess.TimeoutExpired):
                 child.wait(seconds)
-                return time.monotonic() - began
         finally:
             child.kill()
-    assert child.returncode == -signal.SIGKILL
-    return None
+    # It may also end between the time limit and the signal.
+    assert child.returncode in (0, -signal.SIGKILL)
+    return time.monotonic() - began if child.returncode == 0 else None
 
 
 def test_a_large_injection_is_undone_whenever_it_was_killed(tmp_path: Path) -> None:

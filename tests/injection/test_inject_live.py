@@ -349,7 +349,7 @@ def test_a_rank_that_will_be_wrapped_is_not_hit_before() -> None:
         ({"count": None}, "how many faults"),
         ({"count": 10**6}, "1,000,000 faults in 72 elements"),
         ({"count": 1, "rate": 2.0}, "two ways to say how many"),
-        ({"sampling": "layer"}, "sampling 'layer'"),
+        ({"sampling": "layer"}, "sampling: expected element or tensor, found 'layer'"),
         ({"optimizer": None, "target": "gradients"}, "target gradients: needs the optimizer"),
         ({"optimizer": None, "step": 2}, "steps are counted by the optimizer"),
         ({"optimizer": "Adam"}, "optimizer: expected an optimizer or None"),

@@ -64,6 +64,9 @@ class Around:
     def root(self) -> int:
         return 0
 
+    def misused(self) -> str:
+        return ""
+
     def shares_buffers(self) -> bool:
         return False
 

@@ -542,7 +542,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_one_line(tmp_path: Path)
 
 def test_without_pyyaml_yaml_is_refused_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(UsageError, match=r"pip install 'evergrad\[yaml\]'"):
+    with pytest.raises(UsageError, match=r"pip install .*\[yaml\]"):
         PublishedSettings.load(written(tmp_path, json.dumps(COUNT)))
     assert PublishedSettings.load(written(tmp_path, json.dumps(COUNT), ".json")) == settings()
 

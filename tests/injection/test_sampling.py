@@ -172,7 +172,7 @@ def test_attempts_come_about_with_the_probability(path: Path, sampling: str) -> 
         ({"count": 1, "seed": 1.0}, r"seed 1\.0"),
         ({"count": 1, "seed": True}, "seed True"),
         ({"count": 1, "seed": None}, "seed None"),
-        ({"count": 1, "sampling": "layer"}, "sampling 'layer': expected element or tensor"),
+        ({"count": 1, "sampling": "layer"}, "sampling: expected element or tensor, found 'layer'"),
         ({"count": 1, "dtypes": []}, r"dtypes \[\]: expected one or more"),
         ({"count": 1, "where": 5}, "where 5: expected a name"),
         ({"rate": 1.0, "hours": None}, "hours None: expected a number"),

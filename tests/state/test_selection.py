@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
+import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.records import Role, TensorInfo
@@ -99,3 +102,49 @@ def test_what_makes_no_sense_is_refused_in_one_line(where: object) -> None:
 )
 def test_roles_follow_the_names_that_frameworks_use(path: str, role: str) -> None:
     assert role_of(path).value == role
+
+
+PROGRESS = ("best_val_loss", "val_loss", "valLoss", "bestLoss", "best", "best_acc1", "best_fitness", "top1_acc", "loss")
+PROGRESS += ("perplexity", "train/loss", "metrics.val_loss", "lr", "learning_rate", "loss_scale", "iter_num", "wer")
+LEARNT = ("logit_scale", "temperature", "alpha", "log_sigma", "model/loss", "module.score.weight", "gamma", "gloss")
+
+
+@pytest.mark.parametrize("name", PROGRESS)
+def test_a_number_that_tells_how_training_goes_is_no_parameter(name: str) -> None:
+    assert role_of(name, rank=0) is Role.OTHER
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_a_learnt_number_is_a_parameter(name: str) -> None:
+    assert role_of(name, rank=0) is Role.MODEL
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("train_losses", "other"),
+        ("val_acc", "other"),
+        ("loss_weights", "model"),
+        ("loss_fn.weight", "model"),
+        ("blocks.0.att.time_decay", "model"),
+        ("error_head.bias", "model"),
+        ("loss.error", "model"),
+        ("optimizer/state/0/exp_avg", "optimizer"),
+    ],
+)
+def test_curves_are_told_by_their_last_word_and_parameters_stay_parameters(name: str, role: str) -> None:
+    assert role_of(name, rank=1).value == role
+
+
+@pytest.mark.parametrize("ending", [".pt", ".npz", ".safetensors"])
+def test_no_fault_in_the_model_hits_the_best_loss(tmp_path: Path, ending: str) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "best_val_loss": torch.tensor(1.5)}, tmp_path / "a.pt")
+    path = tmp_path / f"b{ending}"
+    eg.convert(tmp_path / "a.pt", path)
+    with eg.open_checkpoint(path) as ck:
+        assert {name: info.role.value for name, info in ck.tensors.items()} == {
+            "model/w": "model",
+            "best_val_loss": "other",
+        }
+    log = eg.inject(path, eg.BitFlip(), count=2, where="role:model", seed=1, dry_run=True)
+    assert {fault.tensor for fault in log.faults()} == {"model/w"}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, size
+
+if TYPE_CHECKING:
+    from evergrad.records import Json
 
 __all__ = ["EPILOG", "convert"]
 
@@ -16,9 +19,11 @@ EPILOG = (
     "Examples:\n\n  evergrad convert model.pt model.safetensors\n\n"
     "  evergrad convert checkpoint-500/ all.pt --tensors-only\n\n"
     "  evergrad convert model.pt model.npz --dry-run\n\n"
-    "Exit codes: 0 written · 1 with --dry-run: something would be lost · "
+    "Exit codes: 0 written · 1 with --skip-unread: written without some tensors, which are named; with --dry-run: "
+    "something would be lost · "
     "2 usage, unreadable input, or something would be lost (nothing is written then)."
 )
+_SHOWN = 20
 
 
 def convert(
@@ -35,6 +40,12 @@ def convert(
         bool, typer.Option("--tensors-only", help="Agree to keep tensors and names, and nothing else.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace B if it exists.")] = False,
+    skip_unread: Annotated[
+        bool,
+        typer.Option(
+            "--skip-unread", help="With --tensors-only: leave out tensors that cannot be converted (exit 1 if any)."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be lost (exit 1 if something); write nothing.")
     ] = False,
@@ -43,6 +54,7 @@ def convert(
     """Convert a checkpoint exactly, or refuse and say what would be lost.
 
     Tensors stay the same to the bit; nesting, key types, numbers and tied tensors are kept too.
+    Tensors of other kinds (quantised, sparse, …) are refused, also with --tensors-only.
     """
     from evergrad import formats
 
@@ -54,10 +66,18 @@ def convert(
             else:
                 print("\n".join(f"would lose: {printable(loss)}" for loss in losses) or "nothing would be lost")
             return 1 if losses else 0
-        written = formats.convert(source, b, to=to, tensors_only=tensors_only, overwrite=overwrite)
+        written = formats.convert(
+            source, b, to=to, tensors_only=tensors_only, skip_unread=skip_unread, overwrite=overwrite
+        )
+        left_out, unread = (dict(source.others), formats.unread_tensors(source)) if tensors_only else ({}, {})
         count, total = len(source.tensors), sum(info.nbytes for info in source.tensors.values())
     if as_json:
-        print_json({"out": str(written), "tensors": count, "total_bytes": total})
+        more: dict[str, Json] = {"left_out": dict(left_out)} if left_out else {}
+        print_json({"out": str(written), "tensors": count, "total_bytes": total, **more})
     else:
+        for name, what in list(left_out.items())[:_SHOWN]:
+            print(f"left out: {printable(name)} ({printable(what)})")
+        if len(left_out) > _SHOWN:
+            print(f"left out: {len(left_out) - _SHOWN} more; --json names all")
         print(f"{printable(written)}: {count} tensors, {size(total)}")
-    return 0
+    return 1 if unread else 0

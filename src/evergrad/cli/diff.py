@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, print_json, printable, progress
+from evergrad.cli.output import JsonOption, print_json, print_rows, printable, progress
 
 if TYPE_CHECKING:
     from evergrad.records import Comparison, TensorDiff
@@ -19,7 +19,8 @@ _SHOWN_VALUES = 20
 EPILOG = (
     "Examples:\n\n  evergrad diff before.pt after.pt\n\n"
     "  evergrad diff model.pt model.safetensors --where 'model/**'\n\n"
-    "Exit codes: 0 the same, bit for bit · 1 different · 2 usage or unreadable input."
+    "Exit codes: 0 the same, bit for bit · 1 different, or unknown: something could not be compared, and is named · "
+    "2 usage or unreadable input."
 )
 
 
@@ -35,6 +36,7 @@ def diff(
     Equal means bit for bit; values besides tensors count where both files hold
     some. The `module.` and `_orig_mod.` prefixes of DDP and torch.compile are
     ignored. Where no name is shared, layers are matched by shape and order.
+    What cannot be compared is named, and makes the verdict "unknown".
     """
     from evergrad.formats import compare
 
@@ -48,23 +50,17 @@ def diff(
 
 
 def _print(comparison: Comparison, show_all: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     if comparison.note:
         print(printable(comparison.note))
     rows = comparison.tensors if show_all else comparison.different
     if rows:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("tensor", overflow="fold")
-        table.add_column("verdict")
-        table.add_column("changed", justify="right")
-        table.add_column("max |Δ|", justify="right")
-        table.add_column("non-finite", justify="right")
-        for row in rows:
-            cells = (row.name, _verdict(row), _changed(row), _delta(row), _nonfinite(row))
-            table.add_row(*(Text(printable(cell)) for cell in cells))
-        console().print(table)
+        columns = ("tensor", "verdict", "changed", "max |Δ|", "non-finite")
+        print_rows(
+            columns,
+            rows,
+            lambda row: (row.name, _verdict(row), _changed(row), _delta(row), _nonfinite(row)),
+            right=columns[2:],
+        )
         print()
     if comparison.values:
         print("values:")
@@ -73,17 +69,26 @@ def _print(comparison: Comparison, show_all: bool) -> None:
         if len(comparison.values) > _SHOWN_VALUES:
             print(f"  and {len(comparison.values) - _SHOWN_VALUES} more")
         print()
+    for name, what in list(comparison.uncompared.items())[:_SHOWN_VALUES]:
+        print(f"not compared: {printable(name)} ({printable(what)})")
+    if len(comparison.uncompared) > _SHOWN_VALUES:
+        print(f"not compared: {len(comparison.uncompared) - _SHOWN_VALUES} more; --json names all")
     print(_summary(comparison))
 
 
 def _summary(comparison: Comparison) -> str:
-    tensors, values = len(comparison.tensors), len(comparison.values)
-    if not tensors and not values:
+    tensors, values, rest = len(comparison.tensors), len(comparison.values), len(comparison.uncompared)
+    if not tensors and not values and not rest:
         return "nothing to compare: no tensors"
     if comparison.equal:
         return f"equal: all {tensors} tensors, bit for bit"
+    missed = f"{rest} more could not be compared" if rest else ""
+    if comparison.verdict == "unknown":
+        return (
+            f"unknown: {tensors} tensors are equal, {missed}" if tensors else f"unknown: {missed.replace(' more', '')}"
+        )
     told = f", {values} value{'s' if values != 1 else ''}" if values else ""
-    return f"different: {len(comparison.different)} of {tensors} tensors{told}"
+    return f"different: {len(comparison.different)} of {tensors} tensors{told}" + (f"; {missed}" if missed else "")
 
 
 def _verdict(row: TensorDiff) -> str:

@@ -14,6 +14,7 @@ import typer
 from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, progress
 from evergrad.errors import UsageError
+from evergrad.wording import meant
 
 if TYPE_CHECKING:
     from evergrad.injection import Fault, InjectionLog
@@ -194,12 +195,11 @@ def _changed(fault: Fault, given: dict[str, Any]) -> Fault:
 
 
 def _fault(name: str, given: dict[str, Any]) -> Fault:
-    from evergrad.errors import nearest
     from evergrad.injection.faults import FAULTS
 
     if name not in _TAKES:
-        close = nearest(name, _TAKES, count=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        # Settings have options of their own here: of stuckat:value=1 the first word is the fault.
+        hint = meant(name.partition(":")[0], _TAKES)
         raise UsageError(f"unknown fault {name!r} (expected {', '.join(_TAKES)}).{hint}")
     settings = _settings(name, given)
     needed = _NEEDS.get(name)

@@ -11,10 +11,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -28,6 +29,8 @@ __all__ = [
     "console",
     "near",
     "print_json",
+    "print_rows",
+    "print_some",
     "printable",
     "progress",
     "safe_streams",
@@ -38,12 +41,77 @@ __all__ = [
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
+Row = TypeVar("Row")
+
+_SHOWN_ROWS = 1000  # about what a terminal keeps to scroll back to
+_WIDEST_COLUMN = 100  # longer names stick out, so that one of them does not widen every row
 _SLOW_BYTES = 1 << 28  # under a quarter of a gigabyte there is nothing to wait for
 
 
 def print_json(data: Json) -> None:
     """One JSON document on stdout, in ASCII; NaN and infinities, which JSON does not have, as strings."""
-    print(json.dumps(_plain(data), ensure_ascii=True, allow_nan=False))
+    try:
+        text = json.dumps(data, ensure_ascii=True, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_plain(data), ensure_ascii=True, allow_nan=False)
+    print(text)
+
+
+def print_rows(
+    columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[str]], *, right: Sequence[str] = ()
+) -> None:
+    """A table with one line a row; `right` names the columns that are aligned to the right.
+
+    A terminal gets a table that fits it, of the first thousand rows. Elsewhere all rows are written one after the
+    other, however many there are.
+    """
+    if not sys.stdout.isatty():
+        for line in _lines(columns, rows, cells, right):
+            sys.stdout.write(line)
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in islice(rows, _SHOWN_ROWS):
+        table.add_row(*(Text(printable(cell)) for cell in cells(row)))
+    console().print(table)
+    _print_rest(len(rows) - _SHOWN_ROWS)
+
+
+def print_some(lines: Iterable[str], count: int) -> None:
+    """Lines that are ready to be shown, `count` of them: the first thousand on a terminal, elsewhere all."""
+    if not sys.stdout.isatty():
+        for line in lines:
+            sys.stdout.write(f"{line}\n")
+        return
+    for line in islice(lines, _SHOWN_ROWS):
+        print(line)
+    _print_rest(count - _SHOWN_ROWS)
+
+
+def _print_rest(left_out: int) -> None:
+    if left_out > 0:
+        print(f"… and {left_out:,} more: select some with --where, or see all of them: add | less")
+
+
+def _lines(
+    columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[str]], right: Sequence[str]
+) -> Iterator[str]:
+    """The rows as text, with two passes over them: the first finds how wide the columns are."""
+    widths = [len(column) for column in columns]
+    for row in rows:
+        for place, cell in enumerate(cells(row)):
+            widths[place] = max(widths[place], len(cell))
+    form = "  ".join(
+        f"{{:{'>' if column in right else '<'}{min(width, _WIDEST_COLUMN)}}}"
+        for column, width in zip(columns, widths, strict=True)
+    )
+    yield f"{form.format(*columns).rstrip()}\n"
+    for row in rows:
+        yield f"{printable(form.format(*cells(row)).rstrip())}\n"
 
 
 def printable(text: object) -> str:
@@ -52,7 +120,10 @@ def printable(text: object) -> str:
     >>> print(printable("fc\x1b[2J\nbias µ"))
     fc\x1b[2J\nbias µ
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    line = str(text)
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def near(path: Path) -> Path:

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, print_json, printable, progress
+from evergrad.cli.output import JsonOption, print_json, print_rows, printable, progress
 
 if TYPE_CHECKING:
     from evergrad.formats.verify import TensorVerdict, Verification
+    from evergrad.records import Check
 
 __all__ = ["EPILOG", "verify"]
 
 EPILOG = (
     "Examples:\n\n  evergrad verify model.pt\n\n"
     "  evergrad verify checkpoint-500/ --where role:optimizer --strict --json\n\n"
-    "Exit codes: 0 nothing wrong · 1 something is (with --strict: or could not be checked) · "
-    "2 usage or unreadable input."
+    "Exit codes: 0 nothing wrong · 1 something is, or something could not be read and has no checksum, and is named "
+    "(with --strict: or a tensor has no checksum) · 2 usage or unreadable input."
 )
+_SHOWN = 20
 
 
 def verify(
@@ -44,30 +46,33 @@ def verify(
         _print(verification, show_all)
     if _nothing_checked(verification):
         return 1 if strict else 0
+    if verification.unverified:
+        return 1
     return 1 if verification.verdict in _wrong(strict) else 0
 
 
 def _print(verification: Verification, show_all: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     rows = verification.tensors if show_all else verification.wrong
     parts = {part: check for part, check in verification.container.items() if show_all or check in _wrong(False)}
+
+    def cells(row: TensorVerdict | tuple[str, Check]) -> tuple[str, str, str, str, str]:
+        if isinstance(row, tuple):
+            part, check = row
+            what = "its check failed" if check in _wrong(False) else "no tensor"
+            return part, check.value, check.value, "", what
+        return row.name, row.verdict.value, row.checksum.value, row.values.value, _what(row)
+
     if rows or parts:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("tensor", overflow="fold")
-        table.add_column("verdict")
-        table.add_column("checksum")
-        table.add_column("values")
-        table.add_column("what", overflow="fold")
-        for row in rows:
-            cells = (row.name, row.verdict, row.checksum, row.values, _what(row))
-            table.add_row(*(Text(printable(cell)) for cell in cells))
-        for part, check in parts.items():
-            what = "the checksum does not hold" if check in _wrong(False) else "no tensor"
-            table.add_row(*(Text(printable(cell)) for cell in (part, check, check, "", what)))
-        console().print(table)
+        both: list[TensorVerdict | tuple[str, Check]] = [*rows, *parts.items()]
+        print_rows(("tensor", "verdict", "checksum", "values", "what"), both, cells)
         print()
+    for name, check in verification.others.items():
+        if check in _wrong(False):
+            print(f"{check}: {printable(name)}, which is listed and not read: its checksum does not hold")
+    for name, what in list(verification.unverified.items())[:_SHOWN]:
+        print(f"not verified: {printable(name)} ({printable(what)})")
+    if len(verification.unverified) > _SHOWN:
+        print(f"not verified: {len(verification.unverified) - _SHOWN} more; --json names all")
     print(printable(_summary(verification)))
 
 
@@ -79,7 +84,7 @@ def _what(row: TensorVerdict) -> str:
 
 
 def _nothing_checked(verification: Verification) -> bool:
-    return not verification.tensors and not verification.container
+    return not verification.tensors and not verification.container and not verification.others
 
 
 def _summary(verification: Verification) -> str:
@@ -91,6 +96,8 @@ def _summary(verification: Verification) -> str:
     told = [f"{len(verification.wrong)} of {len(tensors)} tensors wrong"]
     if bad_parts:
         told.append(f"{bad_parts} of {len(verification.container)} other parts wrong")
+    if verification.unverified:
+        told.append(f"{len(verification.unverified)} more not verified")
     if unsealed:
         told.append(f"{unsealed} without a checksum" if unsealed < len(tensors) else "no checksums in this format")
     return f"{verification.verdict}: {verification.format}, {', '.join(told)}"

@@ -10,15 +10,15 @@ hdf5.py · keras_zip.py    hdf5_{file,listing,types,storage,chunks,attributes}.p
 tensorflow.py    with sstable.py and tensorflow_index.py for its index, castagnoli.py for its checksums
 dcp.py · deepspeed.py · orbax.py    with pieces.py for tensors that lie in several places
 version_folder.py    a version of the checkpointer; version_{shard,records,following}.py keep its digests true
-registry.py      which format a file is of
+registry.py      which format a file is of; signatures.py names files that are of none
 compare.py · convert.py · match.py    what is done with two of them
 verify.py · outliers.py    whether one is sound: checksums, and values that no training makes
 """
 
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.compare import compare
-from evergrad.formats.contract import Checkpoint, Format, Probe
-from evergrad.formats.convert import convert, losses
+from evergrad.formats.contract import Checkpoint, Format, OtherTensor, Probe
+from evergrad.formats.convert import convert, losses, unread_tensors
 from evergrad.formats.data_file import DataFile
 from evergrad.formats.folders import CompositeCheckpoint
 from evergrad.formats.hdf5_state import load_hdf5, save_hdf5
@@ -35,6 +35,7 @@ __all__ = [
     "Format",
     "Match",
     "Matching",
+    "OtherTensor",
     "Probe",
     "Region",
     "TensorVerdict",
@@ -48,5 +49,6 @@ __all__ = [
     "match",
     "open_checkpoint",
     "save_hdf5",
+    "unread_tensors",
     "verify",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,9 @@ from evergrad.formats.region import Region, check_seal
 from evergrad.records import Check, Neighbour, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of
 from evergrad.state.sharing import byte_extent
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["AddressedCheckpoint", "describe"]
 
@@ -36,17 +41,26 @@ class AddressedCheckpoint(Checkpoint):
         others: Mapping[str, str] | None = None,
         metadata: Mapping[str, str] | None = None,
         check_container: Callable[[], Mapping[str, Check]] | None = None,
+        fingerprint: Callable[[str], str | None] | None = None,
+        check_other: Callable[[str], Check] | None = None,
     ) -> None:
         self.format = format
         self.path = path
         self.tensors = tensors
         self.others = others or {}
         self.metadata = metadata or {}
-        self.skeleton = Skeleton.of_names(tensors) if skeleton is None else skeleton
+        if skeleton is not None:
+            self.skeleton = skeleton
         self._locate = locate
         self._holder = holder
-        self._check_container = check_container
+        self._check_container, self._check_other = check_container, check_other
+        self._fingerprint = fingerprint
         self._regions: dict[str, Region] = {}
+
+    @cached_property
+    def skeleton(self) -> Skeleton:  # type: ignore[override]  # mypy takes a cached property for read-only
+        """Nested dicts, unless the format knows better; made when it is first asked for."""
+        return Skeleton.of_names(self.tensors)
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         return self.region(name).read(start, stop)
@@ -57,14 +71,34 @@ class AddressedCheckpoint(Checkpoint):
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         return self.region(name).xor(indices, patterns)
 
-    def addresses(self, name: str) -> npt.NDArray[np.int64] | None:
+    def borrow(self, name: str) -> torch.Tensor:
+        """The tensor in the pages of its file, if it is alone in its bytes there."""
+        info = self._info(name)
+        region = self.region(name)
+        pages = region.pages() if info.numel and not info.neighbours else None
+        if pages is None:
+            return self.read(name)
+        import torch
+
+        flat = torch.from_numpy(pages).view(info.dtype.torch)
+        return flat.reshape(info.shape) if region.stride is None else flat.as_strided(info.shape, region.stride)
+
+    def addresses(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64] | None:
         """The byte at which each element begins."""
-        return self.region(name).addresses(np.arange(self._info(name).numel))
+        return self.region(name).addresses(np.arange(start, self._info(name).numel if stop is None else stop))
 
     def checksum(self, name: str) -> Check:
         """Whether the checksum of the container over this tensor's bytes holds, if it has one."""
         self._info(name)
         return check_seal(self.region(name).seal)
+
+    def fingerprint(self, name: str) -> str | None:
+        """A digest of something in `others`, where the format can find its bytes."""
+        return self._fingerprint(name) if self._fingerprint is not None and name in self.others else None
+
+    def check_other(self, name: str) -> Check:
+        """Check the checksum of something in `others`, where the format has one."""
+        return self._check_other(name) if self._check_other is not None and name in self.others else Check.UNKNOWN
 
     def container_checks(self) -> Mapping[str, Check]:
         """Checksums over everything that is no tensor, as the format found them."""
@@ -86,9 +120,11 @@ class AddressedCheckpoint(Checkpoint):
 
 
 def describe(
-    placements: Iterable[tuple[Placement, DType]], roles: Mapping[str, Role] | None = None
+    placements: Iterable[tuple[Placement, DType]],
+    roles: Mapping[str, Role] | None = None,
+    read_only: Mapping[str, str] | None = None,
 ) -> dict[str, TensorInfo]:
-    """The tensors at these places, each knowing who lies in the same bytes."""
+    """The tensors at these places, each with those that lie in the same bytes; `read_only` names fixed ones."""
     placements = list(placements)
     neighbours = _neighbours([placement for placement, _ in placements])
     infos: dict[str, TensorInfo] = {}
@@ -102,7 +138,8 @@ def describe(
         if span >= 1 << 63:  # torch has no such tensor, not even an empty one
             raise ValueError(f"{name}: impossible shape {placement.shape!s:.80}")
         chain, place = neighbours.get(name, ((), None))
-        infos[name] = TensorInfo(name, placement.shape, dtype, role, size, chain, place)
+        fixed = read_only.get(name, "") if read_only else ""
+        infos[name] = TensorInfo(name, placement.shape, dtype, role, size, chain, place, fixed)
     return infos
 
 

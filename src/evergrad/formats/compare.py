@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -12,14 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import AmbiguousMatch
-from evergrad.formats.contract import Bits, Checkpoint, Progress, blocks
+from evergrad.formats.contract import Bits, Checkpoint, Progress, blocks, choose
 from evergrad.formats.match import Match, match, unwrapped
 from evergrad.formats.registry import open_checkpoint
 from evergrad.formats.values import finite, values
 from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
-from evergrad.state import Where, select
+from evergrad.state import Where
 
 __all__ = ["compare"]
+
+_WITH_VALUES = ("torch-zip", "torch-legacy", "pytorch-h5")
+"""Formats that hold values besides tensors: a file of theirs that holds none says so."""
 
 
 def compare(
@@ -35,11 +39,14 @@ def compare(
     `torch.compile` put before names are ignored. Where no name is shared (another framework), tensors are matched
     by layer, shape and order, and compared axis by axis (see `match`). `where` limits the comparison to a selection
     of `a`. Memory stays bounded, but for tensors whose axes are turned, which are read whole.
+
+    What cannot be compared (strings in HDF5, arrays in a compressed database, …) is named in `uncompared`; the verdict
+    then is `unknown` at best.
     """
     with ExitStack() as stack:
         first = a if isinstance(a, Checkpoint) else stack.enter_context(open_checkpoint(a))
         second = b if isinstance(b, Checkpoint) else stack.enter_context(open_checkpoint(b))
-        names = select(first.tensors, where)
+        names, unread = choose(first, where)
         partners, note = _partners(first, second)
         total = sum(first.tensors[name].nbytes for name in names)
         done = 0
@@ -60,25 +67,69 @@ def compare(
                 for name, info in second.tensors.items()
                 if name not in met
             ]
-        differing = _values(first, second) if where is None else ()
-        left_alone = len(first.others) + len(second.others)
-        if left_alone:
-            note = f"{note}; " * bool(note) + f"not compared: {left_alone} objects that are listed and left alone"
+        differing, uncompared = _unread(first, second, unread, where)
+        if where is None:
+            found = _values(first, second)
+            differing += found.differing
+            uncompared |= found.uncompared
+            note = "; ".join(filter(None, [note, found.note]))
         return Comparison(
-            str(first.path), str(second.path), first.format, second.format, tuple(rows), note, tuple(differing)
+            str(first.path),
+            str(second.path),
+            first.format,
+            second.format,
+            tuple(rows),
+            note,
+            tuple(differing),
+            uncompared,
         )
 
 
-def _values(first: Checkpoint, second: Checkpoint) -> list[str]:
-    """Values besides tensors that differ; nothing where one of the files has no place for any."""
+def _unread(
+    first: Checkpoint, second: Checkpoint, unread: Mapping[str, str], where: Where
+) -> tuple[list[str], dict[str, str]]:
+    """Content that no reader of ours understands, compared by its bytes: what differs, and what has none to compare."""
+    there = second.unread
+    names = unread if where is not None else dict.fromkeys((*unread, *there))
+    differing: list[str] = []
+    uncompared: dict[str, str] = {}
+    for name in names:
+        a = first.fingerprint(name) if name in unread else None
+        b = second.fingerprint(name) if name in there else None
+        what = unread.get(name) or there[name]
+        # Only within one format do the same bytes mean the same, and other bytes something else.
+        if a is None or b is None or first.format != second.format:
+            uncompared[name] = what
+        elif a != b:
+            differing.append(f"{name}: {what} / other bytes")
+    return differing, uncompared
+
+
+@dataclass(slots=True)
+class _Values:
+    """How values besides tensors compare."""
+
+    differing: list[str] = field(default_factory=list)
+    uncompared: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+def _values(first: Checkpoint, second: Checkpoint) -> _Values:
+    """Values besides tensors that differ; those of which one format cannot hold any are named or noted."""
     a, b = first.skeleton.values(), second.skeleton.values()
-    if not a or not b:
-        return []
-    return [
-        f"{name}: {_shown(a, name)} / {_shown(b, name)}"
-        for name in dict.fromkeys((*a, *b))
-        if name not in a or name not in b or a[name] != b[name] or type(a[name]) is not type(b[name])
-    ]
+    if (a and not b and second.format not in _WITH_VALUES) or (b and not a and first.format not in _WITH_VALUES):
+        holder, side = (first, "a") if a else (second, "b")
+        objects = {name: what for name, what in holder.others.items() if name not in holder.unread}
+        plain = sum(not (isinstance(node, dict) and "object" in node) for node in (a or b).values())
+        told = f"{plain} value{'s' if plain != 1 else ''} besides tensors only in {side}: the other format holds none"
+        return _Values(uncompared=objects, note=told if plain else "")
+    return _Values(
+        [
+            f"{name}: {_shown(a, name)} / {_shown(b, name)}"
+            for name in dict.fromkeys((*a, *b))
+            if name not in a or name not in b or a[name] != b[name] or type(a[name]) is not type(b[name])
+        ]
+    )
 
 
 def _shown(values_: dict[str, Json], name: str) -> str:

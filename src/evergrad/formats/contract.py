@@ -8,7 +8,7 @@ serves everything whose tensors lie at known places), name the format in the ent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,23 +17,42 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from evergrad.errors import ConversionLoss, UnknownTensor, UnsupportedContent, UsageError
-from evergrad.formats.data_file import file_errors
+from evergrad.dtypes import DType
+from evergrad.errors import ConversionLoss, LimitExceeded, UnknownTensor, UnsupportedContent, UsageError
+from evergrad.formats.data_file import Bytes, file_errors, open_file
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
-from evergrad.records import Check, TensorInfo
-from evergrad.state import Skeleton, unflatten
+from evergrad.records import Check, Role, TensorInfo
+from evergrad.state import Skeleton, Where, select, unflatten
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "Format", "Probe"]
+__all__ = ["Checkpoint", "Format", "OtherTensor", "Probe"]
 
 Bits = npt.NDArray[np.unsignedinteger]
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
+MAX_EXPANSION = 64
+"""How many times larger than their bytes expanded tensors may be."""
+MAX_EXPANDED_BYTES = 1 << 28
+"""So many bytes they may have in any case."""
+
 _BLOCK_BYTES = 1 << 24
+
+
+class TensorAttributes(str):
+    """The names, in `Checkpoint.others`, of attributes that were set on a tensor: listed, compared and not kept."""
+
+    __slots__ = ()
+
+
+class OtherTensor(str):
+    """The description, in `Checkpoint.others`, of a tensor or array that is not listed as one: sparse, quantised, …"""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,7 @@ class Probe:
         """The first 4 KiB of a file; nothing for a folder."""
         if self.is_folder:
             return b""
-        with file_errors(self.path), self.path.open("rb") as file:
+        with file_errors(self.path), open_file(self.path) as file:
             return file.read(4096)
 
     @cached_property
@@ -104,7 +123,10 @@ class Checkpoint(ABC):
     path: Path
     tensors: Mapping[str, TensorInfo]
     others: Mapping[str, str]
-    """What the file holds besides tensors and plain values: name → what it is. Listed, and left alone."""
+    """What the file holds besides tensors and plain values: name → what it is. Listed, and left alone.
+
+    Tensors among them that `--tensors-only` must not drop unasked are described by an `OtherTensor`.
+    """
     unkept: Mapping[str, str] = {}
     """What stands in the way of nothing but is lost when the file is converted (HDF5's attributes): name → what."""
     metadata: Mapping[str, str]
@@ -113,6 +135,18 @@ class Checkpoint(ABC):
     """How the tensors are nested, and the values between them."""
     rehearses: ClassVar[bool] = False
     """Whether every alteration goes through `Bytes`, so that it can be rehearsed; else it is made in a copy."""
+
+    @property
+    def unread(self) -> Mapping[str, str]:
+        """The part of `others` whose content is not read: it can be compared by its bytes at most.
+
+        The rest are objects of which a pickle says everything in parts that are listed and compared.
+        """
+        walked = {name for name, _ in self.skeleton.objects()}
+        walked -= {name for name, _ in self.skeleton.objects(unread=True)}
+        # The object that is all of a file is called `file/.` in its folder, and `file` in the skeleton.
+        others = self.others.items()
+        return {name: what for name, what in others if name not in walked and name.removesuffix("/.") not in walked}
 
     @abstractmethod
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
@@ -136,8 +170,11 @@ class Checkpoint(ABC):
                 out[mine] = self._read_bits(name, start, stop)[indices[mine] - start]
         return out
 
-    def addresses(self, name: str) -> npt.NDArray[np.int64] | None:
-        """The byte at which each element begins, where elements may lie in the same bytes as others; else None."""
+    def addresses(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64] | None:
+        """The byte at which each element begins, where elements may lie in the same bytes as others; else None.
+
+        `start` and `stop` limit it to a range of elements.
+        """
         self._info(name)
         return None
 
@@ -147,6 +184,14 @@ class Checkpoint(ABC):
         Reads every byte that the checksum covers.
         """
         self._info(name)
+        return Check.UNKNOWN
+
+    def fingerprint(self, name: str) -> str | None:
+        """A digest of something in `others`, over its description and stored bytes; None if these cannot be had."""
+        return None
+
+    def check_other(self, name: str) -> Check:
+        """Check the checksum of something in `others`; `unknown` where there is none."""
         return Check.UNKNOWN
 
     def container_checks(self) -> Mapping[str, Check]:
@@ -162,6 +207,13 @@ class Checkpoint(ABC):
             return torch.empty(info.shape, dtype=info.dtype.torch)
         raw = self.read_bits(name).reshape(-1).view(np.uint8)
         return torch.from_numpy(raw).view(info.dtype.torch).reshape(info.shape)
+
+    def borrow(self, name: str) -> torch.Tensor:
+        """The tensor of that name without a copy where it lies in a file as torch wants it; else as `read` gives it.
+
+        For writing it elsewhere: its values are those that the file has when they are looked at.
+        """
+        return self.read(name)
 
     def read_bits(self, name: str, start: int = 0, stop: int | None = None) -> Bits:
         """The bits of a range of elements, in C order; all of them by default."""
@@ -185,6 +237,11 @@ class Checkpoint(ABC):
         checked = _patterns(info, len(where), patterns)
         if not len(where):
             return checked
+        if info.read_only:
+            hint = "Save it as a tensor (torch.from_numpy) to alter it."
+            raise UnsupportedContent(
+                self.path, f"{name}: {info.read_only}, which cannot be altered in place", hint=hint
+            )
         if not self.rehearses and rehearsing() is not None:
             raise NeedsRewrite
         return self._xor_bits(name, where, checked)
@@ -206,10 +263,23 @@ class Checkpoint(ABC):
 
         Raises `UnsupportedContent` where the file holds objects of a class that would have to be run.
         """
-        if self.others:
-            name, what = next(iter(self.others.items()))
+        return self._state(self.read)
+
+    def borrowed_state(self) -> Any:
+        """As `state`, with the tensors as `borrow` gives them."""
+        return self._state(self.borrow)
+
+    def _state(self, read: Callable[[str], torch.Tensor]) -> Any:
+        for name, what in self.others.items():
+            if isinstance(what, TensorAttributes):  # the tensor is there without them
+                continue
             raise UnsupportedContent(self.path, f"{name} is {what}", hint="Read single tensors instead.")
-        return unflatten({name: self.read(name) for name in self.tensors}, self.skeleton)
+        views, held = self.skeleton.sharing.views, sum(self.skeleton.sharing.sizes)
+        claimed = sum(self.tensors[name].nbytes for name in views if name in self.tensors)
+        # Views may be larger than what they are views of; a few bytes must not become a petabyte in memory.
+        if claimed > max(MAX_EXPANSION * held, MAX_EXPANDED_BYTES):
+            raise LimitExceeded(self.path, f"views of {claimed:,} bytes over {held:,} bytes")
+        return unflatten({name: read(name) for name in self.tensors}, self.skeleton)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -227,6 +297,28 @@ class Checkpoint(ABC):
             return self.tensors[name]
         except (KeyError, TypeError):
             raise UnknownTensor(name, self.tensors, where=str(self.path)) from None
+
+
+def choose(ck: Checkpoint, where: Where) -> tuple[list[str], dict[str, str]]:
+    """The tensors of a selection, and what of it is there but cannot be read; `UnknownTensor` if it is neither."""
+    unread = ck.unread
+    rest = {name: TensorInfo(name, (), DType.UINT8, Role.OTHER, 0) for name in unread if name not in ck.tensors}
+    chosen = select({**ck.tensors, **rest}, where)
+    return [name for name in chosen if name in ck.tensors], {name: unread[name] for name in chosen if name in rest}
+
+
+def digest(what: object, chunks: Iterable[bytes]) -> str:
+    """A digest over a description and bytes, for `Checkpoint.fingerprint`."""
+    found = xxhash.xxh3_128(repr(what).encode("utf-8", "backslashreplace"))
+    for chunk in chunks:
+        found.update(chunk)
+    return found.hexdigest()
+
+
+def read_blocks(source: Bytes, offset: int, length: int) -> Iterator[bytes]:
+    """The bytes of a range, a block at a time."""
+    for start in range(offset, offset + length, _BLOCK_BYTES):
+        yield source.read(start, min(_BLOCK_BYTES, offset + length - start))
 
 
 def aliases_of(skeleton: Skeleton, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 
-from evergrad.errors import UsageError, nearest
-from evergrad.formats.contract import Checkpoint, Format
+from evergrad.errors import ConversionLoss, UsageError
+from evergrad.formats.contract import Checkpoint, Format, OtherTensor
 from evergrad.formats.durable import replacing
 from evergrad.formats.registry import formats, open_checkpoint
+from evergrad.wording import meant
 
-__all__ = ["convert", "losses"]
+__all__ = ["convert", "losses", "unread_tensors"]
 
 
 def convert(
@@ -20,13 +21,15 @@ def convert(
     *,
     to: str | None = None,
     tensors_only: bool = False,
+    skip_unread: bool = False,
     overwrite: bool = False,
 ) -> Path:
     """Write checkpoint `a` as `b`, in the format that b's ending names (or `to` does).
 
     Everything is kept: tensors to the bit, nesting, key types, numbers, ties between tensors. What the target
     cannot hold raises `ConversionLoss`, which lists it, and nothing is written; `tensors_only=True` agrees to keep
-    tensors and names alone. The new file appears whole or not at all.
+    tensors and names alone. Tensors of a kind that cannot be kept (quantised, sparse, …) are refused even then;
+    `skip_unread=True` agrees to leave them out. The new file appears whole or not at all.
     """
     target = Path(b)
     format = _target_format(target, to)
@@ -43,9 +46,25 @@ def convert(
                 )
         if not target.parent.is_dir():
             raise UsageError(f"{target}: there is no folder {str(target.parent)!r}")
+        if tensors_only and not skip_unread:
+            _refuse_unread(source, format.name)
         with replacing(target) as temporary:
             format.write(source, temporary, tensors_only=tensors_only)
     return target
+
+
+def unread_tensors(source: Checkpoint) -> dict[str, str]:
+    """Tensors that no conversion keeps as what they are, by name, with what each is: quantised, sparse, …"""
+    return {name: what for name, what in source.others.items() if isinstance(what, OtherTensor)}
+
+
+def _refuse_unread(source: Checkpoint, target: str) -> None:
+    lost = [f"{name} ({what})" for name, what in unread_tensors(source).items()]
+    if lost:
+        shown = "; ".join(lost[:3]) + (f"; and {len(lost) - 3} more" if len(lost) > 3 else "")
+        hint = "Leave them out: skip_unread=True, or --skip-unread."
+        count = f"{len(lost)} tensor{'s' if len(lost) > 1 else ''} that cannot be converted"
+        raise ConversionLoss(f"{source.path}: as {target} this would lose {count}: {shown}. {hint}", lost)
 
 
 def losses(source: Checkpoint, b: str | PathLike[str], *, to: str | None = None) -> list[str]:
@@ -57,15 +76,13 @@ def _target_format(target: Path, to: str | None) -> Format:
     writable = {format.name: format for format in formats() if format.suffixes}
     if to is not None:
         if to not in writable:
-            close = nearest(to, writable, count=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"unknown target format {to!r} (expected {', '.join(writable)}).{hint}")
+            raise UsageError(f"unknown target format {to!r} (expected {', '.join(writable)}).{meant(to, writable)}")
         return writable[to]
     for format in writable.values():
         if target.suffix in format.suffixes:
             return format
-    endings = ", ".join(suffix for format in writable.values() for suffix in format.suffixes)
+    endings = [suffix for format in writable.values() for suffix in format.suffixes]
     raise UsageError(
-        f"{target}: no format is written with the ending {target.suffix!r} (expected {endings}). "
-        "Or name it: to=…, or --to."
+        f"{target}: no format is written with the ending {target.suffix!r} (expected {', '.join(endings)})."
+        f"{meant(target.suffix, endings) if target.suffix else ''} Or name it: to=…, or --to."
     )

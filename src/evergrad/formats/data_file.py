@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,7 @@ __all__ = [
     "file_errors",
     "gather",
     "named_size",
+    "open_file",
     "xor_rows",
 ]
 
@@ -77,11 +80,12 @@ class DataFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with file_errors(path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = _open_regular(path)
             self.size = os.fstat(self._fd).st_size
         self._closed = False
         self._view: npt.NDArray[np.uint8] | None = None
         self._writable: npt.NDArray[np.uint8] | None = None
+        self._private: npt.NDArray[np.uint8] | None = None
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes, or `DamagedFile`."""
@@ -109,6 +113,12 @@ class DataFile:
         if self._view is None:
             self._view = self._map(self._fd, mmap.ACCESS_READ)
         return self._view
+
+    def private(self) -> npt.NDArray[np.uint8]:
+        """All bytes through a map whose changes never reach the file; usable for as long as someone holds it."""
+        if self._private is None:
+            self._private = self._map(self._fd, mmap.ACCESS_COPY)
+        return self._private
 
     def writable(self) -> npt.NDArray[np.uint8]:
         """All bytes, to alter, through a map; opened for writing only now."""
@@ -163,7 +173,7 @@ class DataFile:
         if self._closed:
             return
         self._closed = True
-        changed, self._writable, self._view = self._writable is not None, None, None
+        changed, self._writable, self._view, self._private = self._writable is not None, None, None, None
         try:
             if changed:
                 with file_errors(self.path, "changes could not be made durable"):
@@ -226,6 +236,26 @@ def file_errors(path: Path, what: str = "cannot be read") -> Iterator[None]:
         yield
     except OSError as error:
         raise FileAccessError(path, f"{what}: {reason(error)}") from error
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read; anything but a file is refused, and never waited for.
+
+    Opening a named pipe waits until somebody writes to it, and a device may never end.
+    """
+    return os.fdopen(_open_regular(path), "rb")
+
+
+def _open_regular(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device"
+    raise FileAccessError(path, "cannot be read", expected="a file", found=kind)
 
 
 def named_size(index: Path, path: Path) -> int:

@@ -12,7 +12,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint
 from evergrad.formats.archive import Archive, Inflated
-from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.contract import Checkpoint, Format, Probe, digest, read_blocks
 from evergrad.formats.data_file import Bytes, DataFile, close_all, named_size
 from evergrad.formats.dcp_metadata import Place, read_metadata
 from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint
@@ -190,10 +190,31 @@ def _open(folder: Path, metadata: Path) -> Checkpoint:
                 checks.setdefault(place.file, []).extend(archive.check(archive.members.values()).values())
         return {file: _together(results) for file, results in checks.items()}
 
+    def fingerprint(name: str) -> str | None:
+        place = found.object_places.get(name)
+        return digest(found.others[name], read_blocks(files.window(place), 0, place.length)) if place else None
+
+    def check_other(name: str) -> Check:
+        place = found.object_places.get(name)
+        window = files.window(place) if place else None
+        if window is None or window.read(0, min(2, window.size)) != b"PK":
+            return Check.UNKNOWN
+        archive = Archive.over(window)
+        return _together(list(archive.check(archive.members.values()).values()))
+
     places = [place for t in found.tensors.values() for _, place in t.parts] + found.objects
     beside = [metadata, *(folder / name for name in sorted({place.file for place in places}))]
     return PiecewiseCheckpoint(
-        Dcp.name, folder, tensors, locate, files, others=found.others, check_container=check_container, beside=beside
+        Dcp.name,
+        folder,
+        tensors,
+        locate,
+        files,
+        others=found.others,
+        check_container=check_container,
+        fingerprint=fingerprint,
+        check_other=check_other,
+        beside=beside,
     )
 
 

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
+from evergrad.formats.contract import OtherTensor
 from evergrad.formats.data_file import DataFile
 from evergrad.formats.opcodes import Global, PickleError, read_pickle
 from evergrad.formats.pieces import Box, fill
 from evergrad.formats.torch_objects import TorchBuilder
+from evergrad.records import MAX_AXES
 
 __all__ = ["Folder", "Place", "StoredTensor", "read_metadata"]
 
@@ -42,6 +44,8 @@ class Folder:
     tensors: dict[str, StoredTensor]
     others: dict[str, str]
     objects: list[Place]
+    object_places: dict[str, Place]
+    """Where the objects are that lie in a file as they were saved."""
 
 
 def read_metadata(path: Path) -> Folder:
@@ -107,7 +111,7 @@ def _folder(value: Any, opcodes: int) -> Folder:
     places = {_key(index): _place(info) for index, info in stored.items()}
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, str] = {}
-    objects: list[Place] = []
+    object_places: dict[str, Place] = {}
     count = 0
     for name, what in listed.items():
         if type(name) is not str or type(what) is not _Record:
@@ -115,7 +119,7 @@ def _folder(value: Any, opcodes: int) -> Folder:
         if what.kind == "BytesStorageMetadata":
             others[name] = "an object saved by torch.save"
             if (place := places.get((name, None))) and not place.transforms:
-                objects.append(place)
+                object_places[name] = place
             continue
         fields = _fields(what, "TensorStorageMetadata")
         chunks = fields.get("chunks")
@@ -128,15 +132,15 @@ def _folder(value: Any, opcodes: int) -> Folder:
         kind = _fields(fields.get("properties"), "TensorProperties").get("dtype")
         dtype = DType.named(kind.name) if type(kind) is Global and kind.module == "torch" else None
         if dtype is None:
-            others[name] = f"a tensor of {kind if type(kind) is Global else 'unknown type'}"
+            others[name] = OtherTensor(f"a tensor of {kind if type(kind) is Global else 'unknown type'}")
             continue
         tensor = _tensor(name, _sizes(fields.get("size")), dtype, chunks, places)
         through = sorted({transform for _, place in tensor.parts for transform in place.transforms})
         if through:
-            others[name] = f"a tensor stored through {', '.join(through)}"
+            others[name] = OtherTensor(f"a tensor stored through {', '.join(through)}")
         else:
             tensors[name] = tensor
-    return Folder(tensors, others, objects)
+    return Folder(tensors, others, list(object_places.values()), object_places)
 
 
 def _tensor(
@@ -191,6 +195,8 @@ def _place(info: Any) -> Place:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if type(value) is tuple and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+    if type(value) is tuple and len(value) > MAX_AXES:
+        raise ValueError(f"a tensor of {len(value)} axes (expected at most {MAX_AXES})")
+    if type(value) is tuple and all(type(n) is int and 0 <= n < 1 << 62 for n in value):
         return value
     raise ValueError("an impossible shape or offset")

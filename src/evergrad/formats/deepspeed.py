@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, UnsupportedContent
-from evergrad.formats.contract import Checkpoint, Format, Probe
-from evergrad.formats.data_file import close_all, file_errors
+from evergrad.formats.contract import Checkpoint, Format, OtherTensor, Probe
+from evergrad.formats.data_file import close_all, file_errors, open_file
 from evergrad.formats.folders import Opener, by_file
+from evergrad.formats.signatures import signature_of
 
 __all__ = ["DeepSpeed"]
 
@@ -55,7 +56,8 @@ class DeepSpeed(Format):
                 try:
                     opened[file.name] = self._open_file(file)
                 except UnknownFormat:
-                    others[file.name] = "a file of no known format"
+                    signature = signature_of(Probe(file))
+                    others[file.name] = OtherTensor(signature.what if signature else "a file of no known format")
             return by_file(self.name, folder, opened, others)
         except BaseException:
             close_all(opened.values())
@@ -78,7 +80,7 @@ def _latest(folder: Path) -> Path:
 
 def _tag(folder: Path) -> str:
     latest = folder / LATEST
-    with file_errors(latest), latest.open("rb") as file:
+    with file_errors(latest), open_file(latest) as file:
         return file.read(MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat
-from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
-from evergrad.formats.data_file import close_all, file_errors, named_size
+from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
+from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size, open_file
+from evergrad.formats.signatures import signature_of
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CompositeCheckpoint", "PlainFolder", "Sharded", "TrainerFolder"]
 
@@ -41,6 +46,7 @@ class CompositeCheckpoint(Checkpoint):
         skeleton: Skeleton | None = None,
         others: Mapping[str, str] | None = None,
         metadata: Mapping[str, str] | None = None,
+        other_names: Mapping[str, tuple[Checkpoint, str]] | None = None,
     ) -> None:
         self.format = format
         self.path = path
@@ -52,6 +58,7 @@ class CompositeCheckpoint(Checkpoint):
         self.skeleton = Skeleton.of_names(names) if skeleton is None else skeleton
         self._parts = parts
         self._names = names
+        self._other_names = other_names or {}
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         part, inner = self._names[name]
@@ -69,17 +76,43 @@ class CompositeCheckpoint(Checkpoint):
         """Those of every part, and the index or folder itself."""
         return [self.path, *(file for part in self._parts for file in part.files())]
 
-    def addresses(self, name: str) -> npt.NDArray[np.int64] | None:
+    def borrow(self, name: str) -> torch.Tensor:
         """As the part that holds the tensor says."""
         self._info(name)
         part, inner = self._names[name]
-        return part.addresses(inner)
+        return part.borrow(inner)
+
+    def addresses(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64] | None:
+        """As the part that holds the tensor says."""
+        self._info(name)
+        part, inner = self._names[name]
+        return part.addresses(inner, start, stop)
 
     def checksum(self, name: str) -> Check:
         """As the part that holds the tensor says."""
         self._info(name)
         part, inner = self._names[name]
         return part.checksum(inner)
+
+    def fingerprint(self, name: str) -> str | None:
+        """As the part that holds it says; of a file that is no part, over all of its bytes."""
+        if name in self._other_names:
+            part, inner = self._other_names[name]
+            return part.fingerprint(inner)
+        if name not in self.others or "/" in name or not self.path.is_dir() or not (self.path / name).is_file():
+            return None
+        file = DataFile(self.path / name)
+        try:
+            return digest(self.others[name], read_blocks(file, 0, file.size))
+        finally:
+            file.close()
+
+    def check_other(self, name: str) -> Check:
+        """As the part that holds it says."""
+        if name not in self._other_names:
+            return Check.UNKNOWN
+        part, inner = self._other_names[name]
+        return part.check_other(inner)
 
     def container_checks(self) -> Mapping[str, Check]:
         """Those of every part, behind its file name."""
@@ -128,12 +161,20 @@ class Sharded(Format):
                 if inner not in parts[file].tensors:
                     raise DamagedFile(index, f"names tensor {name!r} in {file!r}, which does not hold it")
                 names[inner] = (parts[file], inner)
-            others = {name: what for part in parts.values() for name, what in part.others.items()}
+            other_names = {name: (part, name) for part in parts.values() for name in part.others}
+            others = {name: part.others[inner] for name, (part, inner) in other_names.items()}
             skeleton = _merged([part.skeleton for part in parts.values()], names)
             kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
             notes = {key: text for part in parts.values() for key, text in part.metadata.items()}
             return CompositeCheckpoint(
-                kind, index, list(parts.values()), names, skeleton=skeleton, others=others, metadata=notes
+                kind,
+                index,
+                list(parts.values()),
+                names,
+                skeleton=skeleton,
+                others=others,
+                metadata=notes,
+                other_names=other_names,
             )
         except BaseException:
             close_all(parts.values())
@@ -171,7 +212,8 @@ class PlainFolder(Format):
                 try:
                     opened[file.name] = self._open_file(file)
                 except UnknownFormat:
-                    others[file.name] = "a file of no known format"
+                    signature = signature_of(Probe(file))
+                    others[file.name] = OtherTensor(signature.what if signature else "a file of no known format")
             folder = by_file(self.name, path, opened, others)
             taken = {path / name for name in opened} | shards
             rest = [child for child in sorted(path.iterdir()) if child not in taken and child.name not in others]
@@ -198,17 +240,21 @@ def by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], others: d
     roots: list[Json] = []
     sizes: list[int] = []
     views: dict[str, View] = {}
+    other_names: dict[str, tuple[Checkpoint, str]] = {}
     for file, part in sorted(opened.items()):
         prefix = escape(file)
         names.update((f"{prefix}/{name}", (part, name)) for name in part.tensors)
         others.update((f"{prefix}/{name}", what) for name, what in part.others.items())
+        other_names.update((f"{prefix}/{name}", (part, name)) for name in part.others)
         below = part.skeleton.below(prefix)
         roots.append([file, below.root])
         for name, view in below.sharing.views.items():
             views[name] = View(view.storage + len(sizes), view.offset, view.stride)
         sizes.extend(below.sharing.sizes)
     skeleton = Skeleton({"dict": roots}, Sharing(tuple(sizes), views))
-    return CompositeCheckpoint(format, path, list(opened.values()), names, skeleton=skeleton, others=others)
+    return CompositeCheckpoint(
+        format, path, list(opened.values()), names, skeleton=skeleton, others=others, other_names=other_names
+    )
 
 
 def _merged(skeletons: list[Skeleton], names: Mapping[str, Any]) -> Skeleton:
@@ -230,21 +276,22 @@ def _renamed(name: str, info: TensorInfo, chains: dict[int, dict[str, Neighbour]
     prefix = name.removesuffix(info.name)
     role = role_of(name, is_float=info.dtype.is_float, rank=len(info.shape))
     if info.place is None:
-        return TensorInfo(name, info.shape, info.dtype, role, info.nbytes)
+        return TensorInfo(name, info.shape, info.dtype, role, info.nbytes, read_only=info.read_only)
     chain = chains.get(id(info.neighbours))
     if chain is None:
         chain = {n.name: Neighbour(prefix + n.name, n.start, n.stop) for n in info.neighbours}
         chains[id(info.neighbours)] = chain
-    return TensorInfo(name, info.shape, info.dtype, role, info.nbytes, tuple(chain.values()), chain[info.place.name])
+    chained = tuple(chain.values())
+    return TensorInfo(name, info.shape, info.dtype, role, info.nbytes, chained, chain[info.place.name], info.read_only)
 
 
 def _read_index(index: Path) -> dict[str, str]:
     """Which file holds which tensor."""
-    with file_errors(index):
-        size = index.stat().st_size
+    with file_errors(index), open_file(index) as file:
+        size = os.fstat(file.fileno()).st_size
         if size > MAX_INDEX_BYTES:
             raise LimitExceeded(index, "index", expected=f"at most {MAX_INDEX_BYTES} bytes", found=size)
-        text = index.read_bytes()
+        text = file.read()
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -277,7 +324,7 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _tail(path: Path) -> bytes:
-    with file_errors(path), path.open("rb") as file:
+    with file_errors(path), open_file(path) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 4096))
         return file.read(4096) if size <= MAX_INDEX_BYTES else b""

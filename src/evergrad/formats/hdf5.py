@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile
+from evergrad.errors import DamagedFile, UnsupportedContent
 from evergrad.formats.addressed import describe
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
-from evergrad.formats.data_file import closed_on_error, file_errors
+from evergrad.formats.data_file import closed_on_error, file_errors, open_file
 from evergrad.formats.hdf5_attributes import Unkept
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors
 from evergrad.formats.hdf5_listing import Entry, Listing, list_file
@@ -24,6 +24,7 @@ from evergrad.state.sharing import contiguous_strides
 
 __all__ = ["Hdf5", "Hdf5Checkpoint"]
 
+_MAX_AXES = 32  # HDF5's own limit
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_ATTRIBUTE_BYTES = 1 << 20
 
@@ -43,7 +44,7 @@ class Hdf5(Format):
             return False
         if probe.head.startswith(MAGIC):
             return True
-        with file_errors(probe.path), probe.path.open("rb") as file:
+        with file_errors(probe.path), open_file(probe.path) as file:
             place, size = 512, probe.path.stat().st_size
             while place + len(MAGIC) <= size:
                 file.seek(place)
@@ -65,6 +66,12 @@ class Hdf5(Format):
         """Write tensor by tensor, as `save_hdf5` does, with one block in memory at a time."""
         if not tensors_only:
             refuse_losses(source.path, self.name, self.losses(source))
+        deep = [info for info in source.tensors.values() if len(info.shape) > _MAX_AXES]
+        if deep:
+            found = f"{deep[0].name} with {len(deep[0].shape)}"
+            raise UnsupportedContent(
+                source.path, "has too many axes for HDF5", expected=f"at most {_MAX_AXES}", found=found
+            )
         tied = {} if tensors_only else aliases_of(source.skeleton, source.tensors)
         tensors = {name: _source(source, info) for name, info in source.tensors.items() if name not in tied}
         skeleton = Skeleton.of_names(source.tensors) if tensors_only else source.skeleton

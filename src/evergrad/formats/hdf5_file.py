@@ -20,6 +20,7 @@ from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitEx
 from evergrad.formats.data_file import Bytes, DataFile, file_errors
 from evergrad.formats.region import Seal
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
+from evergrad.wording import install_hint
 
 __all__ = ["Hdf5File", "Place", "hdf5_errors", "library"]
 
@@ -208,7 +209,7 @@ def library(path: Path) -> Any:
         import h5py
     except ImportError:
         raise UnsupportedContent(
-            path, "is an HDF5 file, and h5py is not installed", hint="pip install 'evergrad[hdf5]'"
+            path, "is an HDF5 file, and h5py is not installed", hint=install_hint("hdf5")
         ) from None
     return h5py
 

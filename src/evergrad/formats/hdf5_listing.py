@@ -7,6 +7,7 @@ from typing import Any
 
 from evergrad.dtypes import DType
 from evergrad.errors import LimitExceeded
+from evergrad.formats.contract import OtherTensor
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors, library
 from evergrad.formats.hdf5_types import Elements
 
@@ -112,7 +113,8 @@ class _Walk:
             return "a named type"
         element = self._elements.of(opened.get_type())
         if isinstance(element, str):
-            return f"a data set of {element}"
+            what = f"a data set of {element}"
+            return what if element == "strings" else OtherTensor(what)
         # Most data sets lie at an offset, which is quick to see; asking how they were created takes longest of all.
         offset = opened.get_offset()
         elsewhere = "" if offset is not None else self._elsewhere(opened.get_create_plist())
@@ -128,9 +130,9 @@ class _Walk:
         """What a data set is that keeps its elements somewhere else."""
         layout = creation.get_layout()
         if layout == self._h5.h5d.VIRTUAL:
-            return "a virtual data set, made of others"
+            return OtherTensor("a virtual data set, made of others")
         if layout == self._h5.h5d.CONTIGUOUS and creation.get_external_count():
-            return "a data set whose bytes are in other files, which are left alone"
+            return OtherTensor("a data set whose bytes are in other files, which are left alone")
         return ""
 
     def _links(self, group: Any) -> list[_Link]:
@@ -145,7 +147,7 @@ class _Walk:
 
     def _link(self, group: Any, where: bytes, raw: bytes, kind: int, name: str) -> None:
         if kind == self._h5.h5l.TYPE_EXTERNAL:
-            self._listing.others[name] = "a link to another file, which is left alone"
+            self._listing.others[name] = OtherTensor("a link to another file, which is left alone")
             return
         if kind != self._h5.h5l.TYPE_SOFT:
             self._listing.others[name] = f"a link of an unknown kind ({kind})"

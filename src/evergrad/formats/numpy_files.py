@@ -16,7 +16,17 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.archive import Archive
-from evergrad.formats.contract import Checkpoint, Format, Probe, blocks, losses_of, refuse_losses
+from evergrad.formats.contract import (
+    Checkpoint,
+    Format,
+    OtherTensor,
+    Probe,
+    blocks,
+    digest,
+    losses_of,
+    read_blocks,
+    refuse_losses,
+)
 from evergrad.formats.data_file import Bytes, DataFile, closed_on_error
 from evergrad.formats.region import Region
 from evergrad.formats.zip_directory import Member, first_name
@@ -48,7 +58,15 @@ class Npy(Format):
             found = {ROOT: region} if isinstance(region, Region) else {}
             others = {} if isinstance(region, Region) else {ROOT: region}
             tensors = _describe(found)
-            return AddressedCheckpoint(self.name, path, tensors, found.__getitem__, file, others=others)
+            return AddressedCheckpoint(
+                self.name,
+                path,
+                tensors,
+                found.__getitem__,
+                file,
+                others=others,
+                fingerprint=lambda name: digest(others[name], read_blocks(file, 0, file.size)),
+            )
 
     def losses(self, source: Checkpoint) -> list[str]:
         """Everything but a single array of a type that NumPy has."""
@@ -131,8 +149,28 @@ def _open_npz(path: Path, archive: Archive) -> Checkpoint:
         used = {member.name for member in members.values()}
         return archive.check(member for name, member in archive.members.items() if name not in used)
 
+    def member_of(name: str) -> Member:
+        return archive.members.get(f"{name}.npy") or archive.members[name]
+
+    def fingerprint(name: str) -> str:
+        member = member_of(name)
+        source, offset, _ = _member_bytes(archive, member)
+        return digest(others[name], read_blocks(source, offset, member.size))
+
+    def check_other(name: str) -> Check:
+        member = member_of(name)
+        return archive.check([member])[member.name]
+
     return AddressedCheckpoint(
-        Npz.name, path, _describe(regions), locate, archive, others=others, check_container=check_container
+        Npz.name,
+        path,
+        _describe(regions),
+        locate,
+        archive,
+        others=others,
+        check_container=check_container,
+        fingerprint=fingerprint,
+        check_other=check_other,
     )
 
 
@@ -168,7 +206,8 @@ def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size:
         raise DamagedFile(path, f"{name}: not an npy header: {error}") from None
     known = DType.of_numpy(dtype)
     if known is None:
-        return f"an array of {dtype!s:.60}"
+        what = f"an array of {dtype!s:.60}"
+        return what if dtype.kind in "OSUMm" else OtherTensor(what)
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape):
         raise DamagedFile(path, f"{name}: impossible shape {shape!s:.80}")
     if math.prod(shape) * known.itemsize > size - data:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent
-from evergrad.formats.contract import Bits, Checkpoint, Format, Probe
-from evergrad.formats.data_file import file_errors
+from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe
+from evergrad.formats.data_file import file_errors, open_file
 from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, escape
 from evergrad.state.roles import tensor_info
@@ -100,7 +100,7 @@ def _list_item(folder: Path, prefix: str, into: OrbaxCheckpoint) -> None:
     if tree is None:  # no metadata: the folders of zarr arrays are all there is
         tree = [([child.name], {}) for child in _folders(folder) if (child / ZARR).is_file()]
         if (folder / OCDBT).is_file():
-            into.others[f"{prefix}{OCDBT}"] = "an OCDBT database without Orbax's metadata"
+            into.others[f"{prefix}{OCDBT}"] = OtherTensor("an OCDBT database without Orbax's metadata")
     for keys, value in tree:
         name, stored = prefix + "/".join(escape(key) for key in keys), ".".join(keys)
         header = folder / stored / ZARR
@@ -115,9 +115,8 @@ def _list_item(folder: Path, prefix: str, into: OrbaxCheckpoint) -> None:
         shape = shapes.get(stored) if shape is None else shape
         of_shape = f" of shape {shape}" if shape is not None else ""
         kind = kind[:80] if isinstance(kind, str) else "value"
-        into.others[name] = f"a {kind}{of_shape} in a compressed OCDBT database, which alone tells its type"
-        if kind == "string":
-            into.others[name] = "a string"
+        what = f"a {kind}{of_shape} in a compressed OCDBT database, which alone tells its type"
+        into.others[name] = "a string" if kind == "string" else OtherTensor(what)
 
 
 def _list_zarr(header: Path, name: str, into: OrbaxCheckpoint) -> None:
@@ -129,7 +128,7 @@ def _list_zarr(header: Path, name: str, into: OrbaxCheckpoint) -> None:
         raise DamagedFile(header, "no shape and dtype", expected="a zarr header")
     dtype = DType.of_numpy(np.dtype(code)) if _NUMPY.fullmatch(code) else DType.named(code)
     if dtype is None:
-        into.others[name] = f"an array of {code[:80]}"
+        into.others[name] = OtherTensor(f"an array of {code[:80]}")
         return
     compressor = data.get("compressor")
     how = compressor.get("id") if isinstance(compressor, dict) else None
@@ -179,7 +178,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    with file_errors(path), path.open("rb") as file:
+    with file_errors(path), open_file(path) as file:
         text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
         raise LimitExceeded(path, "metadata", expected=f"at most {MAX_JSON_BYTES} bytes")

@@ -4,8 +4,12 @@ A flipped top exponent bit multiplies a small value by 2^(half the exponent rang
 1311 in float16. Looking for that costs one maximum over the bits of a tensor. Only where the largest value lies above
 a floor is the histogram of its exponents taken, and a value is an outlier
 
-- if it is *impossible*: NaN, infinite, or 2^64 and more; or a counter that is negative, fractional or absurd;
-- if it *stands apart*: a few values at or above the floor, with a gap of empty exponents between them and all others.
+- if it is *impossible*: NaN or infinite; or a counter that is negative, fractional or absurd;
+- if it *stands apart*: a few values at or above the floor, with a gap of empty exponents between them and all others
+  of the same tensor.
+
+A large value is no outlier where all are large: squared gradients (Adam's `exp_avg_sq`) and statistics of inputs in
+physical units reach any size. Only a value without another to compare it with is held against a fixed bound.
 
 Tails downwards are no sign of anything: moments of units that died, and weights under weight decay, shrink for ever.
 So zeros and small values never raise an alarm, and a flip that makes a value small is not found.
@@ -34,9 +38,12 @@ Reader: TypeAlias = Callable[[int, int], Bits]
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache between the passes over it
 _SURVEY_BYTES = 1 << 17  # the first of these is mostly all that is counted
-_IMPOSSIBLE = 64  # no training makes 2^64; one that diverges gets there on its way to infinity
-_FEW = 64  # outliers are at most one in so many
-_ENOUGH = 8  # other values that are not zero, to be apart from
+_FAR = 64  # float32 cannot square 2^64: values that stand apart there have failed, others are degraded
+_FAR_SQUARED = 96  # the same for a lone number of an optimizer, which may be a squared gradient
+_FEW = 64  # outliers are at most one in so many, unless they are 2^_FAR above the majority
+_ENOUGH = 8  # other values that are not zero, to be apart from; fewer will do for a distance of 2^_FAR
+_LONG_MANTISSA = 16  # float32 and float64: one value in 2^23 and more is a power of two by chance
+_SMALL = 1  # beside an exact 2.0, all others are below 2^-_SMALL
 _COUNTERS = frozenset({"step", "num_batches_tracked", "iter", "iterations"})
 _COUNTER_LIMIT = 1 << 40
 
@@ -152,44 +159,66 @@ def _apart(info: TensorInfo, read: Reader, survey: _Survey, scale: _Scale) -> Fi
         return None  # zeros and one repeated size, however large: a mask
     top = int(occupied[-1])
     cut = _cut(counts, occupied, scale)
-    impossible = top - scale.bias >= _IMPOSSIBLE
-    if impossible:
-        cut = min(cut, _IMPOSSIBLE + scale.bias) if cut else _IMPOSSIBLE + scale.bias
-    if not cut and not _lone_bit(info, survey, scale, int(counts.sum())):
+    lone = int(counts.sum()) == 1 and top - scale.bias >= (_FAR_SQUARED if info.role is Role.OPTIMIZER else _FAR)
+    if not cut and not lone and not _lone_bit(info, survey, scale, int(counts.sum())):
         return None
     worst = _worst(info, read, survey.peak_at)
     outliers = int(counts[cut:].sum())
-    below = occupied[occupied < cut] if cut else occupied[:0]
-    if len(below):
-        rest = f"2^{top - int(below[-1])} beyond all others (up to 2^{int(below[-1]) - scale.bias + 1})"
+    if cut:
+        below = int(occupied[occupied < cut][-1])
+        rest = f"2^{top - below} beyond all others (up to 2^{below - scale.bias + 1})"
+    elif len(occupied) > 1:
+        outliers = 1
+        rest = (
+            f"exactly what a flipped bit makes of a 0, and all others are below 2^{int(occupied[-2]) - scale.bias + 1}"
+        )
     elif survey.zeros:
         rest = "all others are 0"
     else:
-        rest = f"beyond 2^{_IMPOSSIBLE}"
+        rest = f"beyond 2^{_FAR}, and there is no other value to compare it with"
     more = f", and {outliers - 1:,} more" if outliers > 1 else ""
-    return Findings(Check.FAILED if impossible else Check.DEGRADED, f"{_show(worst)}: {rest}{more}", 0, outliers, worst)
+    check = Check.FAILED if top - scale.bias >= _FAR else Check.DEGRADED
+    return Findings(check, f"{_show(worst)}: {rest}{more}", 0, outliers, worst)
 
 
 def _cut(counts: npt.NDArray[np.int64], occupied: npt.NDArray[np.int64], scale: _Scale) -> int:
-    """The exponent field from which on a few values stand apart; 0 if none do."""
+    """The lowest exponent field from which on values stand apart from those below; 0 if none do."""
+    cut = 0
     for place in range(len(occupied) - 1, 0, -1):
         high, low = int(occupied[place]), int(occupied[place - 1])
         if high - scale.bias < scale.floor:
             break
         apart, others = int(counts[high:].sum()), int(counts[: low + 1].sum())
-        if others < _ENOUGH or apart > max(1, others // _FEW):
+        if apart > others:
             break
-        # How far the others reach above their own middle: values with long tails need a wider gap.
-        middle = int(np.searchsorted(np.cumsum(counts[: low + 1]), (others + 1) // 2))
-        if high - low > max(scale.gap, low - middle + scale.gap // 2):
-            return high
-    return 0
+        if high - low > _distance(counts[: low + 1], apart, others, high - scale.bias >= _FAR, scale):
+            cut = high
+    return cut
+
+
+def _distance(below: npt.NDArray[np.int64], apart: int, others: int, far: bool, scale: _Scale) -> int:
+    """How many exponents values have to lie above those below them to stand apart."""
+    if others < _ENOUGH or apart > max(1, others // _FEW):
+        # Too few others, or too many that lie apart: only the distance of a flipped top bit will do.
+        return _FAR if far else len(below) + scale.magnitude
+    if far:
+        return scale.gap
+    # How far the others reach above their own middle: values with long tails need a wider gap.
+    middle = int(np.searchsorted(np.cumsum(below), (others + 1) // 2))
+    return max(scale.gap, len(below) - 1 - middle + scale.gap // 2)
 
 
 def _lone_bit(info: TensorInfo, survey: _Survey, scale: _Scale, count: int) -> bool:
-    """Whether all is zero but for one exact 2.0: what the top exponent bit makes of a zero."""
-    exact = survey.peak == scale.bias + 1 << scale.mantissa
-    return exact and count == 1 and info.numel >= _FEW and info.role is not Role.OTHER
+    """True if one value is exactly 2.0, which the top exponent bit makes of a zero, and all others are 0 or small.
+
+    Training does not end on exactly 2.0; people write it. So small tensors, those without another zero and types
+    with a short mantissa are left alone unless all else is zero.
+    """
+    if survey.peak != scale.bias + 1 << scale.mantissa or info.numel < _FEW or info.role is Role.OTHER:
+        return False
+    fields = survey.counts[scale.bias - _SMALL :]
+    trained = scale.mantissa >= _LONG_MANTISSA and survey.zeros > 0 and count > _ENOUGH
+    return count == 1 or (trained and int(fields.sum()) == 1)
 
 
 def _peak(bits: Bits, scale: _Scale) -> int:
@@ -203,7 +232,7 @@ def _peak(bits: Bits, scale: _Scale) -> int:
 
 def _survey(info: TensorInfo, read: Reader, scale: _Scale, peak: int) -> _Survey | None:
     """Count the exponents; None as soon as it is clear that nothing stands apart, which is nearly always at once."""
-    possible = peak < min(scale.nonfinite, _IMPOSSIBLE + scale.bias << scale.mantissa)
+    possible = peak < scale.nonfinite
     survey = _Survey(np.zeros((scale.magnitude >> scale.mantissa) + 2, np.int64))
     parts = info.dtype.parts
     for start, stop in blocks(info, _SURVEY_BYTES):
@@ -240,6 +269,8 @@ def _joined(survey: _Survey, peak: int, scale: _Scale) -> bool:
     if occupied[0] == 0 and survey.counts[0] == survey.zeros:
         occupied = occupied[1:]
     floor = scale.floor + scale.bias
+    if peak < floor:  # an exact 2.0: no outlier as soon as there is another value of about its size
+        return int(survey.counts[scale.bias - _SMALL :].sum()) > 1
     if int(survey.counts.sum()) - survey.zeros < 2 or occupied[0] >= floor:
         return False
     steps = np.diff(occupied, append=peak)

@@ -201,6 +201,8 @@ class PiecewiseCheckpoint(Checkpoint):
         *,
         others: Mapping[str, str],
         check_container: Callable[[], Mapping[str, Check]],
+        fingerprint: Callable[[str], str | None] = lambda name: None,
+        check_other: Callable[[str], Check] = lambda name: Check.UNKNOWN,
         beside: Sequence[Path] = (),
     ) -> None:
         self.format = format
@@ -210,6 +212,7 @@ class PiecewiseCheckpoint(Checkpoint):
         self.metadata = {}
         self.skeleton = Skeleton.of_names(tensors)
         self._locate, self._holder, self._check_container = locate, holder, check_container
+        self._fingerprint, self._check_other = fingerprint, check_other
         self._beside = beside
         self._last: tuple[str, Pieces] | None = None
 
@@ -232,6 +235,14 @@ class PiecewiseCheckpoint(Checkpoint):
     def checksum(self, name: str) -> Check:
         """Whether the checksums over all parts of this tensor hold; an empty tensor has none."""
         return self._pieces(name).checksum() if self._info(name).numel else Check.UNKNOWN
+
+    def fingerprint(self, name: str) -> str | None:
+        """A digest of something in `others`, where the format can find its bytes."""
+        return self._fingerprint(name) if name in self.others else None
+
+    def check_other(self, name: str) -> Check:
+        """Check the checksum of something in `others`, where the format has one."""
+        return self._check_other(name) if name in self.others else Check.UNKNOWN
 
     def container_checks(self) -> Mapping[str, Check]:
         """Checksums over everything that is no tensor, as the format found them."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
-from evergrad.formats.data_file import Bytes, gather
+from evergrad.formats.data_file import Bytes, DataFile, gather
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 from evergrad.records import Check
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
@@ -85,6 +85,8 @@ class Region:
     @property
     def extent(self) -> tuple[int, int]:
         """First byte, and the byte after the last."""
+        if self.stride is None:
+            return self.offset, self.offset + self.nbytes
         return self.offset, self.offset + byte_extent(self.shape, self._stride, self.dtype.itemsize)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
@@ -105,6 +107,13 @@ class Region:
         if self.big_endian:
             bits.byteswap(inplace=True)
         return bits if dtype.parts == 1 else bits.reshape(-1, dtype.parts)
+
+    def pages(self) -> npt.NDArray[np.uint8] | None:
+        """The bytes from the first element to the last in a private map of the file; None if they are no such thing."""
+        start, stop = self.extent
+        if not isinstance(self.source, DataFile) or self.big_endian or start % self.dtype.itemsize:
+            return None
+        return self.source.private()[start:stop]
 
     def xor(
         self, indices: npt.NDArray[np.int64], patterns: npt.NDArray[np.unsignedinteger]

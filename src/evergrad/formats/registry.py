@@ -22,16 +22,19 @@ from evergrad.formats.keras_zip import KerasZip
 from evergrad.formats.numpy_files import Npy, Npz
 from evergrad.formats.orbax import Orbax
 from evergrad.formats.safetensors import Safetensors
+from evergrad.formats.signatures import named_as, signature_of
 from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
 from evergrad.formats.torch_legacy import TorchLegacy
 from evergrad.formats.torch_zip import TorchZip
 from evergrad.formats.version_folder import VersionFolder
+from evergrad.records import MAX_AXES
 
 __all__ = ["formats", "open_checkpoint"]
 
 log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "evergrad.formats"
+_MAX_LOOKED_AT = 256
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
@@ -47,7 +50,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
             for family in (_ours, _plugins):  # looking for plugins takes longer than opening a file
                 for format in family():
                     if format.recognises(probe):
-                        return format.open(where)
+                        return _checked(where, format.open(where))
     except EvergradError:
         raise
     except OSError as error:
@@ -67,6 +70,17 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         # The last net: a damaged file has found a way that no check of ours names.
         raise DamagedFile(where, f"is damaged: {type(error).__name__}: {error}") from error
     raise _unknown(probe)
+
+
+def _checked(where: Path, opened: Checkpoint) -> Checkpoint:
+    """Refuse what no format may serve: arrays with more axes than NumPy has names for."""
+    for name, info in opened.tensors.items():
+        if len(info.shape) > MAX_AXES:
+            opened.close()
+            raise LimitExceeded(
+                where, f"{name!r}: number of axes", expected=f"at most {MAX_AXES}", found=len(info.shape)
+            )
+    return opened
 
 
 def _found(where: Path) -> Path:
@@ -130,18 +144,29 @@ def _missing(path: Path) -> FileAccessError:
     return FileAccessError(path, "no such file or folder", hint=hint)
 
 
+def _inner(folder: Path, names: list[str]) -> UnknownFormat | None:
+    """The error that names the model in a folder, by the first file in it that is one of another format."""
+    for name in names[:_MAX_LOOKED_AT]:
+        if not name.endswith((".json", ".md", ".txt", ".py")) and (folder / name).is_file():
+            signature = signature_of(Probe(folder / name))
+            if signature is not None:
+                return named_as(folder, signature, name)
+    return None
+
+
 def _unknown(probe: Probe) -> UnknownFormat:
     known = ", ".join(format.name for format in formats())
+    if (signature := signature_of(probe)) is not None:
+        return named_as(probe.path, signature)
     if probe.is_folder:
         names = sorted(probe.names)
+        if (inner := _inner(probe.path, names)) is not None:
+            return inner
         found = f"a folder with {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" if names else "an empty folder"
         hint = f"It is a job's run folder: evergrad checkpoints ls {probe.path}" if "job.json" in names else ""
         return UnknownFormat(probe.path, "no checkpoint recognised", expected=known, found=found, hint=hint)
     if not probe.head:
         return UnknownFormat(probe.path, "is empty", expected=known, found="0 bytes")
-    if b"ustar" in probe.head[250:270]:
-        hint = "PyTorch's tar format of 2016? Load it with torch and save it again."
-        return UnknownFormat(probe.path, "no checkpoint recognised", expected=known, found="a tar file", hint=hint)
     return UnknownFormat(
         probe.path, "no checkpoint recognised", expected=known, found=f"a file that begins {probe.head[:8].hex(' ')}"
     )

@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError
 from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
+from evergrad.formats.contract import (
+    Bits,
+    Checkpoint,
+    Format,
+    OtherTensor,
+    Probe,
+    aliases_of,
+    blocks,
+    digest,
+    losses_of,
+    read_blocks,
+    refuse_losses,
+)
 from evergrad.formats.data_file import DataFile, closed_on_error
 from evergrad.formats.region import Region
-from evergrad.records import TensorInfo
-from evergrad.state import Placement, Skeleton
+from evergrad.records import MAX_AXES, Check, TensorInfo
+from evergrad.state import Placement, Skeleton, role_of
 from evergrad.state.sharing import contiguous_strides
 
 __all__ = ["Safetensors"]
@@ -89,12 +103,18 @@ class Safetensors(Format):
 
 def _open(path: Path, file: DataFile) -> Checkpoint:
     header, start = _read_header(path, file)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # MLX writes null
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise DamagedFile(path, "__metadata__ is not a table of strings")
     true_types, aliases, skeleton = _own_notes(path, metadata)
+    if not (true_types or aliases or skeleton or ELSEWHERE_KEY in metadata):
+        plain = _plain(path, file, header, start, metadata)
+        if plain is not None:
+            return plain
     regions: dict[str, Region] = {}
     others: dict[str, str] = {}
+    elsewhere: dict[str, object] = {}
     for name, entry in header.items():
         region = _region(path, file, name, entry, start, true_types.get(name))
         if isinstance(region, Region):
@@ -105,10 +125,11 @@ def _open(path: Path, file: DataFile) -> Checkpoint:
         if name not in regions or alias in regions:
             raise DamagedFile(path, f"{alias!r} is said to be {name!r}, and one of them contradicts that")
         regions[alias] = regions[name]
-    for name in _elsewhere(path, metadata):
+    for name, note in _elsewhere(path, metadata).items():
         if name in regions or name in others:
             raise DamagedFile(path, f"{name!r} is said to be elsewhere, and is here")
-        others[name] = "a tensor that another rank's shard holds"
+        others[name] = OtherTensor("a tensor that another rank's shard holds")
+        elsewhere[name] = note
     if skeleton is not None and (wrong := skeleton.tensor_names() ^ (regions.keys() | others.keys())):
         raise DamagedFile(path, f"the skeleton in the metadata and the header disagree on {min(wrong)!r}")
     _check_no_overlap(path, {name: region for name, region in regions.items() if name not in aliases})
@@ -120,9 +141,86 @@ def _open(path: Path, file: DataFile) -> Checkpoint:
         skeleton.roles if skeleton else None,
     )
     notes = {key: value for key, value in metadata.items() if not key.startswith("evergrad.")}
+
+    def fingerprint(name: str) -> str:
+        if name in elsewhere:
+            return digest((others[name], elsewhere[name]), ())
+        begin, end = header[name]["data_offsets"]
+        what = (header[name]["dtype"], header[name]["shape"])
+        return digest(what, read_blocks(file, start + begin, end - begin))
+
+    def check_other(name: str) -> Check:
+        return Check.OK if name in elsewhere else Check.UNKNOWN  # no byte of it is here that could be wrong
+
+    def check_container() -> Mapping[str, Check]:
+        wrong = _layout_error(header, file.size - start)
+        return {f"header: {wrong}, which the safetensors library refuses": Check.FAILED} if wrong else {}
+
     return AddressedCheckpoint(
-        Safetensors.name, path, tensors, regions.__getitem__, file, skeleton=skeleton, others=others, metadata=notes
+        Safetensors.name,
+        path,
+        tensors,
+        regions.__getitem__,
+        file,
+        skeleton=skeleton,
+        others=others,
+        metadata=notes,
+        check_container=check_container,
+        fingerprint=fingerprint,
+        check_other=check_other,
     )
+
+
+def _layout_error(header: dict[str, Any], data_bytes: int) -> str:
+    """The first place where tensors do not follow each other without a gap, from the first data byte to the last."""
+    reach, before = 0, ""
+    for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+        if begin > reach:
+            return f"{_bytes(begin - reach)} before {name!r} belong to no tensor"
+        if begin < reach:
+            return f"{name!r} begins within {before!r}"
+        reach, before = end, name
+    rest = data_bytes - reach
+    return f"{_bytes(rest)} after the last tensor belong to no tensor" if rest else ""
+
+
+def _bytes(count: int) -> str:
+    return f"{count} byte{'s' if count != 1 else ''}"
+
+
+def _plain(
+    path: Path, file: DataFile, header: dict[str, Any], start: int, metadata: dict[str, str]
+) -> Checkpoint | None:
+    """A file as the library writes it, checked all at once; None if anything is unusual, and has to be named."""
+    try:
+        shapes = [tuple(entry["shape"]) for entry in header.values()]
+        dtypes = [DTYPES[entry["dtype"]] for entry in header.values()]
+        places = [entry["data_offsets"] for entry in header.values()]
+        if not {type(n) for n in chain.from_iterable(chain(shapes, places))} <= {int}:
+            return None
+        sizes = {shape: math.prod(shape) for shape in set(shapes)}
+        # The longest empty shape that torch has; others are as long as their data.
+        if any(len(s) > MAX_AXES or min(s, default=0) < 0 or math.prod(n or 1 for n in s) >= 1 << 59 for s in sizes):
+            return None
+        lengths = np.array([sizes[s] * d.itemsize for s, d in zip(shapes, dtypes, strict=True)], np.int64)
+        ends = np.array(places, np.int64).reshape(-1, 2)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if np.any(ends < 0) or np.any(ends[:, 1] - ends[:, 0] != lengths) or np.any(ends[:, 1] > file.size - start):
+        return None
+    order = ends[np.lexsort((ends[:, 1], ends[:, 0]))]
+    if np.any(order[:, 0] != np.append(0, order[:-1, 1])) or file.size - start != (order[-1, 1] if len(order) else 0):
+        return None
+    tensors = {
+        name: TensorInfo(name, shape, dtype, role_of(name, is_float=dtype.is_float, rank=len(shape)), length)
+        for name, shape, dtype, length in zip(header, shapes, dtypes, lengths.tolist(), strict=True)
+    }
+    begins = dict(zip(header, (ends[:, 0] + start).tolist(), strict=True))
+
+    def locate(name: str) -> Region:
+        return Region(file, begins[name], tensors[name].shape, tensors[name].dtype)
+
+    return AddressedCheckpoint(Safetensors.name, path, tensors, locate, file, metadata=metadata)
 
 
 def _read_header(path: Path, file: DataFile) -> tuple[dict[str, Any], int]:
@@ -132,7 +230,10 @@ def _read_header(path: Path, file: DataFile) -> tuple[dict[str, Any], int]:
     if 8 + length > file.size:
         raise DamagedFile(path, "header is cut short", expected=f"{length} bytes", found=max(0, file.size - 8))
     try:
-        header = json.loads(file.read(8, length), object_pairs_hook=_without_duplicates)
+        text = file.read(8, length)
+        header = json.loads(text, parse_constant=_no_constant)
+        if not _surely_without_duplicates(text, header):
+            header = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedFile(path, f"header is not JSON: {error}") from None
     if not isinstance(header, dict):
@@ -140,11 +241,26 @@ def _read_header(path: Path, file: DataFile) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
+def _surely_without_duplicates(text: bytes, header: Any) -> bool:
+    """True if a header has as many keys as its text has colons behind quotes; False if that cannot be told so."""
+    if not isinstance(header, dict) or not all(type(entry) is dict for entry in header.values()):
+        return False
+    # Within a string a quote follows a backslash, so text that looks like a key only makes the count larger.
+    keys = len(header) + sum(map(len, header.values()))
+    codes = np.frombuffer(text, np.uint8)
+    behind = codes[1:][codes[:-1] == ord('"')]
+    return not np.any(behind <= ord(" ")) and np.count_nonzero(behind == ord(":")) == keys
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
-    if len(table) != len(pairs):  # the library refuses such a file, too
+    if len(table) != len(pairs):  # the library takes the last one; which bytes are meant cannot be known
         raise ValueError("a name comes twice")
     return table
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _region(path: Path, file: DataFile, name: str, entry: Any, start: int, true_type: Any) -> Region | str:
@@ -153,13 +269,15 @@ def _region(path: Path, file: DataFile, name: str, entry: Any, start: int, true_
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise DamagedFile(path, f"{name!r}: header entry without dtype, shape and data_offsets") from None
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)) or begin > end or len(shape) > 64:
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)) or begin > end:
         raise DamagedFile(path, f"{name!r}: impossible shape {shape!s:.80} or offsets {begin!s:.40}, {end!s:.40}")
+    if len(shape) > MAX_AXES:
+        raise LimitExceeded(path, f"{name!r}: number of axes", expected=f"at most {MAX_AXES}", found=len(shape))
     if start + end > file.size:
         raise DamagedFile(path, f"{name!r}: data lies beyond the end", expected=f"{start + end} bytes", found=file.size)
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        return f"a tensor of {code!s:.40}, which is not served"
+        return OtherTensor(f"a tensor of {code!s:.40}, which is not served")
     if true_type is not None:
         dtype, shape = DType(true_type[0]), tuple(int(n) for n in true_type[1])
     if math.prod(shape) * dtype.itemsize != end - begin:
@@ -199,11 +317,11 @@ def _own_notes(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], di
     return true_types, aliases, skeleton
 
 
-def _elsewhere(path: Path, metadata: dict[str, str]) -> list[str]:
-    """Tensors of the state that were left to another shard of the same version."""
+def _elsewhere(path: Path, metadata: dict[str, str]) -> dict[str, object]:
+    """Tensors of the state that were left to another shard of the same version, with what is noted of each."""
     try:
         noted = json.loads(metadata.get(ELSEWHERE_KEY, "{}"))
-        return [*noted.get("tensors", {}), *noted.get("aliases", {})]
+        return {**noted.get("tensors", {}), **noted.get("aliases", {})}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(path, f"notes in the metadata are damaged: {error}") from None
 

@@ -17,19 +17,20 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent
 from evergrad.formats.castagnoli import crc32c, masked, unmasked
-from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.contract import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
 from evergrad.formats.crc import CRC32C
-from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size
+from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size, open_file
 from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint, fill
 from evergrad.formats.region import Region
 from evergrad.formats.sstable import MAGIC, Table
-from evergrad.formats.tensorflow_index import Stored, box_of, read_entry, read_header, slice_key
+from evergrad.formats.tensorflow_index import Stored, box_of, read_entry, read_header, slice_key, strings_checksum
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import role_of
 
 __all__ = ["TensorFlow", "index_of_prefix"]
 
 INDEX = ".index"
+_GRAPHS = ("saved_model.pb", "saved_model.pbtxt")
 _DATA = re.compile(r"(.+)\.data-\d{5}-of-\d{5}")
 _BLOCK = 1 << 22
 # Keras optimizers hold the model's parameters, and come before the model in the alphabet of ways to them.
@@ -42,14 +43,18 @@ _DTYPES = {
     19: DType.FLOAT16, 22: DType.UINT32, 23: DType.UINT64, 24: DType.FLOAT8_E5M2, 25: DType.FLOAT8_E4M3FN,
     26: DType.FLOAT8_E4M3FNUZ, 28: DType.FLOAT8_E5M2FNUZ,
 }  # fmt: skip
+_STRINGS = 7
 _OTHERS = {
-    7: "strings", 11: "qint8", 12: "quint8", 13: "qint32", 15: "qint16", 16: "quint16", 20: "a resource",
+    _STRINGS: "strings", 11: "qint8", 12: "quint8", 13: "qint32", 15: "qint16", 16: "quint16", 20: "a resource",
     21: "a variant", 27: "float8_e4m3b11fnuz", 29: "int4", 30: "uint4", 31: "int2", 32: "uint2",
 }  # fmt: skip
 
 
 class TensorFlow(Format):
-    """What `tf.train.Checkpoint` and `Model.save_weights` write; opened by prefix, index file or folder."""
+    """What `tf.train.Checkpoint` and `Model.save_weights` write; opened by prefix, index file or folder.
+
+    The folder of a SavedModel is opened as the checkpoint of its variables; its graph is left alone.
+    """
 
     name = "tensorflow"
 
@@ -57,6 +62,8 @@ class TensorFlow(Format):
         """A table's magic number at the end of a file, or a folder with an index and its data."""
         if not probe.is_folder:
             return _is_table(probe.path)
+        if probe.names & set(_GRAPHS):
+            return True
         stems = {name.removesuffix(INDEX) for name in probe.names if name.endswith(INDEX)}
         if "checkpoint" in probe.names and stems:
             return True
@@ -64,16 +71,35 @@ class TensorFlow(Format):
 
     def open(self, path: Path) -> Checkpoint:
         """Read the index, and the size of every data file that it names."""
+        if path.is_dir() and (graph := next((name for name in _GRAPHS if (path / name).is_file()), None)):
+            return _open_saved_model(path, graph)
         index = _index_in(path) if path.is_dir() else path
         if index.suffix != INDEX:
             hint = "Give it back the name under which TensorFlow wrote it."
             raise FileAccessError(index, "is an index whose name does not tell its data files", hint=hint)
-        table = Table(index)
-        try:
-            return _open(index, table)
-        except BaseException:
-            table.file.close()
-            raise
+        return _open_index(index)
+
+
+def _open_index(index: Path) -> Checkpoint:
+    table = Table(index)
+    try:
+        return _open(index, table)
+    except BaseException:
+        table.file.close()
+        raise
+
+
+def _open_saved_model(folder: Path, graph: str) -> Checkpoint:
+    """The variables of a SavedModel."""
+    index = folder / "variables" / f"variables{INDEX}"
+    if not index.is_file():
+        hint = "Is the download complete? A model without variables holds no tensors here."
+        raise FileAccessError(folder, f"is a SavedModel without variables/{index.name}", hint=hint)
+    checkpoint = _open_index(index)
+    with file_errors(folder):
+        beside = sorted(child.name for child in folder.iterdir() if child.name not in (graph, "variables"))
+    checkpoint.unkept = {graph: "the graph of a SavedModel", **dict.fromkeys(beside, "a part of a SavedModel")}
+    return checkpoint
 
 
 def index_of_prefix(path: Path) -> Path | None:
@@ -160,6 +186,22 @@ def _open(index: Path, table: Table) -> Checkpoint:
     def check_container() -> Mapping[str, Check]:
         return {f"{index.name} block {number}": table.check(block) for number, block in enumerate(table.blocks)}
 
+    def fingerprint(name: str) -> str | None:
+        entry = stored.get(name.encode("utf-8"))
+        if entry is None or entry.slices:
+            return None
+        return digest((entry.dtype, entry.shape), read_blocks(files.data(entry.shard), entry.offset, entry.size))
+
+    def check_other(name: str) -> Check:
+        entry = stored.get(name.encode("utf-8"))
+        if entry is None or entry.slices or entry.crc is None:
+            return Check.UNKNOWN
+        file = files.data(entry.shard)
+        if entry.dtype != _STRINGS:
+            return Check.of(_EntrySeal(table, file, entry).holds())
+        crc = unmasked(int.from_bytes(table.file.read(entry.crc, 4), "little"))
+        return Check.of(strings_checksum(file.read(entry.offset, entry.size), math.prod(entry.shape)) == crc)
+
     return PiecewiseCheckpoint(
         TensorFlow.name,
         index,
@@ -168,6 +210,8 @@ def _open(index: Path, table: Table) -> Checkpoint:
         files,
         others=others,
         check_container=check_container,
+        fingerprint=fingerprint,
+        check_other=check_other,
         beside=[files.path(shard) for shard in sorted({entry.shard for entry in stored.values() if not entry.slices})],
     )
 
@@ -188,7 +232,8 @@ def _sort(
             raise DamagedFile(index, f"names {name[:80]!r} twice")
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
-            others[name] = f"a tensor of {_OTHERS.get(entry.dtype, f'unknown type {entry.dtype}')}"
+            what = f"a tensor of {_OTHERS.get(entry.dtype, f'unknown type {entry.dtype}')}"
+            others[name] = what if entry.dtype == _STRINGS else OtherTensor(what)
             continue
         parts = [(Box((0,) * len(entry.shape), entry.shape), entry)]
         if entry.slices:
@@ -261,7 +306,7 @@ def _index_in(folder: Path) -> Path:
         found = sorted(child for child in folder.iterdir() if child.name.endswith(INDEX) and child.is_file())
         text = b""
         if latest.is_file():
-            with latest.open("rb") as file:
+            with open_file(latest) as file:
                 text = file.read(1 << 16)
     if match := _LATEST.search(text):
         named = codecs.escape_decode(match[1])[0].decode("utf-8", "replace")
@@ -277,7 +322,7 @@ def _index_in(folder: Path) -> Path:
 
 
 def _is_table(path: Path) -> bool:
-    with file_errors(path), path.open("rb") as file:
+    with file_errors(path), open_file(path) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - len(MAGIC)))
         return file.read() == MAGIC

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from evergrad.errors import DamagedFile
+from evergrad.formats.castagnoli import crc32c, masked
 from evergrad.formats.pieces import Box
 from evergrad.formats.sstable import Block, Entry, fields
+from evergrad.records import MAX_AXES
 
-__all__ = ["Stored", "box_of", "read_entry", "read_header", "slice_key"]
+__all__ = ["Stored", "box_of", "read_entry", "read_header", "slice_key", "strings_checksum"]
 
 MAX_SHARDS = 1 << 17
 _ESCAPES = {0x00: b"\0\xff", 0xFF: b"\xff\0"}
@@ -82,7 +86,9 @@ def _shape(data: bytes) -> tuple[int, ...]:
         if number == 2 and isinstance(value, bytes):
             lengths.append(sum(n for what, n, _ in fields(value) if what == 1 and isinstance(n, int)))
     # torch cannot make more, even if one of the lengths is 0.
-    if len(lengths) > 64 or math.prod(max(length, 1) for length in lengths) >= 1 << 62:
+    if len(lengths) > MAX_AXES:
+        raise ValueError(f"a tensor of {len(lengths)} axes (expected at most {MAX_AXES})")
+    if math.prod(max(length, 1) for length in lengths) >= 1 << 62:
         raise ValueError("an impossible shape")
     return tuple(lengths)
 
@@ -132,3 +138,33 @@ def _signed(value: int) -> bytes:
     # As many leading ones as there are bytes; they flip the sign bits, of which there are always enough.
     head = ((1 << length) - 1) << (7 * length)
     return ((value & (1 << 8 * length) - 1) ^ head).to_bytes(length, "big")
+
+
+def strings_checksum(data: bytes, count: int) -> int | None:
+    """The CRC-32C that TensorFlow takes of a tensor of strings; None if the bytes are no such tensor.
+
+    The bytes are the lengths as varints, a masked checksum over the lengths, and the texts. Checksums are taken over
+    lengths of 4 bytes each (8 from 2**32 on) and not over the varints.
+    """
+    if count > len(data):
+        return None
+    position, lengths = 0, bytearray()
+    total = 0
+    for _ in range(count):
+        length = shift = 0
+        while True:
+            if position >= len(data) or shift > 63:
+                return None
+            byte = data[position]
+            position += 1
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        total += length
+        lengths += length.to_bytes(4 if length < 1 << 32 else 8, "little") if length < 1 << 64 else b""
+    crc = crc32c(np.frombuffer(bytes(lengths), np.uint8), 0)
+    noted, texts = data[position : position + 4], data[position + 4 :]
+    if noted != masked(crc).to_bytes(4, "little") or len(texts) != total:
+        return None
+    return crc32c(np.frombuffer(noted + texts, np.uint8), crc)

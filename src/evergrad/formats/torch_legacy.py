@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.data_file import Bytes, DataFile, closed_on_error
 from evergrad.formats.opcodes import PickleError, read_pickle
 from evergrad.formats.region import Region
-from evergrad.formats.torch_objects import PickledTensors, StorageRef, TorchBuilder
+from evergrad.formats.torch_objects import READ_ONLY, PickledArray, PickledTensors, StorageRef, TorchBuilder
 
 __all__ = ["TorchLegacy"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-_HEADS = tuple(bytes([0x80, protocol]) + b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") for protocol in (2, 3, 4, 5))
+# The magic number as the first value of a pickle; from protocol 4 on, a frame may come before it.
+_HEAD = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a" + re.escape(_MAGIC.to_bytes(10, "little")), re.DOTALL)
 _FIRST_READ = 1 << 20
 MAX_PICKLE_BYTES = 1 << 29
 
@@ -28,7 +30,7 @@ class TorchLegacy(Format):
 
     def recognises(self, probe: Probe) -> bool:
         """A pickle of torch's magic number."""
-        return probe.head.startswith(_HEADS)
+        return _HEAD.match(probe.head) is not None
 
     def open(self, path: Path) -> Checkpoint:
         """Read the pickles, then step from storage to storage by their lengths."""
@@ -66,15 +68,25 @@ def open_legacy(path: Path, file: Bytes) -> AddressedCheckpoint:
             raise DamagedFile(path, f"{name}: its storage {ref.storage.key!r} is not in the file")
 
     def locate(name: str) -> Region:
+        if array := pickled.arrays.get(name):
+            file.read(0, 1)  # refuses where the file is closed
+            return Region(PickledArray(path, array), 0, array.shape, array.dtype, array.stride)
         ref = pickled.refs[name]
         start = places[ref.storage.key]
         return Region(file, start + ref.offset, ref.shape, ref.dtype, ref.stride, big_endian)
 
     for name in pickled.refs:
         locate(name).check(name)
-    tensors = describe(pickled.placements)
+    tensors = describe(pickled.placements, read_only=dict.fromkeys(pickled.arrays, READ_ONLY))
     return AddressedCheckpoint(
-        TorchLegacy.name, path, tensors, locate, file, skeleton=pickled.skeleton, others=pickled.others
+        TorchLegacy.name,
+        path,
+        tensors,
+        locate,
+        file,
+        skeleton=pickled.skeleton,
+        others=pickled.others,
+        fingerprint=pickled.fingerprint,
     )
 
 
@@ -109,7 +121,7 @@ def _places(
         if storage is None:
             raise DamagedFile(path, f"storage {key[:40]!r} has data but no tensor")
         count = int.from_bytes(file.read(start, 8), "big" if big_endian else "little", signed=True)
-        item = storage.dtype.itemsize if storage.dtype else 1
+        item = storage.itemsize
         if count < 0 or start + 8 + count * item > file.size:
             expected = f"{count * item} bytes"
             raise DamagedFile(

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from evergrad.dtypes import DType
+from evergrad.errors import StateError, UnsupportedContent
+from evergrad.formats.contract import OtherTensor, TensorAttributes, digest
 from evergrad.formats.opcodes import Global, PickleError, check_key
-from evergrad.state import Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
+from evergrad.records import MAX_AXES
+from evergrad.state import InlineArray, Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
 from evergrad.state.encoding import array_node, numpy_scalar_node
 from evergrad.state.sharing import contiguous_strides
 from evergrad.state.tree import EXTRA
 
-__all__ = ["PickledTensors", "StorageRef", "TensorRef", "TorchBuilder"]
+__all__ = ["READ_ONLY", "PickledArray", "PickledTensors", "StorageRef", "TensorRef", "TorchBuilder"]
+
+READ_ONLY = "a NumPy array inside the pickle"
+"""Why arrays of a pickle are read and compared, and not altered."""
+_ARRAY = "numpy.ndarray"
+_COMPILER = re.compile(r"_dynamo|_has_dynamo|_specialize_on$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,24 @@ class StorageRef:
     @property
     def itemsize(self) -> int:
         """Bytes of what `numel` counts."""
-        return self.dtype.itemsize if self.dtype else 1
+        stored = self.stored
+        return stored.itemsize if stored else 1
+
+    @property
+    def stored(self) -> DType | None:
+        """The type in which its bytes can be listed: quantised elements as integers, untyped ones as bytes."""
+        return self.dtype or _RAW_STORAGES.get(self.type_name.rpartition(".")[2])
+
+    @property
+    def opaque(self) -> Opaque:
+        """What stands for it where it is no part of a dense tensor."""
+        stored = self.stored
+        if stored is None:
+            return Opaque(OtherTensor(f"a storage of {self.type_name}"), complete=False)
+        start = self.offset * self.itemsize
+        return Opaque(
+            OtherTensor(f"a storage ({self.type_name})"), {"data": TensorRef(self, stored, start, (self.numel,), (1,))}
+        )
 
 
 class TensorRef(NamedTuple):
@@ -44,17 +73,26 @@ class TensorRef(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    attributes: Mapping[str, Any] | None = None
+    """What the tensor's owner has set on it (`parameter.tag = …`), which is no part of its elements."""
 
 
 @dataclass(slots=True)
 class _NumpyDtype:
     code: str
     order: str = "="
+    state: Any = None
 
-    def to_numpy(self) -> np.dtype[Any]:
+    def to_numpy(self) -> np.dtype[Any] | None:
+        """The type, if it is one of plain numbers or texts."""
         if not re.fullmatch(r"[fiubcSU]\d{1,6}", self.code):
-            raise PickleError(f"NumPy dtype {self.code[:20]!r} is not a plain one")
+            return None
         return np.dtype(("" if self.order in "|=" else self.order) + self.code)
+
+    @property
+    def opaque(self) -> Opaque:
+        """What stands for it where it is a value."""
+        return Opaque("numpy.dtype", {"code": self.code, "state": self.state})
 
 
 class PickledTensors:
@@ -69,13 +107,71 @@ class PickledTensors:
             max_chars=64 * pickle_bytes + (1 << 20),
             live=False,
         )
-        self.refs: Mapping[str, TensorRef] = walked.leaves
-        self.placements = [
-            (Placement(path, ref.storage.key, ref.offset, ref.shape, ref.stride, ref.dtype.itemsize), ref.dtype)
-            for path, ref in self.refs.items()
-        ]
+        leaves = walked.leaves.items()
+        self.refs: Mapping[str, TensorRef] = {path: leaf for path, leaf in leaves if type(leaf) is TensorRef}
+        self.arrays: Mapping[str, InlineArray] = {path: leaf for path, leaf in leaves if type(leaf) is InlineArray}
+        self.placements = [_placement(path, leaf) for path, leaf in leaves]
         self.skeleton = Skeleton(walked.root, find_sharing(place for place, _ in self.placements))
+        self.attributes = {f"{path}@attributes": ref.attributes for path, ref in self.refs.items() if ref.attributes}
         self.others = dict(self.skeleton.objects())
+        self.others.update((name, TensorAttributes(", ".join(held)[:80])) for name, held in self.attributes.items())
+
+    def fingerprint(self, name: str) -> str | None:
+        """A digest of a tensor's attributes; None if there are tensors among them."""
+        try:
+            walked = outline(self.attributes[name], lambda leaf: type(leaf) is TensorRef, max_nodes=10_000, live=False)
+        except (KeyError, StateError):
+            return None
+        return None if walked.leaves else digest(self.others[name], [json.dumps(walked.root).encode()])
+
+
+def _placement(path: str, leaf: TensorRef | InlineArray) -> tuple[Placement, DType]:
+    if type(leaf) is InlineArray:
+        # Arrays that the pickle refers to twice are one; `True` keeps their keys apart from those of storages.
+        key = (True, id(leaf.data))
+        return Placement(path, key, 0, leaf.shape, leaf.stride, leaf.dtype.itemsize), leaf.dtype
+    assert type(leaf) is TensorRef
+    return Placement(path, leaf.storage.key, leaf.offset, leaf.shape, leaf.stride, leaf.dtype.itemsize), leaf.dtype
+
+
+class PickledArray:
+    """The bytes of a NumPy array, as the pickle gives them; altering them would need another pickle."""
+
+    in_place = False
+
+    def __init__(self, path: Path, array: InlineArray) -> None:
+        self.path, self.size, self._data = path, len(array.data), array.data
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes."""
+        return self._data[offset : offset + length]
+
+    def read_into(self, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill the buffer from here on."""
+        buffer[:] = self.view()[offset : offset + len(buffer)]
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """All bytes, to look at."""
+        return np.frombuffer(self._data, np.uint8)
+
+    def now(self, offset: int, length: int) -> bytes:
+        """A few bytes as they are."""
+        return self.read(offset, length)
+
+    def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
+        """Refuse: torch.save writes such bytes as text, whose length depends on them."""
+        raise UnsupportedContent(self.path, f"{READ_ONLY}, which cannot be altered in place")
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Refuse, as `xor` does."""
+        raise UnsupportedContent(self.path, f"{READ_ONLY}, which cannot be altered in place")
+
+    def check_writable(self) -> None:
+        """Refuse, as `xor` does."""
+        raise UnsupportedContent(self.path, f"{READ_ONLY}, which cannot be altered in place")
+
+    def close(self) -> None:
+        """Nothing to let go."""
 
 
 class TorchBuilder:
@@ -105,11 +201,17 @@ class TorchBuilder:
             if known is not None:
                 return known(self, arguments)
             if function.module in ("copyreg", "copy_reg") and arguments and type(arguments[0]) is Global:
-                return Opaque(str(arguments[0]))
+                plain = arguments[1:] in (
+                    (),
+                    (Global("builtins", "object"), None),
+                    (Global("__builtin__", "object"), None),
+                )
+                return Opaque(str(arguments[0]), {} if plain else {"()": arguments[1:]})
             if function.name.startswith("_rebuild_") and function.module.startswith("torch"):
-                return Opaque(f"a torch tensor of another kind ({function.name.removeprefix('_rebuild_')})")
+                kind = function.name.removeprefix("_rebuild_")
+                return Opaque(OtherTensor(f"a torch tensor of another kind ({kind})"), {"()": arguments})
             return Opaque(str(function), {"()": arguments} if arguments else {})
-        return Opaque("a call of something that is no name")
+        return Opaque("a call of something that is no name", complete=False)
 
     def name(self, name: Global) -> Any:
         """A torch dtype is a value; every other name stays a name."""
@@ -124,16 +226,20 @@ class TorchBuilder:
             if type(state) is not dict or state.keys() - {"_metadata"}:
                 setattr(target, EXTRA, True)
         elif type(target) is _NumpyDtype:
+            target.state = state
             if type(state) is tuple and len(state) > 1 and type(state[1]) is str and state[1] in "<>|=":
                 target.order = state[1]
-        elif type(target) is Ready:
-            target.node = _array_from_state(state)
         elif type(target) is Opaque:
+            if target.type_name == _ARRAY and (array := _array_from_state(state)) is not None:
+                target.value = array
+                return target
             for part in state if type(state) is tuple and len(state) == 2 else (state,):
                 if type(part) is dict:
+                    if part.keys() & target.parts.keys():  # an attribute and an item of one name: one can be listed
+                        target.complete = False
                     target.parts.update(part)
                 elif part is not None:
-                    target.parts["state"] = part
+                    target.parts["state" if "state" not in target.parts else "state'"] = part
         return target
 
 
@@ -142,18 +248,26 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: DType | N
         raise PickleError("a tensor without a storage")
     dtype = dtype or storage.dtype
     if dtype is None:
-        return Opaque(f"a tensor on {storage.type_name}")
+        return _other_tensor(f"a tensor on {storage.type_name}", storage, offset, shape, stride)
     if type(offset) is not int or offset < 0:
         raise PickleError("a tensor at an impossible offset")
     start = storage.offset * storage.itemsize + offset * dtype.itemsize
     return TensorRef(storage, dtype, start, _lengths(shape), _lengths(stride))
 
 
+def _other_tensor(what: str, storage: Any, offset: Any, shape: Any, stride: Any, **more: Any) -> Opaque:
+    """A tensor that is not a dense one of a known type, as its storage and what makes a tensor of it."""
+    parts = {"storage": storage, "offset": offset, "shape": shape, "stride": stride, **more}
+    return Opaque(OtherTensor(what), parts)
+
+
 def _lengths(value: Any) -> tuple[int, ...]:
     if type(value) is Ready and isinstance(value.node, dict):
         node: Any = value.node.get("torch.Size")
         value = tuple(node) if isinstance(node, list) else None
-    if type(value) is tuple and len(value) <= 64:
+    if type(value) is tuple and len(value) > MAX_AXES:
+        raise PickleError(f"a tensor of {len(value)} axes (expected at most {MAX_AXES})")
+    if type(value) is tuple:
         for length in value:
             if type(length) is not int or not 0 <= length < 1 << 62:
                 break
@@ -171,28 +285,95 @@ def _rebuild_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
 def _rebuild_tensor_v2(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     storage, offset, shape, stride, *rest = arguments
     if len(rest) > 2 and rest[2]:  # metadata: bits that change what the numbers mean
-        return Opaque("a torch tensor with a lazy conjugate or negative bit")
+        return _lazy_tensor(_tensor(storage, offset, shape, stride), rest[2])
     return _tensor(storage, offset, shape, stride)
+
+
+def _lazy_tensor(data: Any, metadata: Any) -> Opaque:
+    what = OtherTensor("a torch tensor with a lazy conjugate or negative bit")
+    return Opaque(what, {"data": data, "metadata": metadata})
 
 
 def _rebuild_tensor_v3(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     storage, offset, shape, stride, _grad, _hooks, dtype, *rest = arguments
-    if rest and rest[0]:
-        return Opaque("a torch tensor with a lazy conjugate or negative bit")
     name = dtype.node["torch.dtype"] if type(dtype) is Ready and type(dtype.node) is dict else dtype.name
     known = DType.named(name)
-    return _tensor(storage, offset, shape, stride, known) if known else Opaque(f"a tensor of torch.{name}")
+    if known is None:
+        more = {"metadata": rest[0]} if rest and rest[0] else {}
+        return _other_tensor(f"a tensor of torch.{name}", storage, offset, shape, stride, **more)
+    tensor = _tensor(storage, offset, shape, stride, known)
+    return _lazy_tensor(tensor, rest[0]) if rest and rest[0] else tensor
+
+
+def _rebuild_qtensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
+    """A quantised tensor: its integers, listed as a tensor, and how they become floats."""
+    storage, offset, shape, stride, quantizer, *_rest = arguments
+    if type(storage) is not StorageRef or type(quantizer) is not tuple:
+        raise PickleError("a quantised tensor without a storage or without a quantizer")
+    scheme, *scales = quantizer
+    how = {"qscheme": scheme.name if type(scheme) is Global else scheme, "quantizer": tuple(scales)}
+    kind = storage.type_name.rpartition(".")[2].removesuffix("Storage").lower()
+    what = f"a quantised tensor ({kind})"
+    if storage.stored is None or kind in ("quint4x2", "quint2x4"):  # several elements in a byte
+        return _other_tensor(what, storage, offset, shape, stride, **how)
+    return Opaque(OtherTensor(what), {"int_repr": _tensor(storage, offset, shape, stride, storage.stored), **how})
+
+
+def _rebuild_sparse_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
+    """A sparse tensor: its indices and values, each listed as a tensor."""
+    layout, data = arguments
+    kind = layout.rpartition(".sparse_")[2] if type(layout) is str else ""
+    names = _SPARSE.get(kind)
+    if names is None or type(data) is not tuple or len(data) > len(names):
+        return Opaque(OtherTensor("a sparse tensor"), {"layout": layout, "()": data})
+    parts = {"layout": layout, **dict(zip(names, data, strict=False))}
+    return Opaque(OtherTensor(f"a sparse tensor ({kind.upper()})"), parts)
+
+
+def _rebuild_nested_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
+    """A nested tensor: one buffer, and the sizes of those in it."""
+    names = ("buffer", "sizes", "strides", "storage_offsets")
+    if len(arguments) != len(names):
+        return Opaque(OtherTensor("a nested tensor"), {"()": arguments})
+    return Opaque(OtherTensor("a nested tensor"), dict(zip(names, arguments, strict=True)))
+
+
+def _layout(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
+    if len(arguments) == 1 and type(arguments[0]) is str:
+        return arguments[0]
+    return Opaque("torch.layout", {"()": arguments})
 
 
 def _first_argument(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     return arguments[0]
 
 
+def _rebuild_parameter_with_state(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
+    return _with_attributes(arguments[0], arguments[3] if len(arguments) > 3 else None)
+
+
+def _with_attributes(tensor: Any, state: Any) -> Any:
+    """The tensor with what was set on it; what torch.compile leaves there says nothing."""
+    if type(tensor) is not TensorRef:
+        return tensor
+    held: dict[str, Any] = {}
+    for part in state if type(state) is tuple and len(state) == 2 else (state,):
+        if type(part) is dict:
+            held.update((str(key), value) for key, value in part.items() if not _COMPILER.match(str(key)))
+        elif part is not None:
+            held["state"] = part
+    return tensor._replace(attributes=held) if held else tensor
+
+
 def _rebuild_from_type(builder: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
-    function, _type, inner, *_ = arguments
+    function, _type, inner, *rest = arguments
     if type(inner) is not tuple:
         raise PickleError("a tensor subclass without arguments")
-    return builder.call(function, inner)
+    tensor = builder.call(function, inner)
+    if not rest:
+        return tensor
+    # A subclass that wraps tensors keeps them among its attributes.
+    return builder.set_state(tensor, rest[0]) if type(tensor) is Opaque else _with_attributes(tensor, rest[0])
 
 
 def _ordered_dict(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
@@ -208,35 +389,51 @@ def _ordered_dict(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
 
 def _numpy_dtype(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     code = arguments[0]
-    return _NumpyDtype(code) if type(code) is str else Opaque("numpy.dtype")
+    return _NumpyDtype(code) if type(code) is str else Opaque("numpy.dtype", {"()": arguments})
 
 
 def _numpy_scalar(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
-    dtype, data = arguments
-    if type(dtype) is not _NumpyDtype or type(data) is not bytes:
-        return Opaque("numpy.scalar")
-    return Ready(numpy_scalar_node(np.frombuffer(data, dtype.to_numpy())[0]))
+    dtype, data = arguments if len(arguments) == 2 else (None, None)
+    kind = dtype.to_numpy() if type(dtype) is _NumpyDtype else None
+    if kind is None or type(data) is not bytes:
+        return Opaque("numpy.scalar", {"()": arguments})
+    return Ready(numpy_scalar_node(np.frombuffer(data, kind)[0]))
 
 
 def _numpy_from_buffer(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     data, dtype, shape, order = arguments
-    if type(data) is not bytes:
-        return Opaque("numpy.ndarray")
-    return Ready(_array_from_state((1, shape, dtype, order == "F", data)))
+    array = _array_from_state((1, shape, dtype, order == "F", data))
+    return Opaque(_ARRAY, {"()": arguments}) if array is None else array
 
 
-def _array_from_state(state: Any) -> Any:
-    if type(state) is not tuple or len(state) != 5 or type(state[2]) is not _NumpyDtype or type(state[4]) is not bytes:
-        return {"object": "numpy.ndarray", "parts": []}
-    array = np.frombuffer(state[4], state[2].to_numpy()).reshape(_lengths(state[1]), order="F" if state[3] else "C")
-    return array_node(array)
+def _reconstruct(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
+    """An array of which `set_state` is told the rest."""
+    kind = str(arguments[0]) if arguments and type(arguments[0]) is Global else _ARRAY
+    return Opaque(_ARRAY if kind in ("numpy.matrix", "numpy.memmap") else kind)
+
+
+def _array_from_state(state: Any) -> InlineArray | Ready | None:
+    """The array, if its elements are numbers (a leaf) or texts (a value)."""
+    if type(state) is not tuple or len(state) != 5 or type(state[2]) is not _NumpyDtype:
+        return None
+    kind, data = state[2].to_numpy(), bytes(state[4]) if type(state[4]) is bytearray else state[4]
+    if kind is None or type(data) is not bytes:
+        return None
+    shape = _lengths(state[1])
+    dtype = DType.of_numpy(kind)
+    if dtype is None or not kind.isnative:
+        return Ready(array_node(np.frombuffer(data, kind).reshape(shape, order="F" if state[3] else "C")))
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise PickleError(f"a NumPy array of shape {shape!s:.80} over {len(data)} bytes")
+    stride = tuple(reversed(contiguous_strides(shape[::-1]))) if state[3] else contiguous_strides(shape)
+    return InlineArray(data, dtype, shape, stride)
 
 
 def _encode(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     """`_codecs.encode(text, "latin1")`: how old protocols write bytes."""
     if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] == "latin1":
         return arguments[0].encode("latin-1")
-    return Opaque("_codecs.encode")
+    return Opaque("_codecs.encode", {"()": arguments})
 
 
 def _plain(kind: Callable[..., Any]) -> Callable[[TorchBuilder, tuple[Any, ...]], Any]:
@@ -266,7 +463,7 @@ def _torch_size(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
 
 def _torch_device(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     if not all(type(part) in (str, int) for part in arguments):
-        return Opaque("torch.device")
+        return Opaque("torch.device", {"()": arguments})
     return Ready({"torch.device": ":".join(str(part) for part in arguments)})
 
 
@@ -285,12 +482,34 @@ _STORAGES: dict[str, DType] = {
     "ComplexFloatStorage": DType.COMPLEX64,
 }
 
+# Storages whose elements are not ours, but whose bytes can be listed as these.
+_RAW_STORAGES: dict[str, DType] = {
+    "QInt8Storage": DType.INT8,
+    "QUInt8Storage": DType.UINT8,
+    "QInt32Storage": DType.INT32,
+    "QUInt4x2Storage": DType.UINT8,
+    "QUInt2x4Storage": DType.UINT8,
+    "UntypedStorage": DType.UINT8,
+}
+_SPARSE = {
+    "coo": ("indices", "values", "size", "is_coalesced"),
+    "csr": ("crow_indices", "col_indices", "values", "size"),
+    "bsr": ("crow_indices", "col_indices", "values", "size"),
+    "csc": ("ccol_indices", "row_indices", "values", "size"),
+    "bsc": ("ccol_indices", "row_indices", "values", "size"),
+}
+
 _CALLS: dict[tuple[str, str], Callable[[TorchBuilder, tuple[Any, ...]], Any]] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    ("torch._utils", "_rebuild_qtensor"): _rebuild_qtensor,
+    ("torch._utils", "_rebuild_sparse_tensor"): _rebuild_sparse_tensor,
+    ("torch._utils", "_rebuild_sparse_csr_tensor"): _rebuild_sparse_tensor,
+    ("torch._utils", "_rebuild_nested_tensor"): _rebuild_nested_tensor,
+    ("torch.serialization", "_get_layout"): _layout,
     ("torch._utils", "_rebuild_parameter"): _first_argument,
-    ("torch._utils", "_rebuild_parameter_with_state"): _first_argument,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter_with_state,
     ("torch._tensor", "_rebuild_from_type"): _rebuild_from_type,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch", "Size"): _torch_size,
@@ -303,7 +522,7 @@ for _module in ("builtins", "__builtin__"):
     for _kind in (set, frozenset, complex, bytes, bytearray):
         _CALLS[_module, _kind.__name__] = _plain(_kind)
 for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-    _CALLS[_module, "_reconstruct"] = lambda _builder, _arguments: Ready({"object": "numpy.ndarray", "parts": []})
+    _CALLS[_module, "_reconstruct"] = _reconstruct
     _CALLS[_module, "scalar"] = _numpy_scalar
 for _module in ("numpy.core.numeric", "numpy._core.numeric"):
     _CALLS[_module, "_frombuffer"] = _numpy_from_buffer

@@ -8,11 +8,12 @@ from pathlib import Path
 from evergrad.errors import DamagedFile, StateError, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.archive import Archive
+from evergrad.formats.collector import uncollected
 from evergrad.formats.contract import Checkpoint, Format, Probe, losses_of, refuse_losses
 from evergrad.formats.data_file import Bytes, closed_on_error
 from evergrad.formats.opcodes import PickleError, read_pickle
 from evergrad.formats.region import Region
-from evergrad.formats.torch_objects import PickledTensors, TensorRef, TorchBuilder
+from evergrad.formats.torch_objects import READ_ONLY, PickledArray, PickledTensors, TensorRef, TorchBuilder
 from evergrad.formats.zip_directory import first_name
 from evergrad.records import Check
 from evergrad.state import Skeleton, unflatten
@@ -48,17 +49,20 @@ class TorchZip(Format):
         return losses_of(source)
 
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
-        """Write through `torch.save` itself."""
+        """Write through `torch.save` itself, straight from the source's pages where that can be."""
         import torch
 
         if tensors_only:
-            tensors = {name: source.read(name) for name in source.tensors}
+            tensors = {name: source.borrow(name) for name in source.tensors}
             state: object = unflatten(tensors, Skeleton.of_names(tensors))  # nested, so that the names stay the same
         else:
             refuse_losses(source.path, self.name, self.losses(source))
-            state = source.state()
+            state = source.borrowed_state()
         try:
-            with path.open("wb") as out:  # by its path, torch would write the temporary name into the archive
+            with (
+                uncollected(),
+                path.open("wb") as out,
+            ):  # by its path, torch would write the temporary name into the archive
                 torch.save(state, out)
         except RuntimeError as error:  # how torch reports a write that failed
             raise OSError(f"torch.save: {error}") from error
@@ -89,6 +93,10 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
         return f"{prefix}data/{ref.storage.key}"
 
     def locate(name: str) -> Region:
+        if array := pickled.arrays.get(name):
+            archive.file.read(0, 1)  # refuses where the file is closed
+            held = PickledArray(path, array)
+            return Region(held, 0, array.shape, array.dtype, array.stride, seal=archive.seal(program))
         ref = pickled.refs[name]
         member = archive.members[record(ref)]
         source: Bytes = archive.inflate(member) if member.method else archive.file
@@ -102,7 +110,7 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
 
     for name, ref in pickled.refs.items():
         _check_record(path, archive, name, ref, record(ref))
-    tensors = describe(pickled.placements)
+    tensors = describe(pickled.placements, read_only=dict.fromkeys(pickled.arrays, READ_ONLY))
     return AddressedCheckpoint(
         TorchZip.name,
         path,
@@ -112,6 +120,8 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
         skeleton=pickled.skeleton,
         others=pickled.others,
         check_container=check_container,
+        fingerprint=pickled.fingerprint,
+        check_other=lambda name: archive.check([program])[program.name],
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.contract import Bits, Checkpoint, Progress
+from evergrad.formats.contract import Bits, Checkpoint, Progress, choose
 from evergrad.formats.outliers import Findings, Worst, examine
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Check, Json
-from evergrad.state import Where, select
+from evergrad.state import Where
 
 __all__ = ["TensorVerdict", "Verification", "verify"]
 
@@ -66,13 +66,18 @@ class Verification:
     format: str
     tensors: tuple[TensorVerdict, ...]
     container: Mapping[str, Check]
+    others: Mapping[str, Check] = field(default_factory=dict)
+    """Content that is listed and not read, by name: what its checksum says, `unknown` where it has none."""
+    unverified: Mapping[str, str] = field(default_factory=dict)
+    """The part of `others` of which nothing could be checked, by name, with what it is."""
 
     @property
     def verdict(self) -> Check:
         """The worst of all: `failed`, `degraded`, `unknown` (nothing wrong, not all had a checksum), `ok`."""
-        if not self.tensors and not self.container:
+        if not self.tensors and not self.container and not self.others:
             return Check.UNKNOWN  # nothing was checked
-        return _worst_of(*(tensor.verdict for tensor in self.tensors), *self.container.values())
+        checks = (*self.container.values(), *self.others.values())
+        return _worst_of(*(tensor.verdict for tensor in self.tensors), *checks)
 
     @property
     def wrong(self) -> tuple[TensorVerdict, ...]:
@@ -93,6 +98,8 @@ class Verification:
             "verdict": self.verdict.value,
             "tensors": [tensor.to_json() for tensor in self.tensors],
             "container": {part: check.value for part, check in self.container.items()},
+            **({"others": {name: check.value for name, check in self.others.items()}} if self.others else {}),
+            **({"unverified": dict(self.unverified)} if self.unverified else {}),
         }
 
 
@@ -103,14 +110,15 @@ def verify(
 
     Tensor after tensor the container's checksum is computed, then the values are looked at: where there is a
     checksum, the bytes are read twice, the second time from the page cache. Memory stays bounded whatever the
-    tensors' size. `where` limits it to a selection. What the values cannot show, a flip of a low bit in a format
-    without checksums, is not found: such tensors are `unknown`, never `ok`.
+    tensors' size. `where` limits it to a selection. What is listed and not read (`ck.unread`) is checked by its
+    checksum; where it has none, it is named in `unverified`. What the values cannot show, a flip of a low bit in a
+    format without checksums, is not found: such tensors are `unknown`, never `ok`.
 
     >>> verify("model.safetensors").wrong                               # doctest: +SKIP
     """
     with ExitStack() as stack:
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else stack.enter_context(open_checkpoint(checkpoint))
-        names = select(opened.tensors, where)
+        names, unread = choose(opened, where)
         total = sum(opened.tensors[name].nbytes for name in names)
         done = 0
         rows: list[TensorVerdict] = []
@@ -119,7 +127,22 @@ def verify(
             rows.append(_verify(opened, name, told))
             done += opened.tensors[name].nbytes
             told(opened.tensors[name].nbytes)
-        return Verification(str(opened.path), opened.format, tuple(rows), dict(opened.container_checks()))
+        others = {name: _check_other(opened, name) for name in unread}
+        return Verification(
+            str(opened.path),
+            opened.format,
+            tuple(rows),
+            dict(opened.container_checks()),
+            others,
+            {name: unread[name] for name, check in others.items() if check is Check.UNKNOWN},
+        )
+
+
+def _check_other(opened: Checkpoint, name: str) -> Check:
+    try:
+        return opened.check_other(name)
+    except (DamagedFile, FileAccessError):
+        return Check.FAILED
 
 
 def _verify(opened: Checkpoint, name: str, told: Callable[[int], None]) -> TensorVerdict:

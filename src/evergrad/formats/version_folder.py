@@ -76,11 +76,21 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
             (only,) = parts.values()
             names: dict[str, tuple[Checkpoint, str]] = {name: (only, name) for name in only.tensors}
             skeleton, others = only.skeleton, {**others, **only.others}
+            other_names: dict[str, tuple[Checkpoint, str]] = {name: (only, name) for name in only.others}
         else:
             folder = by_file(VersionFolder.name, path, parts, others)
             names = {f"{stem}/{name}": (part, name) for stem, part in sorted(parts.items()) for name in part.tensors}
             skeleton = folder.skeleton
-        super().__init__(VersionFolder.name, path, list(parts.values()), names, skeleton=skeleton, others=others)
+            other_names = {f"{stem}/{name}": (part, name) for stem, part in parts.items() for name in part.others}
+        super().__init__(
+            VersionFolder.name,
+            path,
+            list(parts.values()),
+            names,
+            skeleton=skeleton,
+            others=others,
+            other_names=other_names,
+        )
 
     def files(self) -> list[Path]:
         """Every shard, every manifest, `COMMIT.json`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from evergrad.errors import FileAccessError
+from evergrad.formats.data_file import open_file
 from evergrad.formats.version_records import COMMIT, MANIFEST, Record, believed, sound
 
 __all__ = ["following", "is_listed", "sharing"]
@@ -63,6 +65,7 @@ def is_listed(commit: Record | None, manifest: Record) -> bool:
 
 def _names_others(manifest: Path) -> bool:
     try:
-        return _NO_ELSEWHERE not in manifest.read_bytes()
-    except OSError:
+        with open_file(manifest) as file:
+            return _NO_ELSEWHERE not in file.read()
+    except (OSError, FileAccessError):
         return False

@@ -8,6 +8,7 @@ record is altered by putting other digits in place of some; everything else stay
 from __future__ import annotations
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from evergrad.errors import DamagedFile, FormatError, LimitExceeded
-from evergrad.formats.data_file import file_errors
+from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded
+from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import replacing
 from evergrad.formats.rehearsal import rehearsing
 
@@ -34,6 +35,7 @@ __all__ = [
     "believed",
     "is_as_written",
     "is_record",
+    "read_record",
     "record_bytes",
     "shard_name",
     "shard_rank",
@@ -85,11 +87,11 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with file_errors(path):
-            size = path.stat().st_size
+        with file_errors(path), open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             if size > MAX_RECORD_BYTES:
                 raise LimitExceeded(path, "record", expected=f"at most {MAX_RECORD_BYTES} bytes", found=size)
-            data = bytearray(path.read_bytes())
+            data = bytearray(file.read())
         noted = rehearsing()
         if noted is not None and path in noted.files:
             for offset, new in noted.files[path].puts.items():
@@ -223,6 +225,25 @@ def is_as_written(data: bytes) -> bool:
     return data.startswith(PREFIX) and claimed == _hex(data[_BODY:])
 
 
+def read_record(data: bytes) -> dict[str, Any]:
+    """The JSON object of a record; `ValueError` if it is none, or if its own digest does not hold.
+
+    Records of earlier versions that carry no digest are read as they are.
+
+    >>> read_record(record_bytes({"id": "r50"}))["id"], read_record(b'{"id": "r50"}')["id"]
+    ('r50', 'r50')
+    """
+    if data.startswith(PREFIX) and not is_as_written(data):
+        raise ValueError("it is not as it was written")
+    try:
+        found = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object, found {type(found).__name__}")
+    return found
+
+
 def shard_name(rank: int) -> str:
     """What a rank's files are called, before the ending.
 
@@ -258,9 +279,9 @@ def believed(read: Callable[[], T]) -> T | None:
 def is_record(path: Path) -> bool:
     """Whether a file begins as a record does."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(len(PREFIX)) == PREFIX
-    except OSError:
+    except (OSError, FileAccessError):
         return False
 
 

@@ -19,7 +19,7 @@ import xxhash
 from evergrad.errors import FileAccessError
 from evergrad.formats.addressed import AddressedCheckpoint
 from evergrad.formats.contract import Bits
-from evergrad.formats.data_file import file_errors, xor_rows
+from evergrad.formats.data_file import file_errors, open_file, xor_rows
 from evergrad.formats.rehearsal import rehearsing
 from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.version_following import following, is_listed, sharing
@@ -55,6 +55,8 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
             skeleton=inner.skeleton,
             others=inner.others,
             metadata=inner.metadata,
+            fingerprint=inner.fingerprint,
+            check_other=inner.check_other,
         )
         self.manifest = manifest
         self._digests: Mapping[str, Place] | None = None
@@ -92,7 +94,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         if manifest is None:
             return Check.UNKNOWN
         end = manifest.number("data_start")
-        with file_errors(self.path), self.path.open("rb") as file:
+        with file_errors(self.path), open_file(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             if manifest.number("size") != size or not 8 <= end <= size:
                 return Check.FAILED
@@ -200,7 +202,7 @@ def manifest_beside(path: Path) -> Path | None:
 
 
 def _is_ours(shard: Path) -> bool:
-    with file_errors(shard), shard.open("rb") as file:
+    with file_errors(shard), open_file(shard) as file:
         return b'"evergrad.shard"' in file.read(4096)
 
 

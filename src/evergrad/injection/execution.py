@@ -27,6 +27,7 @@ from evergrad.injection.plan import Plan
 from evergrad.injection.rewriting import rewritten
 from evergrad.injection.workplace import Workplace, check_writable, replace_file
 from evergrad.records import Json
+from evergrad.wording import checked_choice
 
 __all__ = ["Digest", "Job", "Outcome", "alter", "prepare"]
 
@@ -55,8 +56,7 @@ class Outcome:
             raise UsageError(
                 "where to? Write a copy (out=…, --out FILE), or alter the file itself (in_place=True, --in-place)"
             )
-        if self.digest not in ("blocks", "full"):
-            raise UsageError(f"digest {self.digest!r}: expected blocks or full")
+        checked_choice("digest", self.digest, ("blocks", "full"))
 
     def check(self, place: Workplace) -> None:
         """Refuse, before anything is written, what cannot be."""

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
+from evergrad.wording import meant
 
 __all__ = ["FIELDS", "Bitspec", "check_bits", "field_of", "places", "width"]
 
@@ -43,7 +44,7 @@ def check_bits(bits: object) -> Bitspec:
     if isinstance(bits, range) and bits and all(0 <= end < 64 for end in (bits[0], bits[-1])):
         return bits
     expected = f"a number from 0 (the sign) to 63, a range such as 1-8, or one of {', '.join(FIELDS)}"
-    raise UsageError(f"bits {asked!r:.60}: expected {expected}")
+    raise UsageError(f"bits {asked!r:.60}: expected {expected}.{meant(str(asked), FIELDS)}")
 
 
 def places(bits: Bitspec, dtype: DType, burst: int = 1) -> list[int]:

@@ -24,6 +24,7 @@ from evergrad.injection.sampling import Amount, Sampling, sample
 from evergrad.injection.workplace import Workplace, exclusive
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
+from evergrad.wording import meant
 
 __all__ = ["Selection", "checked_seed", "dtypes_of", "inject", "items_of", "selection_told", "settings_told"]
 
@@ -120,9 +121,11 @@ def checked_seed(seed: object) -> int:
 
 def dtypes_of(names: Iterable[str]) -> list[DType]:
     """Element types by their names; `UsageError` for one that is none."""
-    found = [DType.named(name) for name in ([names] if isinstance(names, str) else names)]
+    asked = [names] if isinstance(names, str) else list(names)
+    found = [DType.named(name) for name in asked]
     if not found or None in found:
-        raise UsageError(f"dtypes {names!r:.100}: expected one or more of {', '.join(DType)}")
+        hint = f".{meant(str(asked[found.index(None)]), [*DType])}" if None in found else ""
+        raise UsageError(f"dtypes {names!r:.100}: expected one or more of {', '.join(DType)}{hint}")
     return [kind for kind in found if kind is not None]
 
 

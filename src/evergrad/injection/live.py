@@ -90,14 +90,14 @@ class LiveState(Checkpoint):
             self.tensors = {name: replace(info, role=roles.get(name, info.role)) for name, info in named}
         self.skeleton = replace(Skeleton.of_names(self._live), sharing=find_sharing(place for place, _ in places))
 
-    def addresses(self, name: str) -> npt.NDArray[np.int64] | None:
+    def addresses(self, name: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64] | None:
         """The byte of its storage at which each element begins."""
         self._info(name)
         tensor = self._live[name]
         at = np.full(tuple(tensor.shape), tensor.storage_offset(), np.int64)
         for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             at += (np.arange(size) * step).reshape([-1 if other == axis else 1 for other in range(tensor.dim())])
-        return at.reshape(-1) * tensor.element_size()
+        return at.reshape(-1)[start:stop] * tensor.element_size()
 
     def close(self) -> None:
         """There is nothing to let go of."""

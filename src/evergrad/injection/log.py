@@ -23,7 +23,7 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
 from evergrad.formats.contract import Bits
-from evergrad.formats.data_file import file_errors
+from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import appearing
 from evergrad.injection.columns import Column, Hit
 from evergrad.injection.faults import Fault, fault_from_json
@@ -147,8 +147,8 @@ class InjectionLog:
     def load(cls, path: str | PathLike[str]) -> InjectionLog:
         """Read a log back; `DamagedFile` if it is torn or no log."""
         where = Path(path)
-        with file_errors(where):
-            text = where.read_bytes()
+        with file_errors(where), open_file(where) as file:
+            text = file.read()
         try:
             return _parse(where, text)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError, AttributeError) as error:

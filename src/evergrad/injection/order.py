@@ -41,7 +41,7 @@ def logs_of(target: Path, log: Path | None = None) -> list[Known]:
     others = [path for path in _jsonl(log.parent) if path not in named] if log is not None else []
     found: dict[str, Known] = {}
     for path in [*named, *others]:
-        with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        with suppress(OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
             header, digest, undone = _ends(path)
             if path in named or Path(header["out"]).resolve() == target.resolve():
                 before = found.get(digest)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.data_file import file_errors
+from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import replacing
 from evergrad.formats.rehearsal import Changes
 
@@ -56,7 +56,7 @@ class Patch:
     @classmethod
     def read(cls, path: Path, changes: Changes) -> Patch:
         """Read the blocks that these changes touch, and the witnesses."""
-        with file_errors(path), path.open("rb") as file:
+        with file_errors(path), open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             touched = _touched(changes)
             if len(touched) and not (int(touched[0]) >= 0 and int(touched[-1]) * BLOCK < size):
@@ -145,7 +145,7 @@ class Patch:
 def sha256(path: Path, patch: Patch | None = None) -> str:
     """The digest of a whole file, as `sha256sum` has it; with a patch, as it will be once that is written."""
     found = hashlib.sha256()
-    with file_errors(path), path.open("rb") as file:
+    with file_errors(path), open_file(path) as file:
         start = 0
         while piece := file.read(_READ_BYTES):
             if patch is not None:

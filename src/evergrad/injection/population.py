@@ -25,6 +25,8 @@ from evergrad.state.selection import Where
 __all__ = ["Population", "population"]
 
 Integers = npt.NDArray[np.int64]
+_PIECE = 1 << 18  # elements whose addresses are looked at together
+
 Starts: TypeAlias = "Integers | int"
 
 
@@ -84,6 +86,8 @@ def population(ck: Checkpoint, fault: Fault, where: Where, only: Iterable[DType]
 def _misfit(info: TensorInfo, fault: Fault, span: int, only: frozenset[DType] | None) -> str:
     if info.numel == 0:
         return "empty"
+    if info.read_only:
+        return f"{info.read_only}, which cannot be altered in place"
     if only is not None and info.dtype not in only:
         return f"{info.dtype} is not {' or '.join(sorted(only))}"
     if not fault.fits(info.dtype):
@@ -137,34 +141,47 @@ def _settle(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, S
 
 
 def _byte_by_byte(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, Starts | None]:
-    """Views that overlap in part, interleave or repeat themselves: every element whose bytes are still free."""
-    places = {info.name: _addresses(ck, info) for info in members}
-    low = min(int(where.min()) for where in places.values())
-    high = max(int(where.max()) for where in places.values())
+    """Views that overlap in part, interleave or repeat themselves: every element whose bytes are still free.
+
+    Piece by piece: an expanded tensor may have a million times the elements that its file has bytes.
+    """
+    low, high = 1 << 62, 0
+    for info in members:
+        for _, where in _addresses(ck, info):
+            low, high = min(low, int(where.min())), max(high, int(where.max()))
     taken = np.zeros(high - low + 16, bool)
     found: dict[str, Starts | None] = {}
     for info in members:
-        where = places[info.name]
-        first = np.zeros(len(where), bool)
-        first[np.unique(where, return_index=True)[1]] = True  # of elements in the same bytes, one
-        bytes_of = (where - low)[:, None] + np.arange(info.dtype.itemsize)
-        free = first & ~taken[bytes_of].any(axis=1)
-        taken[bytes_of[free]] = True
-        if free.all():
+        mine = [start + _claimed(taken, where - low, info.dtype.itemsize) for start, where in _addresses(ck, info)]
+        free = np.concatenate(mine)
+        if len(free) == info.numel:
             found[info.name] = _room(info, span)
-        elif span > 1 or not free.any():
+        elif span > 1 or not len(free):
             found[info.name] = None  # a run would leave what is its own
         else:
             parts = info.dtype.parts
-            found[info.name] = (np.flatnonzero(free)[:, None] * parts + np.arange(parts)).reshape(-1)
+            found[info.name] = (free[:, None] * parts + np.arange(parts)).reshape(-1)
     return found
 
 
-def _addresses(ck: Checkpoint, info: TensorInfo) -> Integers:
-    """The byte at which each element begins; where the format has none to tell, one after the other."""
-    found = ck.addresses(info.name)
-    start = info.place.start if info.place is not None else 0
-    return start + np.arange(info.numel) * info.dtype.itemsize if found is None else found
+def _claimed(taken: npt.NDArray[np.bool_], where: Integers, size: int) -> Integers:
+    """The elements whose bytes are free, of those in the same bytes the first; their bytes are taken from then on."""
+    rows = np.flatnonzero(~taken[where])
+    rows = rows[np.sort(np.unique(where[rows], return_index=True)[1])]
+    bytes_of = where[rows][:, None] + np.arange(size)
+    free = ~taken[bytes_of].any(axis=1)
+    taken[bytes_of[free]] = True
+    claimed: Integers = rows[free]
+    return claimed
+
+
+def _addresses(ck: Checkpoint, info: TensorInfo) -> Iterator[tuple[int, Integers]]:
+    """Pieces of a tensor: the first element, and the byte at which each begins; in a row, if the format cannot tell."""
+    first = info.place.start if info.place is not None else 0
+    for start in range(0, info.numel, _PIECE):
+        stop = min(start + _PIECE, info.numel)
+        found = ck.addresses(info.name, start, stop)
+        yield start, first + np.arange(start, stop) * info.dtype.itemsize if found is None else found
 
 
 def _may_repeat_itself(ck: Checkpoint, info: TensorInfo) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import DamagedFile, UsageError
-from evergrad.formats.data_file import file_errors
+from evergrad.formats.data_file import file_errors, open_file
+from evergrad.wording import install_hint
 
 __all__ = ["found_text", "read_settings"]
 
@@ -25,7 +26,7 @@ def read_settings(path: Path) -> Mapping[Any, Any]:
     kind = kinds.get(path.suffix.lower())
     if kind is None:
         raise UsageError(f"{path}: expected settings that end in {', '.join(kinds)}, found {path.suffix!r}")
-    with file_errors(path), path.open("rb") as file:
+    with file_errors(path), open_file(path) as file:
         raw = file.read(_MAX_BYTES + 1)
     if len(raw) > _MAX_BYTES:
         raise UsageError(f"{path}: expected settings of at most {_MAX_BYTES:,} bytes, found more")
@@ -52,7 +53,7 @@ def _yaml(path: Path, text: str) -> object:
     try:
         import yaml
     except ImportError:
-        raise UsageError(f"{path}: is YAML, and pyyaml is not installed. pip install 'evergrad[yaml]'") from None
+        raise UsageError(f"{path}: is YAML, and pyyaml is not installed. {install_hint('yaml')}") from None
     try:
         depth = 0
         for token in yaml.scan(text, Loader=yaml.SafeLoader):  # what takes memory or time out of proportion

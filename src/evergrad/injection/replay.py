@@ -25,6 +25,8 @@ from evergrad.injection.plan import Plan, levels, present
 from evergrad.injection.workplace import Workplace, exclusive
 from evergrad.records import TensorInfo
 
+_PIECE = 1 << 18  # elements whose addresses are looked at together
+
 __all__ = ["Rename", "aimed_at", "repeated", "replay"]
 
 Rename: TypeAlias = "Mapping[str, str | Match] | Literal['auto'] | None"
@@ -138,12 +140,11 @@ def _each_byte_once(ck: Checkpoint, columns: list[Column]) -> list[Column]:
     for names in chains.values():
         taken: set[int] = set()
         for name in names if len(names) > 1 else ():
-            where = ck.addresses(name)
-            assert where is not None, "only tensors with places share bytes in part"
             elements = np.unique(
                 np.concatenate([column.numbers for column in found[name]]) // found[name][0].dtype.parts
             )
-            mine = set((where[elements][:, None] + np.arange(found[name][0].dtype.itemsize)).reshape(-1).tolist())
+            where = _addresses_of(ck, name, elements)
+            mine = set((where[:, None] + np.arange(found[name][0].dtype.itemsize)).reshape(-1).tolist())
             if taken & mine:
                 raise UsageError(
                     f"{ck.path}: faults of the log meet in {name}, which shares bytes with {names[0]} there"
@@ -160,10 +161,27 @@ def _are_one(ck: Checkpoint, a: str, b: str) -> bool:
     if one.place is None or two.place is None or one.neighbours is not two.neighbours:
         return False
     same = (one.shape, one.dtype, one.place.start) == (two.shape, two.dtype, two.place.start)
-    first, second = ck.addresses(a), ck.addresses(b)
-    if first is None or second is None:
-        return same and first is second
-    return same and np.array_equal(first, second)
+    if not same:
+        return False
+    for start in range(0, one.numel, _PIECE):
+        stop = min(start + _PIECE, one.numel)
+        first, second = ck.addresses(a, start, stop), ck.addresses(b, start, stop)
+        if first is None or second is None:
+            return first is second
+        if not np.array_equal(first, second):
+            return False
+    return True
+
+
+def _addresses_of(ck: Checkpoint, name: str, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The byte at which each of these elements, in ascending order, begins."""
+    pieces: list[npt.NDArray[np.int64]] = []
+    for piece in np.split(elements, np.flatnonzero(np.diff(elements // _PIECE)) + 1):
+        start = int(piece[0]) // _PIECE * _PIECE
+        where = ck.addresses(name, start, min(start + _PIECE, ck.tensors[name].numel))
+        assert where is not None, "only tensors with places share bytes in part"
+        pieces.append(where[piece - start])
+    return np.concatenate(pieces)
 
 
 def _joined(name: str, parts: list[Column]) -> Column:

@@ -13,6 +13,7 @@ from evergrad.errors import UsageError
 from evergrad.injection.draws import Draws
 from evergrad.injection.population import Population
 from evergrad.records import Json
+from evergrad.wording import checked_choice
 
 __all__ = ["Amount", "Sampling", "Sites", "checked_sampling", "sample", "split"]
 
@@ -110,8 +111,7 @@ def sample(population: Population, amount: Amount, sampling: Sampling, draws: Dr
 
 def checked_sampling(sampling: object) -> None:
     """`UsageError` for a way to sample that there is not."""
-    if sampling not in ("element", "tensor"):
-        raise UsageError(f"sampling {sampling!r:.60}: expected element or tensor")
+    checked_choice("sampling", sampling, ("element", "tensor"))
 
 
 def split(sizes: Integers, attempts: int, chosen: Integers) -> Sites:

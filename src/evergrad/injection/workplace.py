@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
 from evergrad.formats.contract import Progress
-from evergrad.formats.data_file import file_errors
+from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import fsync, replacing, temporary_name
 from evergrad.formats.version_records import Recorded
 
@@ -100,7 +100,7 @@ class Workplace:
                 if self.single:
                     copy(str(self.path), str(place))
                 elif self.path.is_dir():
-                    shutil.copytree(self.path, place, copy_function=copy, ignore=_dangling)
+                    self._copy_folder(place, copy)
                 else:
                     place.mkdir()
                     for file in self.files:
@@ -115,6 +115,30 @@ class Workplace:
             else:
                 with suppress(OSError):
                     place.unlink()
+
+    def _copy_folder(self, place: Path, copy: Callable[[str, str], None]) -> None:
+        """Copy the folder with all its files.
+
+        A link to a folder stays a link unless files of the checkpoint lie behind it: it may lead to its own parent, or
+        to half of the disk. Links that lead nowhere, pipes, sockets and devices hold nothing to copy.
+        """
+        waiting, made = [(self.path, place)], []
+        while waiting:
+            source, target = waiting.pop()
+            target.mkdir()
+            made.append((source, target))
+            with os.scandir(source) as entries:
+                for entry in entries:
+                    path, beside = Path(entry.path), target / entry.name
+                    if _leads_to_folder(entry):
+                        if entry.is_symlink() and not any(file.is_relative_to(path) for file in self.files):
+                            beside.symlink_to(path.resolve())
+                        else:
+                            waiting.append((path, beside))
+                    elif _leads_to_file(entry):
+                        copy(str(path), str(beside))
+        for source, target in reversed(made):  # only now: a folder may be closed to new files
+            shutil.copymode(source, target)
 
     def appear_as(self, out: Path, *, overwrite: bool) -> None:
         """Move a copy, durably, to where it belongs; not over what has come there since, unless `overwrite`."""
@@ -184,9 +208,16 @@ def replace_file(new: Path, old: Path) -> None:
         fsync(target.parent)
 
 
-def _dangling(folder: str, names: list[str]) -> list[str]:
-    """Links that lead nowhere: there is nothing to copy."""
-    return [name for name in names if not (Path(folder) / name).exists()]
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # links that lead to each other
+        return entry.is_dir()
+    return False
+
+
+def _leads_to_file(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):
+        return entry.is_file()
+    return False
 
 
 def _linked(place: Path, out: Path) -> bool:
@@ -203,7 +234,7 @@ def _linked(place: Path, out: Path) -> bool:
 
 def _copy_file(source: Path, target: Path) -> None:
     """Share the blocks where the file system can, else copy within the kernel."""
-    with source.open("rb") as old, target.open("xb") as new:
+    with open_file(source) as old, target.open("xb") as new:
         try:
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
         except OSError:

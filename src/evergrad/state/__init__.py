@@ -5,11 +5,12 @@ from evergrad.state.roles import role_of
 from evergrad.state.selection import Where, select
 from evergrad.state.sharing import Placement, Sharing, find_sharing
 from evergrad.state.skeleton import Skeleton
-from evergrad.state.tree import FlatState, Opaque, Outline, Ready, flatten, outline, unflatten
+from evergrad.state.tree import FlatState, InlineArray, Opaque, Outline, Ready, flatten, outline, unflatten
 
 __all__ = [
     "ROOT",
     "FlatState",
+    "InlineArray",
     "Opaque",
     "Outline",
     "Placement",

@@ -38,11 +38,19 @@ _OTHER_KEY = re.compile(
     r"hyper_parameters|sampler|dataloader|metrics?|history)(_states?)?(_dict)?(_\d+)?(\.(pt|pth|bin))?$",
     re.I,
 )
+# Measures and progress of a training, which scripts keep beside the model: best_val_loss, top1_acc, lr.
+_MEASURES = frozenset({
+    "loss", "losses", "acc", "acc1", "acc5", "accuracy", "accuracies", "err", "error", "errors", "perplexity",
+    "ppl", "nll", "mse", "rmse", "mae", "auc", "auroc", "f1", "bleu", "psnr", "ssim", "iou", "miou", "wer", "cer",
+    "best", "epoch", "epochs", "iter", "iters", "iteration", "lr", "seed", "elapsed",
+})  # fmt: skip
+_WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*")
 _PARAMETER = re.compile(r"\.|^(weight|bias|kernel|gamma|beta|embeddings?|scale|W|b)(:0)?$")
 _BUFFER = re.compile(
     r"(^|[./])(running_mean|running_var|num_batches_tracked|moving_mean|moving_variance|position_ids|inv_freq|"
     r"masked_bias|attn\.bias_mask|avg_mean|avg_var)$"
 )
+_DOT_WITHIN = re.compile(r"\.(pt|pth|bin|bias_mask)$", re.I)
 
 
 def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
@@ -52,11 +60,28 @@ def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
     ('optimizer', 'buffer', 'model')
     """
     parent, _, last = path.rpartition("/")
+    if not parent and "optim" not in last:
+        # A plain state dict, perhaps of many layers: the last part of a dotted name says as much as the whole of it.
+        told = _top_level_role(last[last.rfind(".") :] if "." in last else last, is_float, rank == 0)
+        if told is not None:
+            return told
+    return _role(parent, last, is_float, rank == 0)
+
+
+@lru_cache(maxsize=4096)
+def _top_level_role(end: str, is_float: bool, scalar: bool) -> Role | None:
+    """The role of a tensor that no container holds, by the end of its name; None if a dot within may matter."""
+    return None if _DOT_WITHIN.search(end) else _role("", end, is_float, scalar)
+
+
+def _role(parent: str, last: str, is_float: bool, scalar: bool) -> Role:
     container = _container_role(parent) if parent else None
     if container in (Role.OPTIMIZER, Role.OTHER):
         return container
     # A bare optimizer.state_dict(): state/<parameter>/<slot>.
-    if (_OPTIMIZER_SLOT.match(last) and _OPTIMIZER_PARENT.search(parent)) or _CHAINER_SLOT.search(path):
+    if parent and _OPTIMIZER_SLOT.match(last) and _OPTIMIZER_PARENT.search(parent):
+        return Role.OPTIMIZER
+    if parent and _CHAINER_SLOT.search(f"{parent}/{last}"):
         return Role.OPTIMIZER
     if "optim" in last and _DOTTED_OPTIMIZER.search(last):
         return Role.OPTIMIZER
@@ -64,10 +89,19 @@ def role_of(path: str, *, is_float: bool = True, rank: int = 1) -> Role:
         return Role.BUFFER
     if container is Role.MODEL:
         return Role.MODEL
-    if _OTHER_KEY.search(last) or (rank == 0 and not is_float):
+    if _OTHER_KEY.search(last) or (scalar and not is_float) or _is_measure(last, scalar):
         return Role.OTHER
     # A plain state dict has one level; in a container that says nothing, a name like layer1.0.weight still tells.
     return Role.MODEL if not parent or _PARAMETER.search(last) else Role.OTHER
+
+
+def _is_measure(name: str, scalar: bool) -> bool:
+    """True if a name outside of any model says a measure: a number by any of its words, a curve by its last one."""
+    *above, last = name.split(".")
+    words = [word.lower() for word in _WORD.findall(last)]
+    if scalar:
+        return words == ["learning", "rate"] or not _MEASURES.isdisjoint(words)
+    return not above and bool(words) and words[-1] in _MEASURES
 
 
 def tensor_info(path: str, shape: tuple[int, ...], dtype: DType, roles: Mapping[str, Role] | None = None) -> TensorInfo:

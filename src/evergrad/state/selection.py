@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.records import Role, TensorInfo
+from evergrad.wording import meant
 
 __all__ = ["Where", "select"]
 
@@ -71,7 +72,7 @@ def _role(text: str) -> Role:
         return Role(text)
     except ValueError:
         roles = ", ".join(role.value for role in Role)
-        raise UsageError(f"unknown role {text!r}. Roles are {roles}.") from None
+        raise UsageError(f"unknown role {text!r}.{meant(text, [*Role])} Roles are {roles}.") from None
 
 
 def _nothing(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> UsageError:

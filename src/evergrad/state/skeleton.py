@@ -11,7 +11,8 @@ A node is a JSON scalar for None, bool, int, float and str, or an object with on
 | `{"complex": […]}`, `{"bytes": base64}`, `{"bytearray": base64}` | the value                        |
 | `{"array": [dtype, shape, base64]}`, `{"numpy": [dtype, base64]}` | a small NumPy array or scalar, inline |
 | `{"torch.Size": […]}`, `{"torch.dtype": name}`, `{"torch.device": name}` | the torch value             |
-| `{"object": class, "parts": [[key, node], …]}` | an object of a class known by name only: can be listed, not rebuilt |
+| `{"object": class, "parts": [[key, node], …]}` | an object of a class known by name only: listed, not rebuilt. |
+| `{"object": …, "parts": …, "unread": true}` | the same; the parts are not all of it           |
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ class Skeleton:
         _find_values(self.root, "", found)
         return found
 
-    def objects(self) -> list[tuple[str, str]]:
-        """The places that cannot be rebuilt: (path-like position, class name)."""
+    def objects(self, *, unread: bool = False) -> list[tuple[str, str]]:
+        """The places that cannot be rebuilt: (path-like position, class name); or only those not read whole."""
         found: list[tuple[str, str]] = []
-        _find_objects(self.root, "", found)
+        _find_objects(self.root, "", found, unread)
         return found
 
 
@@ -137,19 +138,19 @@ def _rename(node: Json, prefix: str) -> Json:
     return {key: _rename(child, prefix) for key, child in node.items()}
 
 
-def _find_objects(node: Any, position: str, found: list[tuple[str, str]]) -> None:
+def _find_objects(node: Any, position: str, found: list[tuple[str, str]], unread: bool) -> None:
     if not isinstance(node, dict):
         return
-    if "object" in node:
+    if "object" in node and (not unread or "unread" in node):
         found.append((position or ROOT, text_of(node, "object")))
     for kind in ("dict", "odict", "parts"):
         for key, child in items_of(node, kind) if kind in node else ():
-            _find_objects(child, f"{position}/{key}" if position else str(key), found)
+            _find_objects(child, f"{position}/{key}" if position else str(key), found, unread)
     if "metadata" in node:
-        _find_objects(node["metadata"], f"{position}/_metadata" if position else "_metadata", found)
+        _find_objects(node["metadata"], f"{position}/_metadata" if position else "_metadata", found, unread)
     for kind in ("list", "tuple", "set", "frozenset"):
         for index, child in enumerate(items_of(node, kind) if kind in node else ()):
-            _find_objects(child, f"{position}/{index}" if position else str(index), found)
+            _find_objects(child, f"{position}/{index}" if position else str(index), found, unread)
 
 
 def _find_tensors(node: Json, found: set[str]) -> None:
@@ -166,7 +167,10 @@ def _find_tensors(node: Json, found: set[str]) -> None:
 
 def _find_values(node: Json, position: str, found: dict[str, Json]) -> None:
     if not isinstance(node, dict) or node.keys() & (_LEAVES | {"complex", "object"}):
-        found[position or ROOT] = node
+        name = position or ROOT
+        while name in found:  # the keys 1 and "1" of one dict, or "a/b" beside "a" with "b" in it
+            name += "'"
+        found[name] = node
         return
     for kind in ("dict", "odict"):
         for key, child in items_of(node, kind) if kind in node else ():

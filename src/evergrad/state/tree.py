@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_DEPTH",
     "FlatState",
+    "InlineArray",
     "Opaque",
     "Outline",
     "Ready",
@@ -51,10 +52,26 @@ EXTRA = "_evergrad_extra"
 
 @dataclass(slots=True)
 class Opaque:
-    """A thing whose class is known by name only; what it holds can still be walked."""
+    """A thing whose class is known by name only; what it holds can still be walked.
+
+    `complete` tells that the parts are all that the file says of it, so that two of them can be compared. `value`, if
+    there is one, is what the thing turned out to be, and is walked in its place.
+    """
 
     type_name: str
     parts: dict[Any, Any] = field(default_factory=dict)
+    complete: bool = True
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InlineArray:
+    """A NumPy array whose bytes stand in the middle of a pickle: a leaf like a tensor. Strides are in elements."""
+
+    data: bytes
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +199,7 @@ class _Walker:
         if kind is OrderedDict:
             node: dict[str, Json] = {"odict": self._dict(value, path, depth)}
             if getattr(value, EXTRA, None):  # attributes of its own, which no skeleton keeps
-                return {"object": "collections.OrderedDict with attributes", "parts": node["odict"]}
+                return {"object": "collections.OrderedDict with attributes", "parts": node["odict"], "unread": True}
             metadata = getattr(value, "_metadata", None)
             if metadata is not None:
                 node["metadata"] = self.node(metadata, join(path, "_metadata"), depth + 1)
@@ -191,6 +208,8 @@ class _Walker:
             return {kind.__name__: self._sequence(value, path, depth)}
         if isinstance(value, Ready):
             return value.node
+        if isinstance(value, InlineArray):
+            return self._leaf("ndarray", value, path)
         if isinstance(value, Opaque):
             return self._opaque(value, path, depth)
         if self.live and isinstance(value, np.ndarray):
@@ -206,11 +225,14 @@ class _Walker:
             return self._stranger(value, path, depth)
 
     def _opaque(self, value: Opaque, path: str | None, depth: int) -> Json:
+        if value.value is not None:
+            return self.node(value.value, path, depth)
         if id(value) in self.above:  # an object that a part of it refers back to
             return {"object": value.type_name, "parts": []}
         self.above.add(id(value))
         try:
-            return {"object": value.type_name, "parts": self._dict(value.parts, path, depth)}
+            node: dict[str, Json] = {"object": value.type_name, "parts": self._dict(value.parts, path, depth)}
+            return node if value.complete else {**node, "unread": True}
         finally:
             self.above.discard(id(value))
 
@@ -264,6 +286,8 @@ class _Walker:
 
     def _stranger(self, value: Any, path: str | None, depth: int) -> Json:
         kind = type(value)
+        if not self.live and (opaque := getattr(value, "opaque", None)) is not None:
+            return self._opaque(opaque, path, depth)
         if not self.live:
             return {"object": getattr(value, "inert_name", f"{kind.__module__}.{kind.__qualname__}"), "parts": []}
         if kind.__module__ == "torch" and kind.__name__ == "Size":

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -24,9 +25,12 @@ def tensors_of_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def walk(value: object, path: tuple[str, ...] = (), above: frozenset[int] = frozenset()) -> Iterator:
-    """Tensors in mappings, sequences and the attributes of objects; `above` stops an object that holds itself."""
+    """Tensors and NumPy arrays in mappings, sequences and attributes; `above` stops an object that holds itself."""
     if isinstance(value, torch.Tensor):
         yield "/".join(path), value
+        return
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiubc":
+        yield "/".join(path), torch.from_numpy(np.ascontiguousarray(value))
         return
     if id(value) in above or isinstance(value, type):
         return

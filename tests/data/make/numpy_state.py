@@ -3,7 +3,7 @@
     pip install torch==2.13.0 numpy==2.4.6 safetensors==0.8.0
     python tests/data/make/numpy_state.py
 
-The expectations list the one torch tensor only.
+The expectations list the torch tensor and the arrays.
 """
 
 import random

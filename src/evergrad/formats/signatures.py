@@ -1,0 +1,191 @@
+"""Files that are no checkpoint of ours, named by their signature, each with what to do instead.
+
+Only names are given: nothing of these files is read beyond their first bytes, a zip directory, or the field numbers of
+a protocol buffer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from evergrad.errors import FormatError, UnknownFormat
+from evergrad.formats.archive import Archive
+from evergrad.formats.contract import Probe
+from evergrad.formats.data_file import file_errors
+
+__all__ = ["Signature", "named_as", "signature_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A kind of file that is not read: its name in a sentence, and the next step as a sentence."""
+
+    what: str
+    instead: str
+
+
+_SAVE_STATE = "Save the weights of the model it was made from with torch.save or safetensors."
+_UNPACK = "Unpack it, and open the checkpoint in it."
+_DOWNLOAD = "Download the file again: this is what the server answered instead."
+_NO_MODEL = "It holds no checkpoint."
+
+_STARTS: tuple[tuple[bytes, Signature], ...] = (
+    (b"GGUF", Signature("a GGUF model (llama.cpp)", "Open the safetensors or PyTorch files it was made from.")),
+    (b"version https://git-lfs", Signature("a Git LFS pointer", "Fetch the file itself: git lfs pull.")),
+    (b"/annex/objects/", Signature("a git-annex pointer", "Fetch the file itself: git annex get.")),
+    (b"\x1f\x8b", Signature("a gzip file", "Unpack it: gunzip, or tar -xzf.")),
+    (b"\x28\xb5\x2f\xfd", Signature("a Zstandard file", "Unpack it: zstd -d.")),
+    (b"\xfd7zXZ\0", Signature("an xz file", "Unpack it: xz -d.")),
+    (b"BZh", Signature("a bzip2 file", "Unpack it: bunzip2.")),
+    (b"\x04\x22\x4d\x18", Signature("an LZ4 file", "Unpack it: lz4 -d.")),
+    (b"7z\xbc\xaf\x27\x1c", Signature("a 7z archive", _UNPACK)),
+    (b"Rar!\x1a\x07", Signature("a RAR archive", _UNPACK)),
+    (b"PAR1", Signature("a Parquet file", "It holds tables. " + _NO_MODEL)),
+    (b"ARROW1", Signature("an Arrow file", "It holds tables. " + _NO_MODEL)),
+    (b"SQLite format 3\0", Signature("an SQLite database", _NO_MODEL)),
+    (b"\x7fELF", Signature("an ELF program or library", _NO_MODEL)),
+    (b"%PDF-", Signature("a PDF document", _NO_MODEL)),
+    (b"\x89PNG\r\n\x1a\n", Signature("a PNG image", _NO_MODEL)),
+    (b"\xff\xd8\xff", Signature("a JPEG image", _NO_MODEL)),
+    (b"MATLAB 5.0 MAT-file", Signature("a MATLAB file", "Load it with scipy.io.loadmat and save it with numpy.savez.")),
+    (
+        (0x112).to_bytes(8, "little"),
+        Signature("an MXNet parameter file", "Load it with mxnet.nd.load and save it with numpy.savez."),
+    ),
+    *(
+        (magic, Signature("a GGML model (llama.cpp before GGUF)", "Open the PyTorch files it was made from."))
+        for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
+    ),
+)
+_LITE = Signature("a TensorFlow Lite model", "Open the SavedModel or Keras file it was made from.")
+_ONNX = Signature("an ONNX model", _SAVE_STATE)
+_CORE_ML = Signature("a Core ML model", _SAVE_STATE)
+_CORE_ML_PACKAGE = Signature("a Core ML package", _SAVE_STATE)
+_GRAPH = Signature("the graph of a SavedModel", "Open its folder: the variables are in the files beside it.")
+_JOBLIB = Signature(
+    "a joblib pickle", "Load it with joblib.load where you trust it, and save its arrays with numpy.savez."
+)
+_PICKLE = Signature("a pickle", "Load it with pickle where you trust it, and save its state with torch.save.")
+_MSGPACK = Signature(
+    "a msgpack file, as Flax writes it",
+    "Load it with flax.serialization.msgpack_restore and save it with safetensors.flax.save_file.",
+)
+_HTML = Signature("an HTML page", _DOWNLOAD)
+_XML = Signature("an XML document", _DOWNLOAD)
+_ZEROS = Signature("a file of zeros", "It was allotted and not written: take another copy.")
+_KERAS_JSON = Signature("a Keras architecture", "It holds no weights: open the .weights.h5 or .keras file.")
+_JSON = Signature("a JSON file", "It holds no tensors: open the weights beside it.")
+_OLD_TAR = Signature("PyTorch's tar format of 2016", "Load it with torch.load and save it again.")
+_EXPORT = Signature("a torch.export program", "Save its state_dict with torch.save.")
+_ARCHIVED = re.compile(r".*\.(safetensors|pt|pth|bin|ckpt|h5|hdf5|keras|npz|npy|pb|index)")
+_MSGPACK_MAP = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[\w./-]", re.DOTALL)
+# Protocols 2 to 5 say so; 1 and 0 begin with a container that is put into the memo, or with a global.
+_PICKLED = re.compile(rb"\x80[\x02-\x05]|[\]}(]q[\x00\x01]|\([dl]p[01]\n|c[a-z_][\w.]*\n")
+_MAX_FIELDS = 64
+
+
+def named_as(path: Path, signature: Signature, inner: str = "") -> UnknownFormat:
+    """The error that names a file, or a folder by a file in it."""
+    which = f"{inner} is" if inner else "is"
+    return UnknownFormat(path, f"{which} {signature.what}, which is not read", hint=signature.instead)
+
+
+def signature_of(probe: Probe) -> Signature | None:
+    """The kind of a file or folder that no format recognises, if its first bytes tell."""
+    if probe.is_folder:
+        return _CORE_ML_PACKAGE if {"Manifest.json", "Data"} <= probe.names else None
+    head = probe.head
+    for start, signature in _STARTS:
+        if head.startswith(start):
+            return signature
+    if head[4:8] == b"TFL3":
+        return _LITE
+    if head[257:262] == b"ustar":
+        return _tar(head)
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return _zip(probe.path)
+    if head and not head.strip(b"\0"):
+        return _ZEROS
+    return _text(head) or _protobuf(probe) or _serialised(head)
+
+
+def _text(head: bytes) -> Signature | None:
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:512].lower()
+    if text.startswith((b"<!doctype html", b"<html")):
+        return _HTML
+    if text.startswith(b"<?xml"):
+        return _XML
+    if re.match(rb'[{\[]\s*["{\[}\]]', text):
+        return _KERAS_JSON if b'"class_name"' in head and b'"config"' in head else _JSON
+    return None
+
+
+def _tar(head: bytes) -> Signature:
+    name = head[:100].split(b"\0")[0].decode("utf-8", "backslashreplace")
+    return _OLD_TAR if name == "sys_info" else Signature(f"a tar archive with {name}", _UNPACK)
+
+
+def _zip(path: Path) -> Signature:
+    try:
+        archive = Archive.open(path)
+    except FormatError:
+        return Signature("a zip archive", "It is damaged: take another copy.")
+    archive.close()
+    names = list(archive.members)
+    if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
+        return _EXPORT
+    found = next((name for name in names if _ARCHIVED.fullmatch(name)), None)
+    return Signature(f"a zip archive with {found}" if found else "a zip archive", _UNPACK if found else _NO_MODEL)
+
+
+def _serialised(head: bytes) -> Signature | None:
+    if _PICKLED.match(head):
+        return _JOBLIB if b"joblib.numpy_pickle" in head else _PICKLE
+    return _MSGPACK if _MSGPACK_MAP.match(head) else None
+
+
+def _protobuf(probe: Probe) -> Signature | None:
+    """ONNX, Core ML and SavedModel are protocol buffers, which have no magic number: their fields tell."""
+    if not probe.head.startswith(b"\x08"):  # all three begin with a version in their field 1
+        return None
+    fields = _field_numbers(probe.path)
+    if 7 in fields and fields <= {*range(1, 9), 14, 20, 25, 26}:
+        return _ONNX
+    if fields & set(range(200, 4000)) and fields <= {1, 2, 10, *range(200, 4000)}:
+        return _CORE_ML
+    return _GRAPH if fields == {1, 2} and probe.path.name == "saved_model.pb" else None
+
+
+def _field_numbers(path: Path) -> set[int]:
+    """The numbers of the outermost fields of a protocol buffer; none if the file is not made of such."""
+    found: set[int] = set()
+    with file_errors(path), path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+
+        def varint() -> int:
+            value = shift = 0
+            while byte := file.read(1):
+                value |= (byte[0] & 0x7F) << shift
+                shift += 7
+                if byte[0] < 0x80 or shift > 63:
+                    return value
+            return -1
+
+        for _ in range(_MAX_FIELDS):
+            if file.tell() == size:
+                return found
+            tag = varint()
+            kind = tag & 7
+            length = {0: 0, 1: 8, 5: 4}.get(kind, -1)
+            if kind == 0:
+                length = min(0, varint())
+            elif kind == 2:
+                length = varint()
+            if tag < 8 or length < 0 or file.tell() + length > size:
+                return set()
+            found.add(tag >> 3)
+            file.seek(length, 1)
+    return found
