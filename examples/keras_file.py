@@ -1,6 +1,6 @@
 """A Keras file, without Keras and TensorFlow: list, flip, verify, undo, and the same fault in PyTorch's twin of it.
 
-python examples/keras_file.py [FOLDER]                     (needs pip install 'evergrad[hdf5]')
+python examples/keras_file.py [FOLDER]                     (needs pip install -e '.[hdf5]')
 
 data/digits.keras was written by Keras 3 on TensorFlow. On the command line: evergrad inspect data/digits.keras
 """

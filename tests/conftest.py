@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from living_agents import end_agents
@@ -26,6 +27,12 @@ for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # A DDP never lets go of its process group, which is four open files; a worker makes hundreds of them.
 _hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_hard if 0 <= _hard < 65536 else 65536, _hard))
+
+# No test depends on how fast the machine is.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # Memory and time that reading a small file may take, however hostile it is.
 _LIMITED = """

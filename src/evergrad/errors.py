@@ -189,7 +189,8 @@ def nearest(asked: str, known: Iterable[str], count: int = 2) -> list[str]:
     for name in known:
         if len(found) >= count:
             break
-        if name not in found and name.rsplit("/", 1)[-1] == tail:
+        begun = len(asked) > 2 and name.startswith(asked)
+        if name not in found and (begun or name.rsplit("/", 1)[-1] == tail):
             found.append(name)
     return found
 

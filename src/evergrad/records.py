@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -10,7 +11,10 @@ from typing import TypeAlias
 
 from evergrad.dtypes import DType
 
-__all__ = ["Check", "Comparison", "Json", "Neighbour", "Role", "TensorDiff", "TensorInfo"]
+__all__ = ["MAX_AXES", "Check", "Comparison", "Json", "Neighbour", "Role", "TensorDiff", "TensorInfo"]
+
+MAX_AXES = 64
+"""The most axes of a tensor that is served: NumPy's limit."""
 
 _MAX_SHARES = 100
 _MAX_LOOKED_AT = 2_000
@@ -62,6 +66,8 @@ class TensorInfo:
     neighbours: tuple[Neighbour, ...] = field(default=(), repr=False, compare=False)
     """The chain of tensors whose bytes overlap, this one included, by where they start."""
     place: Neighbour | None = field(default=None, repr=False, compare=False)
+    read_only: str = ""
+    """Why its bits cannot be altered in place; empty if they can."""
 
     @property
     def numel(self) -> int:
@@ -81,7 +87,7 @@ class TensorInfo:
         return tuple(islice(found, _MAX_SHARES))
 
     def to_json(self) -> dict[str, Json]:
-        """The row that `evergrad inspect --json` prints; `shares` only where bytes are shared."""
+        """The row that `evergrad inspect --json` prints; `shares` and `read_only` only where they apply."""
         row: dict[str, Json] = {
             "name": self.name,
             "shape": list(self.shape),
@@ -91,6 +97,8 @@ class TensorInfo:
         }
         if self.neighbours and (shares := self.shares):
             row["shares"] = list(shares)
+        if self.read_only:
+            row["read_only"] = self.read_only
         return row
 
 
@@ -143,14 +151,23 @@ class Comparison:
     format_b: str
     tensors: tuple[TensorDiff, ...]
     note: str = ""
-    """How tensors were matched where names did not tell, and what was not compared."""
+    """How tensors were matched where names did not tell, and which values only one of the formats can hold."""
     values: tuple[str, ...] = ()
     """Values besides tensors that differ (`optimizer/param_groups/0/lr: 0.1 / 0.9`), where both files hold some."""
+    uncompared: Mapping[str, str] = field(default_factory=dict)
+    """Content that could not be compared, by name, with what it is; anything here makes the verdict `unknown`."""
+
+    @property
+    def verdict(self) -> str:
+        """`different`, or else `unknown` if something could not be compared, or else `equal`."""
+        if self.values or any(not tensor.equal for tensor in self.tensors):
+            return "different"
+        return "unknown" if self.uncompared else "equal"
 
     @property
     def equal(self) -> bool:
-        """Whether every tensor is in both, the same bit for bit, and every other value that both files hold."""
-        return not self.values and all(tensor.equal for tensor in self.tensors)
+        """True if everything was compared and is the same: each tensor bit for bit, and each value that both hold."""
+        return self.verdict == "equal"
 
     @property
     def different(self) -> tuple[TensorDiff, ...]:
@@ -171,7 +188,9 @@ class Comparison:
             "format_a": self.format_a,
             "format_b": self.format_b,
             "equal": self.equal,
+            "verdict": self.verdict,
             **({"note": self.note} if self.note else {}),
             **({"values": list(self.values)} if self.values else {}),
+            **({"uncompared": dict(self.uncompared)} if self.uncompared else {}),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }

@@ -117,16 +117,20 @@ def read(path: str | PathLike[str], damaged: list[int] | None = None) -> Iterato
     With a list for the numbers of `damaged` lines those are passed over, too; else the first one is a `DamagedFile`.
     """
     path = Path(path)
+    sound = 0
+    other: tuple[int, _OtherSchema] | None = None
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 is_torn = not line.endswith(b"\n")  # only the last one can be
                 try:
                     yield Event.from_json(line)
+                    sound += 1
                 except _OtherSchema as error:
-                    raise UnsupportedContent(
-                        path, "a timeline of another version", expected=f"schema {SCHEMA_VERSION}", found=error
-                    ) from None
+                    if damaged is None:
+                        raise _unsupported(path, error) from None
+                    other = other or (number, error)  # damaged, if lines around it are ours
+                    damaged.append(number)
                 except (ValueError, OverflowError, RecursionError) as error:
                     if is_torn:
                         continue
@@ -135,6 +139,14 @@ def read(path: str | PathLike[str], damaged: list[int] | None = None) -> Iterato
                     damaged.append(number)
     except OSError as error:
         raise FileAccessError(path, f"the timeline cannot be read: {error.strerror}") from None
+    if other is not None and not sound:
+        raise _unsupported(path, other[1])
+
+
+def _unsupported(path: Path, found: _OtherSchema) -> UnsupportedContent:
+    return UnsupportedContent(
+        path, "a timeline of another version", expected=f"schema {SCHEMA_VERSION}", found=str(found)
+    )
 
 
 class _OtherSchema(ValueError):

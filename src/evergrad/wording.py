@@ -1,13 +1,17 @@
-"""What lines for people are made of: what was found, what there is, how many, and what may have been meant."""
+"""Parts of lines for people: what was found, what there is, how many, what may have been meant, what to install."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from evergrad.errors import UsageError, nearest
 
-__all__ = ["checked_choice", "counted", "first_line", "listed", "meant", "shown"]
+__all__ = ["checked_choice", "counted", "first_line", "install_hint", "listed", "meant", "shown"]
 
 
 def checked_choice(name: str, value: Any, known: Sequence[str], near: Sequence[str] = ()) -> str:
@@ -34,6 +38,51 @@ def first_line(error: BaseException, longest: int = 100) -> str:
     ('no room', 'KeyboardInterrupt')
     """
     return next(iter(str(error).splitlines()), "")[:longest] or type(error).__name__
+
+
+def install_hint(extra: str = "") -> str:
+    """The command that installs this package, with one of its extras, into the environment that is running.
+
+    A clone, whether installed (`pip install -e .`) or on the path, is installed again from its folder; a package that
+    pip has from another source, from there; everything else by its name.
+    """
+    extra = f"[{extra}]" if extra else ""
+    package = Path(__file__).resolve().parent
+    root = package.parents[1]
+    if package.parent.name == "src" and (root / "pyproject.toml").is_file():
+        return f"pip install -e {_folder_with(extra, root)}"
+    origin = _origin()
+    url, is_folder = str(origin.get("url", "")), isinstance(origin.get("dir_info"), Mapping)
+    if is_folder and url.startswith("file://"):
+        folder = Path(unquote(urlsplit(url).path))
+        if (folder / "pyproject.toml").is_file():
+            return f"pip install {_folder_with(extra, folder)}"
+    elif url:
+        vcs = origin.get("vcs_info")
+        if isinstance(vcs, Mapping):
+            url = f"{vcs.get('vcs', 'git')}+{url}@{vcs.get('commit_id', 'HEAD')}"
+        return f"pip install {shlex.quote(f'evergrad{extra} @ {url}')}"
+    return f"pip install {shlex.quote(f'evergrad{extra}')}"
+
+
+def _folder_with(extra: str, folder: Path) -> str:
+    """A folder and an extra, as pip reads them, from wherever the command is typed."""
+    try:
+        is_here = Path.cwd() == folder
+    except OSError:  # the working directory was removed
+        is_here = False
+    return shlex.quote(f".{extra}" if is_here else f"{folder}{extra}")
+
+
+def _origin() -> Mapping[str, Any]:
+    """The origin of this package as pip recorded it (PEP 610); nothing if it came from an index."""
+    from importlib import metadata
+
+    try:
+        told = json.loads(metadata.distribution("evergrad").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return {}
+    return told if isinstance(told, Mapping) else {}
 
 
 def listed(names: Sequence[str]) -> str:

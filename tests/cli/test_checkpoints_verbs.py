@@ -261,3 +261,18 @@ def test_help_and_ls_import_no_torch(run: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_plotly_the_state_of_the_versions_is_told_and_no_page_is_written(
+    run: Path, say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "without_plotly" / "plotly").mkdir(parents=True)
+    (tmp_path / "without_plotly" / "plotly" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "without_plotly")
+    code, out, err = say("report", run)
+    assert (code, err.count("\n")) == (2, 1)
+    assert out.startswith("5 versions in 2 attempts; 3 can be restored, the newest is step 5 (attempt 2) in local.")
+    assert "no page is written: figures need plotly" in err
+    code, out, err = say("report", run, "--json")
+    assert (code, json.loads(out)["page"], err.count("\n")) == (2, None, 1)
+    assert list(run.glob("*.html")) == []

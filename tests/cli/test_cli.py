@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -153,7 +156,8 @@ def test_help_tells_every_exit_code_and_every_format() -> None:
     for words in (
         "1 found something (diff",
         "doctor, verify: something is wrong",
-        "convert --dry-run",
+        "convert: something was left out, or would be",
+        "could not judge all of it (diff, verify)",
         "3 internal error",
     ):
         assert words in text
@@ -223,3 +227,125 @@ def test_the_version_is_the_packages() -> None:
     import evergrad as eg
 
     assert evergrad("--version").stdout == f"evergrad {eg.__version__}\n"
+
+
+def many(path: Path, count: int, axes: int = 2) -> Path:
+    """A safetensors file of many small tensors, written without any library."""
+    header = {
+        f"model.layers.{n // 6}.block{n % 6}.weight": {
+            "dtype": "F32",
+            "shape": [2] * axes,
+            "data_offsets": [n * 4 * 2**axes, (n + 1) * 4 * 2**axes],
+        }
+        for n in range(count)
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(count * 4 * 2**axes))
+    return path
+
+
+def test_a_listing_of_many_tensors_is_written_row_by_row(tmp_path: Path) -> None:
+    path = many(tmp_path / "many.safetensors", 20_000)
+    done = evergrad("inspect", path)
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["tensor", "shape", "dtype", "role", "size"]
+    assert [line.split()[0] for line in lines[1:-2]] == list(open_names(path))
+    assert lines[-2:] == ["", "safetensors: 20000 tensors, 320.0 kB"]
+    assert len({line.index("float32") for line in lines[1:-2]}) == 1, "the columns are aligned"
+
+
+def test_a_terminal_gets_the_first_rows_and_how_to_see_the_rest(tmp_path: Path) -> None:
+    path = many(tmp_path / "many.safetensors", 3_000)
+    table = on_a_terminal("inspect", str(path))
+    assert "model.layers.166.block3.weight" in table
+    assert "model.layers.166.block4.weight" not in table
+    assert "… and 2,000 more: select some with --where, or see all of them: add | less" in table
+    assert "safetensors: 3000 tensors" in table
+    tree = on_a_terminal("inspect", str(path), "--tree")
+    assert "… and 2,001 more" in tree
+    few = on_a_terminal("inspect", str(path), "--where", "model.layers.3.*")
+    assert "more:" not in few
+    assert "6 of 3000 tensors" in few
+
+
+def test_the_layout_takes_little_memory_beside_the_listing(tmp_path: Path) -> None:
+    path = many(tmp_path / "many.safetensors", 20_000)
+    code = (
+        "import re, sys\n"
+        "from evergrad.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr)"
+    )
+    peaks = []
+    for flags in (["--json"], [], ["--tree"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "inspect", path, *flags], capture_output=True, text=True, check=True
+        )
+        peaks.append(int(done.stderr))
+    assert max(peaks) < peaks[0] + 20_000, peaks
+
+
+def test_one_long_name_does_not_widen_every_row(tmp_path: Path) -> None:
+    torch.save({"x" * 3000: torch.ones(1), **{f"t{n}": torch.ones(1) for n in range(50)}}, tmp_path / "long.pt")
+    done = evergrad("inspect", tmp_path / "long.pt")
+    assert len(done.stdout) < 20_000
+
+
+def test_the_json_rows_are_those_of_the_records(tmp_path: Path) -> None:
+    from evergrad.formats import open_checkpoint
+
+    tied = torch.ones(2, 3)
+    state = {"µ\x1b": torch.ones(()), 'quo"te\\': torch.zeros(0, 3), "a": {"b": tied, "c": tied}, "half": tied.half()}
+    torch.save(state, tmp_path / "state.pt")
+    rows = json.loads(evergrad("inspect", tmp_path / "state.pt", "--json").stdout)["tensors"]
+    with open_checkpoint(tmp_path / "state.pt") as ck:
+        assert rows == [info.to_json() for info in ck.tensors.values()]
+
+
+def test_the_tree_shows_every_nesting(tmp_path: Path) -> None:
+    state = {"a": {"x": torch.ones(1), "y": {"z": torch.ones(2)}}, "b": torch.ones(3), "c": {"d": torch.ones(())}}
+    torch.save(state, tmp_path / "state.pt")
+    done = evergrad("inspect", "state.pt", "--tree", cwd=tmp_path)
+    assert done.stdout.splitlines() == [
+        "state.pt",
+        "├── a",
+        "│   ├── x  1 float32 4 B",
+        "│   └── y",
+        "│       └── z  2 float32 8 B",
+        "├── b  3 float32 12 B",
+        "└── c",
+        "    └── d  scalar float32 4 B",
+        "",
+        "torch-zip: 4 tensors, 28 B",
+    ]
+
+
+def open_names(path: Path) -> list[str]:
+    from evergrad.formats import open_checkpoint
+
+    with open_checkpoint(path) as ck:
+        return list(ck.tensors)
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """What the command shows on a terminal of 200 columns."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (50, 200))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evergrad", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # Linux says so at the end
+                break
+            if not piece:
+                break
+            shown += piece
+    finally:
+        os.close(ours)
+        assert process.wait() == 0
+    return shown.decode()

@@ -211,3 +211,58 @@ def test_any_program_can_be_studied_with_the_same_plan(tmp_path: Path, say: Say)
     (tmp_path / "train.py").write_text(PROGRAM.replace("(weight > 0)", "(weight > 0.5)"))
     code, _, err = say("run", tmp_path / "plan.toml", "--out", out, "--workers", 1, "--trainings", 3)
     assert (code, "made twice, differs" in err, "choose another folder" in err) == (2, True, True), err
+
+
+RISING = """
+import json, sys
+import numpy as np
+checkpoint, output = sys.argv[1:3]
+if checkpoint == "new":
+    np.savez(output, weight=np.full(50, 2.0, dtype=np.float32))
+else:
+    weight = np.load(checkpoint)["weight"]
+    print(json.dumps({"loss": float((weight**2).mean()), "m": float((weight**2).mean())}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("metric", "outcome", "words"),
+    [
+        ('metric = "loss"', "degraded", "metric loss: lower is better, by its name"),
+        ('metric = "m"\ndirection = "lower_is_better"', "degraded", "metric m: lower is better, as the plan states"),
+        ('metric = "loss"\ndirection = "higher_is_better"', "changed", "metric loss: higher is better, as the plan"),
+    ],
+)
+def test_a_program_whose_loss_rises_is_degraded_in_every_place_that_says_so(
+    tmp_path: Path, say: Say, metric: str, outcome: str, words: str
+) -> None:
+    (tmp_path / "train.py").write_text(RISING)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        f'study = "rising"\n[command]\nprepare = "python train.py new {{checkpoint}}.npz"\n{metric}\n'
+        'command = "python train.py {checkpoint}.npz none"\n[trial]\nfault = "scale:factor=9"\n'
+        "[sampling]\ntrainings = 2\n"
+    )
+    shown = say("show", plan)[1]
+    assert words in " ".join(shown.split())
+    out = tmp_path / "out"
+    code, _, err = say("run", plan, "--out", out, "--workers", 1)
+    assert code == 0, err
+    (cell,) = json.loads(say("table", out, "--json")[1])["cells"]
+    assert cell["golden"] == 4.0
+    assert cell["final"] > 4.02, "the loss has risen"
+    assert cell[outcome] == 2
+    lower = outcome == "degraded"
+    assert cell["direction"] == ("lower_is_better" if lower else "higher_is_better")
+    table = " ".join(say("table", out)[1].split())
+    assert words in table
+    side = "higher" if lower else "lower"
+    assert f"degraded: metric {side} than the golden run's by more than 0.02" in table
+    assert ("above 0 is worse" in table) is lower
+    code, told, err = say("report", out)
+    assert code == 0, err
+    assert ("2 degraded (AccR)" if lower else "2 changed") in told
+    page = (out / "report.html").read_text()
+    assert ("Final metric, lower is better" in page) is lower
+    # The worst trials are those with the highest loss, or none where that is no worsening.
+    assert (f"evergrad study replay {out}" in page) is lower

@@ -52,7 +52,7 @@ def test_json_is_the_same_as_data(run: Path, say: Any) -> None:
     assert code == 0
     (failure,) = found["failures"]
     assert failure["phases_s"] == {"unseen": 0.011269, "agreeing": 0.014032, "recovering": 0.072102}
-    assert (found["outcome"], found["steps"], found["exact"], found["page"]) == ("finished", 24, True, None)
+    assert (found["outcome"], found["steps"], found["exact"], found["page"]) == ("finished", 24, None, None)
     assert not (run / "timeline.html").exists()
 
 
@@ -137,3 +137,36 @@ def test_no_torch_is_needed(run: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in which plotly's files are not there."""
+    (tmp_path / "site" / "plotly").mkdir(parents=True)
+    (tmp_path / "site" / "plotly" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+@pytest.mark.usefixtures("without_plotly")
+def test_without_plotly_the_table_is_told_and_one_line_says_how_to_get_the_page(run: Path, say: Any) -> None:
+    code, out, err = say(run)
+    assert code == 0
+    assert " ".join(out.splitlines()[1].split()).startswith("rank 2 died (SIGKILL) 10 11 ms")
+    assert err.count("\n") == 1
+    assert err.startswith("evergrad: no page is written: figures need plotly, which is not installed: pip install ")
+    assert "[report]" in err
+    assert not (run / "timeline.html").exists()
+    code, out, err = say(run, "--json")
+    assert (code, json.loads(out)["page"], err.count("\n")) == (0, None, 1)
+    assert say(run, "--no-page")[::2] == (0, "")
+
+
+@pytest.mark.usefixtures("without_plotly")
+def test_without_plotly_a_page_that_was_asked_for_by_name_is_missing_and_the_exit_code_says_so(
+    run: Path, say: Any, tmp_path: Path
+) -> None:
+    code, out, err = say(run, "--out", tmp_path / "x.html")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "rank 2 died (SIGKILL)" in out
+    assert "pip install" in err
+    assert not (tmp_path / "x.html").exists()

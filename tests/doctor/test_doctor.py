@@ -16,6 +16,7 @@ import pytest
 
 from evergrad.cli import main
 from evergrad.doctor import Check, disk, environment, examine, machine, shared_memory, software, torch_probe, worst
+from evergrad.wording import install_hint
 from unprivileged import Unprivileged
 
 SOUND = {
@@ -88,7 +89,7 @@ def test_a_missing_extra_says_what_it_is_for_and_how_to_get_it(monkeypatch: pyte
     monkeypatch.setattr(software, "_required", lambda: lines)
     found = [*software.look_at_extras()]
     missing = named(found, "hdf5")
-    assert (missing.verdict, missing.todo) == ("degraded", "pip install 'evergrad[hdf5]'")
+    assert (missing.verdict, missing.todo) == ("degraded", install_hint("hdf5"))
     assert missing.found == "nosuchthing is missing (HDF5 files: Keras, Chainer, PyTorch)"
     assert "is older than 999" in named(found, "s3").found
     assert named(found, "zstd").verdict == "ok"

@@ -62,12 +62,18 @@ class Tape:
             wait = after_ms if number == 0 else 1
             self.tell(f"uid {uid}", "going on", wait, step=step, generation=self.generation, seconds=0.1)
 
-    def end(self, steps: int, outcome: str = "finished", message: str = "all ranks have finished") -> None:
+    def end(
+        self,
+        steps: int,
+        outcome: str = "finished",
+        message: str = "all ranks have finished",
+        **compared: Any,
+    ) -> None:
         """The job is over."""
         for uid in self.members:
             self.tell("launcher", "exit", 1, uid=uid, label="", code=0)
         self.tell("launcher", outcome, 1, message=message, generation=self.generation, step=steps)
-        self.tell("launcher", "end", 1, outcome=outcome, exit_code=0, message=message, steps=steps)
+        self.tell("launcher", "end", 1, outcome=outcome, exit_code=0, message=message, steps=steps, **compared)
 
     def write(self, folder: Path) -> Path:
         """The folder of such a run."""

@@ -161,11 +161,14 @@ def test_on_one_machine_clocks_do_not_disagree() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["finished", "failed", ""])
-def test_exact_is_said_of_runs_that_began_and_finished_alone(outcome: str) -> None:
+@pytest.mark.parametrize("exact", [True, None])
+def test_exact_is_said_of_runs_alone_that_finished_and_whose_ranks_were_compared(
+    outcome: str, exact: bool | None
+) -> None:
     tape = Tape()
     if outcome:
-        tape.end(24, outcome)
-    assert analyse(tape.events).exact is (True if outcome == "finished" else None)
+        tape.end(24, outcome, exact=exact)
+    assert analyse(tape.events).exact is (exact if outcome == "finished" else None)
     tape.events = [event for event in tape.events if event.event != "plan"]
     assert analyse(tape.events).exact is None
 
@@ -206,3 +209,15 @@ def test_a_number_that_is_none_does_no_harm(value: object) -> None:
     tape.tell("uid 0", "slowed", 1, rank=1, by=value, for_s=value)
     tape.tell("uid 0", "stopping", 1, ranks=[1], uids=[1], for_s=value)
     assert len(analyse(tape.events).noticed) == 1
+
+
+def test_spares_that_end_and_jobs_that_cannot_grow_are_noticed() -> None:
+    tape = Tape()
+    tape.tell("launcher", "spare_ended", 1, uid=4, joined=False)
+    tape.tell("uid 0", "cannot_grow", 1, reason="a spare waits to join, and cannot")
+    tape.end(10)
+    story = analyse(tape.events)
+    assert [one.what for one in story.noticed] == [
+        "spare 4 ended its script without a rank",
+        "a spare waits to join, and cannot",
+    ]

@@ -62,7 +62,7 @@ def test_a_real_run_is_told_as_it_was() -> None:
     assert summary(story) == ("4 ranks and 1 spare, 24 steps in 8.76 s: finished; 1 failure, 97 ms to the next step")
     words = " ".join(answer(story))
     assert "After step 10 rank 2 died (SIGKILL) (on purpose: kill): seen by rank 1 after 11 ms" in words
-    assert "to the last bit" in words
+    assert "last bit" not in words, "it was recorded before ranks were compared"
     assert [process.name for process in story.processes][-1] == "spare 4 → rank 2"
     assert story.progress[0][1] == 0
     assert story.progress[-1][1] == 24
@@ -126,6 +126,17 @@ def test_a_generation_that_breaks_before_its_first_step_is_said_so() -> None:
     assert (first.overtaken, first.seconds) == (True, None)
     assert (second.overtaken, second.generation) == (False, 1)
     assert "broke, too, before a step was applied" in told(tape)
+
+
+@pytest.mark.parametrize("exact", [True, None])
+def test_to_the_last_bit_is_said_where_the_ranks_were_compared(exact: bool | None) -> None:
+    tape = Tape()
+    tape.kill(2, 10)
+    tape.replace(2, 4)
+    tape.go_on(11)
+    tape.end(24, exact=exact, unverified="" if exact else "rank 2 was lost between two steps")
+    assert ("to the last bit" in told(tape)) == (exact is True)
+    assert ("Not verified to be as without failures: rank 2 was lost" in told(tape)) == (exact is None)
 
 
 def test_a_job_that_ends_with_a_failure_says_why_and_claims_nothing() -> None:

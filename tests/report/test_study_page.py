@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 from browsing import OpenPage
 from study_folders import GOLDEN, See, made_study, seen_of
 
+from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.report import study_data as data_module
 from evergrad.report.blocks import Commands, DataTable, Figure, Page, Prose
+from evergrad.report.markup import inline, literal, plain_text
 from evergrad.report.page import page_html, write_page
 from evergrad.report.published import _all, published_for
 from evergrad.report.study_data import study_data
@@ -261,3 +264,82 @@ def test_the_command_writes_the_page_prints_the_answer_and_imports_no_torch(tmp_
     html = (folder / "report.html").read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert "<script>alert" not in html
+
+
+STARS = ("model/**", "optimizer/**", "**conv", "fc**", "`quoted` **name**")
+STARRED = f"""
+study = "stars"
+title = "Flips in model/** and optimizer/**"
+question = "What do flips in model/** and in optimizer/** do?"
+
+[axes]
+where = {list(STARS)}
+flips = [1, 2, 4]
+model = ["alexnet", "vgg11"]
+"""
+
+
+def test_globs_keep_their_stars_wherever_a_report_shows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made_study(tmp_path / "study", STARRED, trainings=12)
+    page = study_page(folder)
+    text = re.sub(r"<script>.*?</script>", "", page_html(page), flags=re.S)
+    bold = re.findall(r"<strong>(.*?)</strong>", text)
+    assert bold, "what is meant to be bold is"
+    assert not [one for one in bold if "model/" in one or "conv" in one or "name" in one], bold
+    assert "quoted" not in "".join(re.findall(r"<code>(?!evergrad)(.*?)</code>", text))
+    shown = re.sub(r"<[^>]+>", "", text).replace("&#x27;", "'")
+    for anchor in ("table", "columns", "worst", "curves"):
+        part = re.sub(r"<[^>]+>", "", section(page, anchor))
+        # Of the curves a few groups are drawn.
+        for name in STARS[: 2 if anchor == "curves" else 4]:
+            assert name in part, (anchor, name)
+    assert "What do flips in model/** and in optimizer/** do?" in shown
+    assert main(["study", "report", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "where model/**" in told
+    assert "N-EV was" in told
+    assert "**N-EV**" not in told
+    assert main(["study", "report", str(folder), "--json"]) == 0
+    answer = " ".join(json.loads(capsys.readouterr().out)["answer"])
+    assert "where model/**" in answer
+    assert "**N-EV**" not in answer
+    assert "\\*" not in answer
+
+
+@pytest.mark.parametrize(
+    ("text", "html", "plain"),
+    [
+        ("**bold** and `code`", "<strong>bold</strong> and <code>code</code>", "bold and code"),
+        ("model/** and optimizer/**", "model/** and optimizer/**", "model/** and optimizer/**"),
+        ("where **, where **", "where **, where **", "where **, where **"),
+        ("**.weight and **.bias", "**.weight and **.bias", "**.weight and **.bias"),
+        (f"**{literal('a**b')} is bold**", "<strong>a**b is bold</strong>", "a**b is bold"),
+        (literal("**conv and fc**"), "**conv and fc**", "**conv and fc**"),
+        (literal("`a` \\*"), "`a` \\*", "`a` \\*"),
+        ("**3 of 5 %; done.** More", "<strong>3 of 5 %; done.</strong> More", "3 of 5 %; done. More"),
+        ("(**N-EV**)", "(<strong>N-EV</strong>)", "(N-EV)"),
+    ],
+)
+def test_only_what_is_meant_as_markup_is_taken_for_it(text: str, html: str, plain: str) -> None:
+    assert inline(text) == html
+    assert plain_text(text) == plain
+
+
+def test_without_plotly_the_answer_is_told_and_only_a_page_without_figures_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "without_plotly" / "plotly").mkdir(parents=True)
+    (tmp_path / "without_plotly" / "plotly" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "without_plotly")
+    folder = made_study(tmp_path / "study", "bitflip-nev", trainings=3)
+    assert main(["study", "report", str(folder)]) == 2
+    told = capsys.readouterr()
+    assert "N-EV was" in told.out
+    assert told.err.count("\n") == 1
+    assert "no page is written: figures need plotly, which is not installed: pip install" in told.err
+    assert not (folder / "report.html").exists()
+    empty = made_study(tmp_path / "empty", "bitflip-nev", trainings=3, only=0)
+    assert main(["study", "report", str(empty)]) == 0
+    assert "</html>" in (empty / "report.html").read_text()

@@ -221,7 +221,7 @@ def test_an_idle_child_that_nobody_dismisses_ends_after_a_while(monkeypatch: pyt
 
 def test_without_dask_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(UsageError, match=r"pip install 'evergrad\[dask\]'"):
+    with pytest.raises(UsageError, match=r"pip install .*\[dask\]"):
         DaskCluster(tmp_path, REHEARSAL)
 
 

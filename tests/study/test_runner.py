@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import DamagedFile, StudyError, UsageError
+from evergrad.formats.version_records import record_bytes
 from evergrad.study.folder import StudyFolder
 from evergrad.study.outcomes import Outcome
 from evergrad.study.plan import Plan
@@ -260,10 +262,11 @@ def test_trials_of_another_golden_run_do_not_count_and_run_again(
     plan, out = plan_file(trainings=5), tmp_path / "out"
     run(plan, out)
     [record] = out.glob("golden/*/golden.json")
-    record.write_text(record.read_text().replace("[0.8, 0.9]", "[0.8, 0.91]"))
-    told = results_of(out)
-    assert [cell.trainings for cell in told.cells] == [0, 0]
-    assert any("10 trials began with another golden run" in note for note in told.notes)
+    told = json.loads(record.read_text().replace("[0.8, 0.9]", "[0.8, 0.91]"))
+    record.write_bytes(record_bytes({name: value for name, value in told.items() if name != "check"}))
+    results = results_of(out)
+    assert [cell.trainings for cell in results.cells] == [0, 0]
+    assert any("10 trials began with another golden run" in note for note in results.notes)
     before = sum(counted(out).values())
     assert [cell.known for cell in run(plan, out).cells] == [5, 5]
     assert sum(counted(out).values()) == before + 10

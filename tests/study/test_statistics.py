@@ -153,5 +153,5 @@ def test_what_cannot_be_is_refused_in_one_line(call, line: str) -> None:
 
 def test_without_scipy_the_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.special", None)
-    with pytest.raises(UsageError, match=r"need scipy. pip install 'evergrad\[studies\]'"):
+    with pytest.raises(UsageError, match=r"need scipy. pip install .*\[studies\]"):
         stats.wilson(1, 4)

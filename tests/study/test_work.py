@@ -22,6 +22,7 @@ from evergrad.study.trials import End, Observation, Trial
 from evergrad.study.warming import warm
 from evergrad.study.work import perform
 from evergrad.study.work_orders import golden_work, trial_work
+from evergrad.training.direction import Direction
 from evergrad.training.mechanisms.contract import Snapshot
 
 MakeTrial = Callable[..., Trial]
@@ -181,6 +182,7 @@ def test_a_worker_that_does_not_repeat_the_golden_run_refuses(tmp_path: Path, fi
     record = golden_folder(tmp_path, trial.training.key) / "golden.json"
     told: dict[str, Any] = json.loads(record.read_text())
     told["observation"]["digest"] = "0" * 32
+    del told["check"]
     record.write_text(json.dumps(told))
     cold()
     with pytest.raises(StudyError, match=r"does not repeat the golden run .* the golden run with .* and 00000000"):
@@ -311,3 +313,24 @@ def test_a_device_that_is_not_there_is_said(tmp_path: Path, first_trial: MakeTri
     trial = replace(trial, training=replace(trial.training, device=device))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"^device"):
         perform(tmp_path, golden_work(trial, []))
+
+
+def test_a_workload_that_is_judged_by_its_loss_is_degraded_when_the_loss_rises(
+    tmp_path: Path, first_trial: MakeTrial
+) -> None:
+    trial = replace(first_trial("lossy", epochs=0), fault="scale:factor=0.0001", flips=8)
+    seen = run(tmp_path, trial)
+    golden = read_golden(tmp_path, trial.training.key)
+    assert golden is not None
+    assert golden.direction is Direction.LOWER
+    assert seen.metrics[-1] > golden.observation.metrics[-1] + 0.02
+    verdict = judge(seen, golden.observation, direction=golden.direction, chance=None)
+    assert verdict is Outcome.DEGRADED
+    cold()
+    record = golden_folder(tmp_path, trial.training.key) / "golden.json"
+    told = json.loads(record.read_text())
+    record.write_text(
+        json.dumps({name: value for name, value in told.items() if name != "check"} | {"direction": "higher_is_better"})
+    )
+    with pytest.raises(StudyError, match=r"metric is lower_is_better, the golden run was recorded as higher.* Remove "):
+        run(tmp_path, trial)

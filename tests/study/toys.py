@@ -145,3 +145,13 @@ def asserting() -> Workload:
             return super().forward(x)
 
     return Workload(model=Checked, data=_data(), optimizer=lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9))
+
+
+def held_out_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A metric that is better lower, as its name says."""
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def lossy() -> Workload:
+    """See `Picky`; judged by its loss."""
+    return Workload(model=Picky, data=_data(), metric=held_out_loss)

@@ -92,5 +92,5 @@ def test_a_photo_is_no_digit() -> None:
 
 def test_without_scikit_image_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(photos, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"scikit-image is not installed. Get it with: pip install 'evergrad\[stud"):
+    with pytest.raises(UsageError, match=r"scikit-image is not installed. Get it with: pip install .*\[studies\]"):
         read_photos()

@@ -11,6 +11,7 @@ import torch
 
 from evergrad.errors import UsageError
 from evergrad.training import Training, Workload
+from evergrad.training.direction import Direction
 from evergrad.training.workloads.registry import DATA, MODELS, fitting, make_workload
 
 
@@ -176,3 +177,30 @@ def test_data_of_your_own_are_checked(tmp_path: Path, data: str, line: str) -> N
     (tmp_path / "own.py").write_text(f"{start}def f():\n    return Workload(list, {data})\n")
     with pytest.raises(UsageError, match=line):
         make_workload(Training(workload=f"{tmp_path / 'own.py'}:f"))
+
+
+@pytest.mark.parametrize("data", ["digits", "text", "photos"])
+def test_the_metrics_of_built_in_workloads_are_higher_for_better_answers(data: str) -> None:
+    model = {"digits": "alexnet", "text": "gpt", "photos": "edsr"}[data]
+    workload = make_workload(Training(model=model, data=data, width=0.125))
+    assert workload.judged_by is Direction.HIGHER
+    targets = workload.data.test_y
+    if data == "photos":
+        right, wrong = targets.double(), targets.double() + 0.1
+    else:
+        right = torch.nn.functional.one_hot(targets).double()
+        wrong = -right
+    assert workload.metric(right, targets) > workload.metric(wrong, targets)
+    assert workload.data.chance is not None
+    assert workload.metric(right, targets) > workload.data.chance
+
+
+def test_a_direction_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom evergrad.training import Dataset, Workload\n"
+        "x = torch.zeros(4, 2)\ny = torch.zeros(4).long()\n"
+        "def make():\n    return Workload(model=lambda: torch.nn.Linear(2, 2), data=Dataset('d', x, y, x, y), "
+        "direction='lower_is_beter')\n"
+    )
+    with pytest.raises(UsageError, match=r"direction: expected higher_is_better or lower_is_better, found 'lower_is_b"):
+        make_workload(Training(workload="own.py:make", base=str(tmp_path)))

@@ -1,8 +1,8 @@
 """The command line: one file a verb, in the order of the workflow, thin over the library.
 
-Exit codes: 0 fine, 1 found something (`diff`, `verify`, `doctor`, `convert --dry-run`), 2 usage or unreadable input,
-3 a bug of ours. A user's mistake is one line on stderr. Nothing heavy is imported before a verb runs, so that `--help`
-answers at once.
+Exit codes: 0 fine, 1 found something or could not judge it (`diff`, `verify`, `doctor`, `convert`), 2 usage or
+unreadable input, 3 a bug of ours. A user's mistake is one line on stderr. Nothing heavy is imported before a verb runs,
+so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ app = typer.Typer(
     help="Keep distributed PyTorch training alive through crashes and silent data corruption, "
     "and measure what both cost.",
     epilog="Exit codes: 0 fine · 1 found something (diff: they differ; doctor, verify: something is wrong; "
-    "convert --dry-run: something would be lost) · 2 usage or unreadable input · 3 internal error, a bug of ours.",
+    "convert: something was left out, or would be) or could not judge all of it (diff, verify) · "
+    "2 usage or unreadable input · 3 internal error, a bug of ours.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from evergrad.cli.output import JsonOption, console, near, print_json, printable
 from evergrad.errors import UsageError
 
 if TYPE_CHECKING:
+    from evergrad.report.blocks import Page
     from evergrad.report.run_reading import RunFolder
     from evergrad.report.run_story import Interruption, RunStory
 
@@ -23,7 +25,8 @@ EPILOG = (
     "seen: from the failure until another process knew · agreed: until the plan for the next generation · going on: "
     "until the first rank had applied a step again. Where nobody noted when it failed, seen is a question mark and in "
     "all counts from there. A run that goes on is shown as it stands.\n\n"
-    "Exit codes: 0 told · 2 usage, or no timeline that can be read."
+    "Without plotly the table is printed, no page is written, and a line says how to get it.\n\n"
+    "Exit codes: 0 told · 2 usage, no timeline that can be read, or no page where --out asks for one."
 )
 _SHOWN = 40
 
@@ -35,7 +38,7 @@ def timeline(
     as_json: JsonOption = False,
 ) -> int:
     """Tell what happened in a run: each failure from its moment to the next step, as a table and as a page."""
-    from evergrad.report.page import checked_target
+    from evergrad.report.page import checked_target, missing_for, write_page
     from evergrad.report.run_analysis import analyse
     from evergrad.report.run_reading import read_run
 
@@ -48,21 +51,27 @@ def timeline(
     story = analyse(folder.events, folder.notes)
     if not as_json:
         _print(story)
-    page = None if target is None else _write(story, folder, target)
+    page, missing = None, ""
+    if target is not None:
+        page = _page(story, folder)
+        missing = missing_for(page)
+    written = write_page(page, target) if page is not None and target is not None and not missing else None
     if as_json:
-        print_json({"run": str(run), "page": None if page is None else str(page), **story.to_json()})
-    elif page is not None:
-        print(printable(f"{near(page)}: the same as a page, with pictures"))
-    return 0
+        print_json({"run": str(run), "page": None if written is None else str(written), **story.to_json()})
+    elif written is not None:
+        print(printable(f"{near(written)}: the same as a page, with pictures"))
+    if missing:
+        print(printable(f"evergrad: no page is written: {missing}"), file=sys.stderr)
+    # A page that was asked for by its name is a result; the one beside the table is an addition to it.
+    return 2 if missing and out is not None else 0
 
 
-def _write(story: RunStory, folder: RunFolder, path: Path) -> Path:
+def _page(story: RunStory, folder: RunFolder) -> Page:
     from evergrad import __version__
-    from evergrad.report.page import write_page
     from evergrad.report.run_page import run_page
 
     made = f"evergrad timeline {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
-    return write_page(run_page(story, folder, made), path)
+    return run_page(story, folder, made)
 
 
 def _print(story: RunStory) -> None:
@@ -78,6 +87,8 @@ def _print(story: RunStory) -> None:
     print(printable(summary(story)))
     if story.inexact:
         print(printable(f"not as without failures: {story.inexact}"))
+    elif story.failures and story.unverified and story.outcome == "finished":
+        print(printable(f"not verified to be as without failures: {story.unverified}"))
     for line in caveats(story):
         print(line)
 

@@ -10,6 +10,7 @@ from importlib import metadata
 
 from evergrad.doctor.check import Check, checked
 from evergrad.doctor.torch_probe import Probe
+from evergrad.wording import install_hint
 
 __all__ = ["EXTRAS", "look", "look_at_extras", "missing_from"]
 
@@ -77,7 +78,7 @@ def _system() -> Check:
 def _requirements(probe: Probe) -> Iterator[Check]:
     required = _required()
     if not required:
-        todo = "pip install evergrad, rather than a folder on PYTHONPATH"
+        todo = f"{install_hint()}, rather than a folder on PYTHONPATH"
         yield Check("requirements", "unknown", "not installed as a package: what it needs is not known", todo)
     for name, least in _of(required, ""):
         found, loaded = _version(name), probe.get(name, {})
@@ -98,10 +99,10 @@ def _extra(name: str) -> Check:
     wrong = missing_from(_required(), name)
     purpose = EXTRAS[name]
     if not any(True for _ in _of(_required(), name)):
-        todo = f"pip install 'evergrad[{name}]'"
+        todo = install_hint(name)
         return Check(name, "unknown", f"which packages it needs is not known ({purpose})", todo)
     if wrong:
-        return Check(name, "degraded", f"{', '.join(wrong)} ({purpose})", f"pip install 'evergrad[{name}]'",
+        return Check(name, "degraded", f"{', '.join(wrong)} ({purpose})", install_hint(name),
                      {"missing": list(wrong)})  # fmt: skip
     versions = {package: _version(package) for package, _ in _of(_required(), name)}
     told = ", ".join(f"{package} {version}" for package, version in versions.items())

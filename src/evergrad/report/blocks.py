@@ -12,7 +12,7 @@ Mark = Literal["", "published", "good", "bad", "muted"]
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """Plain text: paragraphs by blank lines; `code` and **bold** are known, everything else is shown as it is."""
+    """Paragraphs by blank lines; `code` and **bold** are known. Names in it go through `markup.literal`."""
 
     text: str
 
@@ -44,7 +44,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A text, and what it is sorted by: None sorts last, either way. Without a key, by the text."""
+    """A text without markup, and what it is sorted by: None sorts last, either way. Without a key, by the text."""
 
     text: str
     sort: float | str | None = ""
@@ -62,14 +62,14 @@ class DataTable:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Commands to copy, each with what it does."""
+    """Commands to copy, each with what it does, without markup."""
 
     lines: list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values: settings, versions, the machine."""
+    """Names and values, without markup: settings, versions, the machine."""
 
     pairs: list[tuple[str, str]]
 

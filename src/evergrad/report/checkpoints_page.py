@@ -8,6 +8,7 @@ from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.report.checkpoints_figures import lineage_figure, saved_s, sizes_figure, tiers_figure
 from evergrad.report.checkpoints_reading import JobVersions
 from evergrad.report.checkpoints_words import answer, is_usable, problems, size
+from evergrad.report.markup import literal
 from evergrad.report.page import Block, Cell, Column, Commands, DataTable, Facts, Figure, Mark, Page, Prose, Section
 
 __all__ = ["checkpoints_page"]
@@ -46,7 +47,11 @@ def _figure(figure: Figure | None) -> list[Block]:
 
 
 def _notes(seen: JobVersions) -> list[Block]:
-    return [Prose("\n\n".join(f"Not followed: {note}" for note in seen.lineage.notes))] if seen.lineage.notes else []
+    return (
+        [Prose("\n\n".join(f"Not followed: {literal(note)}" for note in seen.lineage.notes))]
+        if seen.lineage.notes
+        else []
+    )
 
 
 def _versions(seen: JobVersions) -> list[Block]:

@@ -7,6 +7,7 @@ from shlex import quote
 
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.report.checkpoints_reading import JobVersions
+from evergrad.report.markup import literal
 from evergrad.wording import counted
 
 __all__ = ["answer", "is_usable", "problems", "size"]
@@ -17,14 +18,14 @@ _TOLD = 6
 def answer(seen: JobVersions) -> list[str]:
     """Paragraphs for the head of the page, the one to remember first."""
     if not seen.entries:
-        return [f"**{seen.job} has no version yet.**", *problems(seen)]
+        return [f"**{literal(seen.job)} has no version yet.**", *problems(seen)]
     usable = [entry for entry in seen.entries if is_usable(entry)]
     told = f"{counted(len(seen.entries), 'version')} in {counted(seen.attempts, 'attempt')}"
     if not usable:
         return [f"**{told}, and none of them can be restored from what is seen here.**", *problems(seen)]
     newest = usable[0]
     where = ", ".join(newest.tiers) or "several tiers together"
-    head = f"**{told}; {len(usable)} can be restored, the newest is {newest.version} in {where}.**"
+    head = f"**{told}; {len(usable)} can be restored, the newest is {newest.version} in {literal(where)}.**"
     return [head, *problems(seen), *_state(seen, usable)]
 
 
@@ -36,7 +37,7 @@ def is_usable(entry: CatalogueEntry) -> bool:
 
 def problems(seen: JobVersions) -> list[str]:
     """What is wrong or not known, worst first, each in a sentence."""
-    return [*_failed(seen), *_incomplete(seen), *(f"Not seen: {line.rstrip('.')}." for line in seen.unseen)]
+    return [*_failed(seen), *_incomplete(seen), *(f"Not seen: {literal(line.rstrip('.'))}." for line in seen.unseen)]
 
 
 def size(count: float) -> str:
@@ -54,7 +55,8 @@ def size(count: float) -> str:
 
 def _failed(seen: JobVersions) -> Iterator[str]:
     found = [
-        f"{entry.version.name} is damaged in {verdict.tier}: {verdict.why.rstrip('.') or 'its digests are wrong'}"
+        f"{entry.version.name} is damaged in {verdict.tier}: "
+        f"{literal(verdict.why.rstrip('.')) or 'its digests are wrong'}"
         f"{'' if is_usable(entry) else ', and no other tier has all of it'}"
         for entry in seen.entries
         for verdict in entry.verdicts
@@ -85,7 +87,7 @@ def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
     unchecked = sum(entry.verified == "unknown" for entry in usable)
     if unchecked == len(usable):
         verify = f"evergrad checkpoints verify {quote(seen.where)}"
-        yield f"Whole is not intact: nobody has checked their digests. `{verify}` does."
+        yield f"Whole is not intact: nobody has checked their digests. `{literal(verify)}` does."
     else:
         sound = sum(entry.verified == "ok" for entry in usable)
         never = f", {unchecked} were never checked" if unchecked else ""
@@ -93,7 +95,7 @@ def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
     guarded = sum(entry.guarded for entry in usable)
     if guarded:
         yield f"A guard found all ranks alike when {guarded} of them {'was' if guarded == 1 else 'were'} saved."
-    kept = [entry.version.name + (f" ({', '.join(entry.tags)})" if entry.tags else "")
+    kept = [entry.version.name + (f" ({literal(', '.join(entry.tags))})" if entry.tags else "")
             for entry in usable if entry.pinned or entry.tags]  # fmt: skip
     if kept:
         yield f"Kept whatever comes: {', '.join(kept[:_TOLD])}{' …' if len(kept) > _TOLD else ''}."

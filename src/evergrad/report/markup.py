@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from evergrad.report.blocks import Cell, Column, Commands, DataTable, Facts, Page, Section
 
@@ -16,12 +16,20 @@ __all__ = [
     "escaped",
     "facts_html",
     "inline",
+    "literal",
     "paragraphs",
+    "plain_text",
     "table_html",
 ]
 
 _SHORT = 24  # a text of so many characters stays on one line in a table
-_MARKUP = re.compile(r"`([^`\n]+)`|\*\*([^*\n]+)\*\*")
+# Bold begins at the beginning of a word and ends at the end of one: the stars of model/** do neither.
+_MARKUP = re.compile(
+    r"\\(?P<literal>[\\*`])"
+    r"|`(?P<code>(?:\\[\\*`]|[^`\n])+)`"
+    r"|(?<![^\s(\[“‘])\*\*(?P<bold>(?=\w|\\)(?:\\[\\*`]|[^*\n])*(?<![\s/]))\*\*(?![\w/*])"
+)
+_ESCAPED = re.compile(r"\\([\\*`])")
 
 
 def escaped(text: object) -> str:
@@ -34,19 +42,45 @@ def escaped(text: object) -> str:
     return html.escape(known, quote=True)
 
 
+def literal(text: object) -> str:
+    """A name or a message as part of prose: nothing in it is taken for markup.
+
+    >>> inline(f"**N-EV** of {literal('**conv and fc**')}")
+    '<strong>N-EV</strong> of **conv and fc**'
+    """
+    return re.sub(r"[\\*`]", r"\\\g<0>", str(text))
+
+
 def inline(text: str) -> str:
     """One line of prose.
 
     >>> inline("**N-EV** of `a<b`")
     '<strong>N-EV</strong> of <code>a&lt;b</code>'
     """
-    made, end = [], 0
+    return "".join(
+        {"code": f"<code>{escaped(part)}</code>", "bold": f"<strong>{escaped(part)}</strong>"}.get(kind, escaped(part))
+        for kind, part in _parts(text)
+    )
+
+
+def plain_text(text: str) -> str:
+    """One line of prose without its markup, for a terminal.
+
+    >>> plain_text("**N-EV** of `role:model` and model/**")
+    'N-EV of role:model and model/**'
+    """
+    return "".join(part for _, part in _parts(text))
+
+
+def _parts(text: str) -> Iterator[tuple[str, str]]:
+    """The parts of a line of prose in order, each with its kind: `code`, `bold`, or nothing."""
+    end = 0
     for found in _MARKUP.finditer(text):
-        made.append(escaped(text[end : found.start()]))
-        code, bold = found.groups()
-        made.append(f"<code>{escaped(code)}</code>" if code else f"<strong>{escaped(bold)}</strong>")
+        yield "", text[end : found.start()]
+        kind = found.lastgroup or ""
+        yield "" if kind == "literal" else kind, _ESCAPED.sub(r"\1", found[kind])
         end = found.end()
-    return "".join([*made, escaped(text[end:])])
+    yield "", text[end:]
 
 
 def paragraphs(text: str) -> str:
@@ -90,7 +124,7 @@ def table_html(table: DataTable) -> str:
     )
     rows = "\n".join(_row(table.columns, row) for row in table.rows)
     caption = f"<caption>{inline(table.caption)}</caption>" if table.caption else ""
-    label = escaped(table.caption or ", ".join(column.title for column in table.columns))
+    label = escaped(plain_text(table.caption) or ", ".join(column.title for column in table.columns))
     helps = "".join(
         f"<dt>{escaped(column.title)}</dt><dd>{inline(column.help)}</dd>" for column in table.columns if column.help
     )
@@ -104,7 +138,7 @@ def table_html(table: DataTable) -> str:
 def commands_html(commands: Commands) -> str:
     """Commands, each with a button that copies it."""
     rows = "".join(
-        f'<div class="command"><p>{inline(what)}</p><pre><code>{escaped(line)}</code></pre>'
+        f'<div class="command"><p>{escaped(what)}</p><pre><code>{escaped(line)}</code></pre>'
         '<button type="button" class="copy">Copy</button></div>'
         for what, line in commands.lines
     )
@@ -113,7 +147,7 @@ def commands_html(commands: Commands) -> str:
 
 def facts_html(facts: Facts) -> str:
     """Names and their values."""
-    rows = "".join(f"<dt>{escaped(name)}</dt><dd>{inline(value)}</dd>" for name, value in facts.pairs)
+    rows = "".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in facts.pairs)
     return f'<dl class="facts">{rows}</dl>\n'
 
 
@@ -126,5 +160,5 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
         sort = "" if key is None else f' data-sort="{escaped(key)}"'
         short = "short" if len(cell.text) <= _SHORT else ""
         classes = " ".join(filter(None, (column.kind, cell.mark, short)))
-        made.append(f'<td class="{escaped(classes)}"{sort}>{inline(cell.text)}</td>')
+        made.append(f'<td class="{escaped(classes)}"{sort}>{escaped(cell.text)}</td>')
     return f"<tr>{''.join(made)}</tr>"

@@ -43,7 +43,7 @@ from evergrad.report.markup import (
     table_html,
 )
 from evergrad.report.palette import PALETTE, SERIES, series_colour
-from evergrad.report.plots import figure_html, plotly_script
+from evergrad.report.plots import figure_html, missing_plotly, plotly_script
 
 __all__ = [
     "PALETTE",
@@ -60,6 +60,7 @@ __all__ = [
     "Prose",
     "Section",
     "checked_target",
+    "missing_for",
     "page_html",
     "series_colour",
     "write_page",
@@ -71,7 +72,7 @@ _PAGE = b"<!doctype html"
 
 def page_html(page: Page) -> str:
     """The page as HTML."""
-    figures = [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
+    figures = _figures(page)
     scripts = [plotly_script()] if figures else []
     scripts.append(_ours("page.js"))
     policy = (
@@ -100,7 +101,7 @@ def page_html(page: Page) -> str:
 <button type="button" id="theme" hidden>Dark</button>
 <p class="kind">{escaped(page.kind)}</p>
 <h1>{escaped(page.title)}</h1>
-{f'<p class="question">{inline(page.question)}</p>' if page.question else ""}
+{f'<p class="question">{escaped(page.question)}</p>' if page.question else ""}
 <div class="answer">{"".join(f"<p>{inline(part)}</p>" for part in page.answer)}</div>
 {missing}</header>
 {contents_html(page, anchors)}<main>
@@ -110,6 +111,11 @@ def page_html(page: Page) -> str:
 </body>
 </html>
 """
+
+
+def missing_for(page: Page) -> str:
+    """Why a page cannot be made here, in one line with the command that helps; empty if it can."""
+    return missing_plotly() if _figures(page) else ""
 
 
 def checked_target(path: Path) -> Path:
@@ -133,6 +139,10 @@ def write_page(page: Page, path: Path) -> Path:
     with replacing(path) as temporary:
         temporary.write_bytes(made)
     return path
+
+
+def _figures(page: Page) -> list[Figure]:
+    return [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
 
 
 def _section_html(section: Section, anchor: str, numbers: dict[int, int]) -> str:

@@ -11,29 +11,40 @@ from typing import Any
 
 from evergrad.errors import UsageError
 from evergrad.report.blocks import Figure
-from evergrad.report.markup import escaped, inline
+from evergrad.report.markup import escaped, inline, plain_text
+from evergrad.wording import install_hint
 
-__all__ = ["figure_html", "figure_json", "plotly_script"]
+__all__ = ["figure_html", "figure_json", "missing_plotly", "plotly_script"]
 
 # What plotly understands in texts and may not come from a name: links, above all.
 _OTHER_TAG = re.compile(r"<(?!(?:br|/?b|/?i|/?sub|/?sup|/?extra)>)")
 
 
+def missing_plotly() -> str:
+    """Why no page with figures can be made here, in one line with the command that helps; empty if one can."""
+    return "" if _script_file() else f"figures need plotly, which is not installed: {install_hint('report')}"
+
+
 def plotly_script() -> str:
     """Plotly's JavaScript, to be put into a page once."""
-    spec = importlib.util.find_spec("plotly")
-    places = spec.submodule_search_locations if spec else None
-    path = Path(places[0]) / "package_data" / "plotly.min.js" if places else None
-    if path is None or not path.is_file():
-        raise UsageError("figures need plotly, which is not installed: pip install 'evergrad[report]'.")
+    path = _script_file()
+    if path is None:
+        raise UsageError(missing_plotly())
     code = path.read_text(encoding="utf-8")
     # In a string of JavaScript a backslash before these changes nothing; in a page they would end the script.
     return re.sub(r"<(?=/script|!--)", r"<\\", code, flags=re.IGNORECASE)
 
 
+def _script_file() -> Path | None:
+    spec = importlib.util.find_spec("plotly")
+    places = spec.submodule_search_locations if spec else None
+    path = Path(places[0]) / "package_data" / "plotly.min.js" if places else None
+    return path if path is not None and path.is_file() else None
+
+
 def figure_html(figure: Figure, number: int) -> str:
     """The place of a figure, its data, and its caption."""
-    label = escaped(figure.caption.replace("**", "").replace("`", "") or figure.name)
+    label = escaped(plain_text(figure.caption) or figure.name)
     caption = f"<figcaption>{inline(figure.caption)}</figcaption>" if figure.caption else ""
     return (
         f'<figure class="plot" id="figure-{number}" data-name="{escaped(figure.name)}" '

@@ -38,6 +38,11 @@ def _notice(course: Course, moment: Moment) -> tuple[str, Shade] | None:
             healed = fields.get("healed") is True
             told = f"{text(fields, 'path')} on rank {whole(fields, 'rank')}: {text(fields, 'what')}"
             return f"{told}; {'healed' if healed else 'not healed'}", "good" if healed else "bad"
+        case "ranks differ":
+            joined = text(fields, "joined")
+            return f"ranks differ{f' after {joined} joined' if joined else ''}: {text(fields, 'why')}", "bad"
+        case "unverified":
+            return f"nobody can tell whether the run is exact: {text(fields, 'reason')}", ""
         case "suspicious":
             step = whole(fields, "step")
             return f"step {'?' if step is None else step + 1} was suspicious: {text(fields, 'why')}", ""
@@ -71,6 +76,11 @@ def _notice(course: Course, moment: Moment) -> tuple[str, Shade] | None:
         case "death" if whole(fields, "rank") is None:
             uid = whole(fields, "uid")
             return f"{course.label(-1 if uid is None else uid)} died ({text(fields, 'how')}) without a rank", "bad"
+        case "spare_ended":
+            uid = whole(fields, "uid")
+            return f"{course.label(-1 if uid is None else uid)} ended its script without a rank", "bad"
+        case "cannot_grow":
+            return text(fields, "reason"), ""
         case _:
             return None
 

@@ -55,8 +55,8 @@ def read_run(folder: Path) -> RunFolder:
     events = [event for event in told if math.isfinite(event.time) and math.isfinite(event.mono)]
     if not events:
         raise DamagedFile(timeline, "no event in it: the run was ended before it began, or has not begun yet")
-    record = _record(folder / "run.json")
-    notes = []
+    record, is_sound = _record(folder / "run.json")
+    notes = [] if is_sound else ["run.json is damaged, and left out."]
     if not any(event.event == "end" and event.who == "launcher" for event in events):
         notes.append(_unended(events, record))
     if damaged:
@@ -83,12 +83,15 @@ def _is_small(folder: Path) -> bool:
     return False
 
 
-def _record(path: Path) -> Mapping[str, Json]:
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
+def _record(path: Path) -> tuple[Mapping[str, Json], bool]:
+    """What `run.json` says, and whether that could be read; nothing if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+        return (found, True) if isinstance(found, dict) else ({}, False)
+    except FileNotFoundError:
+        return {}, True
+    except (OSError, ValueError, RecursionError):
+        return {}, False
 
 
 def _unended(events: list[Event], record: Mapping[str, Json]) -> str:

@@ -227,6 +227,10 @@ class RunStory:
     """Samples that no step used although they were dealt, by the books of the epochs."""
     inexact: str
     """Why the result is not what it would have been without failures; empty if nothing says so."""
+    unverified: str
+    """Why that is not known, as the launcher has recorded it; empty if it was compared, or nothing is recorded."""
+    is_told_exact: bool
+    """True if the launcher has compared the ranks, and recorded that the result is exact."""
     is_spread: bool
     """Several machines, each with a clock of its own: durations are differences of wall clocks."""
     settings: Mapping[str, Json]
@@ -243,7 +247,7 @@ class RunStory:
         """Whether the run went on as it would have without failures, to the last bit; None if that is not told."""
         if self.inexact:
             return False
-        if self.outcome != "finished" or not self.generations:
+        if self.outcome != "finished" or not self.generations or not self.is_told_exact:
             return None
         is_told = all(each.ranks is not None for each in self.failures) and not any(each.mark for each in self.noticed)
         return True if is_told else None
@@ -264,6 +268,7 @@ class RunStory:
             "steps": self.steps,
             "exact": self.exact,
             "inexact": self.inexact,
+            "unverified": self.unverified,
             "samples_lost": self.samples_lost,
             "clocks_differ": self.is_spread,
             "failures": [each.to_json() for each in self.failures],

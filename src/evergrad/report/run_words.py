@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from evergrad.report.markup import literal
 from evergrad.report.run_story import Interruption, RunStory
 from evergrad.wording import counted
 
@@ -50,9 +51,9 @@ def summary(story: RunStory) -> str:
 
 def answer(story: RunStory) -> list[str]:
     """Paragraphs for the head of the page, the one to remember first."""
-    told = [f"**{_capital(summary(story))}.**", *story.notes]
+    told = [f"**{literal(_capital(summary(story)))}.**", *map(literal, story.notes)]
     if story.outcome not in ("", "finished") and story.message:
-        told.append(f"It ended because of this: {story.message.rstrip('.')}.")
+        told.append(f"It ended because of this: {literal(story.message.rstrip('.'))}.")
     told += [_failure(story, each) for each in story.failures[:_TOLD]]
     more = len(story.failures) - _TOLD
     if more > 0:
@@ -153,12 +154,12 @@ def _failure(story: RunStory, each: Interruption) -> str:
     on_purpose = sorted({loss.injected for loss in each.lost if loss.injected})
     why = f" (on purpose: {', '.join(on_purpose)})" if on_purpose else ""
     course = course_of(each)
-    told = f"{_capital(f'{after}{each.what}{why}')}{': ' + course if course else ''}."
+    told = f"{literal(_capital(f'{after}{each.what}{why}'))}{': ' + literal(course) if course else ''}."
     if each.ranks is None:
         return f"{told} {'There was no further generation.' if story.outcome else 'No further plan is on record.'}"
     if each.overtaken:  # what was planned did not come about
         return told
-    joined = f", {_and(each.joined)} joined" if each.joined else ""
+    joined = f", {literal(_and(each.joined))} joined" if each.joined else ""
     told += f" Those left {_VERDICTS.get(each.verdict, 'went on')}{joined}: on with {counted(each.ranks, 'rank')}."
     if each.steps_redone is not None and each.steps_redone > 1:
         told += f" {counted(each.steps_redone, 'step')} had to be done again."
@@ -169,7 +170,7 @@ def _planned(story: RunStory) -> Iterator[str]:
     planned = [each for each in story.interruptions if each.kind == "planned"]
     if planned:
         shown = "; ".join(each.what for each in planned[:3]) + ("; …" if len(planned) > 3 else "")
-        yield f"{counted(len(planned), 'planned change')} of who trains: {shown}."
+        yield f"{counted(len(planned), 'planned change')} of who trains: {literal(shown)}."
 
 
 def _result(story: RunStory) -> Iterator[str]:
@@ -178,9 +179,11 @@ def _result(story: RunStory) -> Iterator[str]:
     if healed:
         yield f"A guard found ranks whose state differed, and healed {counted(healed, 'tensor')}."
     if story.inexact:
-        yield f"Not as without failures: {story.inexact.rstrip('.')}."
+        yield f"Not as without failures: {literal(story.inexact.rstrip('.'))}."
     elif story.failures and story.exact:
-        yield "By its plans the run went on as it would have without failures, to the last bit."
+        yield "The run went on as it would have without failures, to the last bit; all ranks were compared at its end."
+    elif story.failures and story.unverified and story.outcome == "finished":
+        yield f"Not verified to be as without failures: {story.unverified.rstrip('.')}."
     if story.samples_lost:
         yield f"{counted(story.samples_lost, 'sample')} went with a lost rank and into no step."
     if bad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from evergrad.report.markup import literal
 from evergrad.report.page import PALETTE, Figure
 from evergrad.report.run_figures import LONGEST, bars, cut, harmless, rows_of
 from evergrad.report.run_story import Interruption, Process, RunStory, Span
@@ -71,7 +72,9 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
     ]  # fmt: skip
     since = "the failure" if each.failed_s is not None else "it was seen; when it failed is not on record"
     marks = ", ".join(f"{name} at {duration(at_s - begin_s)}" for name, at_s in known)
-    caption = f"**Failure {number}**: {each.what}. {marks[:1].upper()}{marks[1:]}{'.' if marks else ''}".rstrip()
+    caption = (
+        f"**Failure {number}**: {literal(each.what)}. {marks[:1].upper()}{marks[1:]}{'.' if marks else ''}".rstrip()
+    )
     if len(shown) < len(around):
         caption += f" {len(shown)} of {len(around):,} processes are drawn."
     layout = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from evergrad.report.markup import literal
 from evergrad.report.study_data import StudyData, place_words
 from evergrad.study.columns import MEANINGS, PUBLISHED
 from evergrad.study.comparisons import DIFFERS, Comparison, Trend, by_value, compare_cells, trend
-from evergrad.study.outcomes import Outcome
+from evergrad.study.outcomes import Direction, Outcome
 from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_notes import varying_axes
@@ -44,7 +45,7 @@ def answer(data: StudyData, lead: str) -> list[str]:
     told.append(_totals(results))
     told += _trends(results, lead)
     told += _comparisons(results)
-    return told + [f"Left out: {note}." for note in results.notes if note.endswith(_OTHERS)]
+    return told + [f"Left out: {literal(note)}." for note in results.notes if note.endswith(_OTHERS)]
 
 
 def completeness(data: StudyData) -> list[str]:
@@ -61,7 +62,7 @@ def completeness(data: StudyData) -> list[str]:
     others = [note for note in results.notes if not (note.startswith("not complete") or note.endswith(_OTHERS))]
     if others:
         more = f" … and {len(others) - 2} more notes" if len(others) > 2 else ""
-        told.append(f"**To be known**: {'; '.join(others[:2])}{more}.")
+        told.append(f"**To be known**: {literal('; '.join(others[:2]))}{more}.")
     lost = sum(cell.counts[Outcome.UNKNOWN] for cell in results.cells)
     if lost:
         told.append(f"Of {lost:,} trainings nothing is known: their workers were lost. They are in no rate.")
@@ -73,7 +74,10 @@ def _totals(results: Results) -> str:
     counts = {outcome: sum(cell.counts[outcome] for cell in results.cells) for outcome in Outcome}
     known = sum(cell.known for cell in results.cells)
     parts = ", ".join(f"{counts[outcome]:,} {word}" for outcome, word in _TOTALS.items())
-    return f"Of {known:,} {'training' if known == 1 else 'trainings'} with a known outcome: {parts}."
+    told = f"Of {known:,} {'training' if known == 1 else 'trainings'} with a known outcome: {parts}."
+    if any(cell.direction is Direction.LOWER for cell in results.cells):
+        told += " Degraded is judged by a metric that is better lower."
+    return told
 
 
 def _along(results: Results, lead: str) -> list[str]:
@@ -136,7 +140,9 @@ def _trends(results: Results, lead: str) -> list[str]:
         names = _listed([_place(one, results) or "all trainings" for one in ones])
         word = {"rises": "a rise is told", "falls": "a fall is told"}.get(verdict, "no trend is told")
         parts.append(f"{word} for {names}")
-    return [f"Along {down}: {'; '.join(parts)} (Cochran and Armitage's test, Holm's correction).{_early(results)}"]
+    return [
+        f"Along {literal(down)}: {'; '.join(parts)} (Cochran and Armitage's test, Holm's correction).{_early(results)}"
+    ]
 
 
 def _comparisons(results: Results) -> list[str]:

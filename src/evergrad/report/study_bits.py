@@ -8,6 +8,7 @@ from typing import Any
 
 from evergrad.dtypes import DType, Layout
 from evergrad.report.blocks import Block, Figure
+from evergrad.report.markup import literal
 from evergrad.report.palette import PALETTE
 from evergrad.report.study_data import StudyData
 from evergrad.report.study_rates import groups_of
@@ -40,7 +41,7 @@ def bit_blocks(data: StudyData, measure: str) -> list[Block]:
         ]
         if len({span for span, _, _ in found}) > 1:
             caption = (
-                f"**{header}** by the bit that flips{f', {name}' if name else ''}; bit 0 is the sign. "
+                f"**{header}** by the bit that flips{f', {literal(name)}' if name else ''}; bit 0 is the sign. "
                 f"Bars are intervals of {100 * results.confidence:g} %; a position without a mark was not tried."
             )
             traces = _traces(found, layout, header)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from evergrad.report.blocks import Block, Figure, Prose
+from evergrad.report.markup import literal
 from evergrad.report.palette import PALETTE, series_colour
 from evergrad.report.study_data import StudyData, TrialData
 from evergrad.report.study_rates import short_places
+from evergrad.study.outcomes import Direction
 from evergrad.study.results import Cell
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.trials import Observation, Series
@@ -36,7 +38,9 @@ def curve_blocks(data: StudyData) -> list[Block]:
                 "xaxis": {"title": {"text": x_title}, **({"dtick": 1} if x_title == "epoch" and _few(traces) else {})},
                 "yaxis": {"title": {"text": title}, **axis},
             }
-            where = f", {name}" if name else ""
+            where = f", {literal(name)}" if name else ""
+            if kind == "metric":
+                where += _lower(lines)
             caption = f"{title[0].upper()}{title[1:]} by {x_title}{where}{_CAPTIONS[kind]}{beyond}."
             label = f"{data.results.study} {kind} {name}".strip()
             blocks.append(Figure(label, traces, layout, caption, 320, half=True))
@@ -79,13 +83,19 @@ def final_blocks(data: StudyData) -> list[Block]:
                 "marker": {"symbol": "line-ew-open", "size": 22, "color": PALETTE["golden"], "line": {"width": 3}},
             }
         )  # fmt: skip
-        caption = f"Final metric{f', {name}' if name else ''}: trainings that finished finite, and the golden run."
+        where = (f", {literal(name)}" if name else "") + _lower(lines)
+        caption = f"Final metric{where}: trainings that finished finite, and the golden run."
         layout = {
             "yaxis": {"title": {"text": "final metric"}},
             "xaxis": {"title": {"text": _down(data)}, "type": "category"},
         }
         blocks.append(Figure(f"{data.results.study} final {name}".strip(), traces, layout, caption, 320, half=True))
     return blocks
+
+
+def _lower(lines: Sequence[tuple[str, Cell, list[TrialData]]]) -> str:
+    """What a caption says of a metric that is better lower; nothing of other ones, as readers expect them."""
+    return ", lower is better" if any(cell.direction is Direction.LOWER for _, cell, _ in lines) else ""
 
 
 def _panels(data: StudyData) -> list[tuple[str, list[tuple[str, Cell, list[TrialData]]]]]:

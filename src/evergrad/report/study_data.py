@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from evergrad.report.markup import literal
 from evergrad.study.folder import StudyFolder
 from evergrad.study.golden import Golden
 from evergrad.study.journal import read_journal
-from evergrad.study.outcomes import Outcome
+from evergrad.study.outcomes import Direction, Outcome
 from evergrad.study.plan import Plan
 from evergrad.study.results import Cell, Results
 from evergrad.study.tally import CellTally, Tally, results_from, tally_of
@@ -36,13 +37,15 @@ class TrialData:
     seen: Observation
     outcome: Outcome
     golden: Golden
+    direction: Direction = Direction.HIGHER
+    """Of the metric."""
 
     @property
     def drop(self) -> float | None:
-        """How far the final metric lies below the golden run's; None if it has none, or it is not a number."""
+        """How much worse the final metric is than the golden run's; None if it has none, or it is not a number."""
         if not self.seen.metrics or not self.golden.observation.metrics:
             return None
-        drop = self.golden.observation.metrics[-1] - self.seen.metrics[-1]
+        drop = self.direction.sign * (self.golden.observation.metrics[-1] - self.seen.metrics[-1])
         return drop if math.isfinite(drop) else None
 
 
@@ -68,11 +71,7 @@ class StudyData:
 
     def drawn(self, cell: CellTally) -> list[TrialData]:
         """The trials of a cell that were read step by step."""
-        return [
-            TrialData(one.trial, self.courses[one.trial.id], one.outcome, one.golden)
-            for one in _trials(cell)
-            if one.trial.id in self.courses
-        ]
+        return [replace(one, seen=self.courses[one.trial.id]) for one in _trials(cell) if one.trial.id in self.courses]
 
     @property
     def done(self) -> int:
@@ -105,12 +104,12 @@ def place_text(axes: Axes) -> str:
 
 
 def place_words(axes: Axes) -> str:
-    """The same as one would say it.
+    """The same as one would say it, as part of prose.
 
     >>> place_words({"model": "alexnet", "flips": 1, "where": "role:model", "layer": "first"})
     'alexnet, 1 flip, in the model, layer first'
     """
-    return ", ".join(_words(name, str(place)) for name, place in axes.items())
+    return ", ".join(literal(_words(name, str(place))) for name, place in axes.items())
 
 
 def _words(name: str, place: str) -> str:
@@ -128,7 +127,7 @@ def _trials(cell: CellTally) -> Iterator[TrialData]:
         return
     for number in cell.counted():
         entry = cell.entries[number]
-        yield TrialData(entry.trial, entry.observation, cell.outcomes[number], cell.golden)
+        yield TrialData(entry.trial, entry.observation, cell.outcomes[number], cell.golden, cell.direction)
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from evergrad.report.blocks import Block, Commands, Facts, Page, Prose, Section
+from evergrad.report.markup import literal
 from evergrad.report.page import write_page
 from evergrad.report.published import Published, published_for
 from evergrad.report.study_answer import answer
@@ -75,7 +76,9 @@ def _results_sections(data: StudyData, lead: str, published: Published | None) -
     sections.append(Section("The study's table", main, "table"))
     sections.append(Section("Sensitivity by place", heat_blocks(results, lead), "places"))
     if published is not None and published.table is not None:
-        told = Prose(f"As published by {published.source}; models, data and scale are not those of this study.")
+        told = Prose(
+            f"As published by {literal(published.source)}; models, data and scale are not those of this study."
+        )
         sections.append(Section("As published", [told, published.table], "published", folded=True))
     return [*sections, *_course_sections(data, lead)]
 
@@ -112,7 +115,7 @@ def _facts(data: StudyData) -> list[Block]:
 
 def _citing(data: StudyData) -> list[Block]:
     folder = shlex.quote(str(data.folder))
-    told = f"Evergrad {_version()}, study `{data.plan.study}`, seed {data.plan.seed}"
+    told = f"Evergrad {_version()}, study {data.plan.study}, seed {data.plan.seed}"
     pairs = [("tool", told + (f", commit {data.results.facts['commit']}" if "commit" in data.results.facts else ""))]
     if data.plan.source:
         pairs.insert(0, ("after", data.plan.source))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from evergrad.report.blocks import Block, Figure, Prose
+from evergrad.report.markup import literal
 from evergrad.report.palette import PALETTE, series_colour
 from evergrad.report.published import Published
 from evergrad.study.columns import PUBLISHED
@@ -37,7 +38,7 @@ def rate_blocks(results: Results, measure: str, published: Published | None) -> 
                 "xaxis": _place_axis(down, _places(cells, down)),
                 "yaxis": {"title": {"text": header}, "rangemode": "tozero", **_percent_range(header)},
             },
-            f"**{header}** by {down}{f', {name}' if name else ''}. Bars are {_intervals(results)}.",
+            f"**{header}** by {down}{f', {literal(name)}' if name else ''}. Bars are {_intervals(results)}.",
             height=400 if len(groups) == 1 else 340,
             half=len(groups) > 1,
         )
@@ -75,7 +76,7 @@ def heat_blocks(results: Results, measure: str) -> list[Block]:
             "xaxis": {"title": {"text": other}, "type": "category", "showgrid": False},
             "yaxis": {"title": {"text": aimed}, "type": "category", "autorange": "reversed", "showgrid": False},
         }
-        caption = f"**{header}** by {aimed} and {other}{f', {name}' if name else ''}, with intervals."
+        caption = f"**{header}** by {aimed} and {other}{f', {literal(name)}' if name else ''}, with intervals."
         height = min(640, 150 + 52 * len(y))
         blocks.append(Figure(f"{results.study} map {name}".strip(), [trace], layout, caption, height))
     return blocks + _left_out(len(groups))

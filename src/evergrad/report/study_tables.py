@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evergrad.report.blocks import Block, Cell, Column, DataTable, Mark, Prose
+from evergrad.report.markup import literal
 from evergrad.report.published import Published
 from evergrad.study import results as found
 from evergrad.study.columns import MEANINGS, PUBLISHED
@@ -26,7 +27,7 @@ def data_table(table: Table, caption: str = "") -> DataTable:
         Column(header, "number" if numeric else "text", helps.get(header, ""))
         for header, numeric in zip(table.headers, table.numeric, strict=True)
     ]
-    return DataTable(columns, [[_cell(entry) for entry in row] for row in table.rows], caption or table.title)
+    return DataTable(columns, [[_cell(entry) for entry in row] for row in table.rows], caption or literal(table.title))
 
 
 def lead_measure(results: Results, plan: Plan, published: Published | None) -> str:
@@ -53,7 +54,9 @@ def published_blocks(results: Results, measure: str, published: Published | None
     if beside is None:
         return [ours]
     series = " / ".join(published.series) if len(published.series) > 1 else ""
-    told = f"In italics, as published by {published.source}: {published.what}{f', {series}' if series else ''}. "
+    told = (
+        f"In italics, as published by {literal(published.source)}: {published.what}{f', {series}' if series else ''}. "
+    )
     return [beside, Prose(f"{told}They are there to compare shape and order; models, data and scale are not the same.")]
 
 

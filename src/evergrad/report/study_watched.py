@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evergrad.report.blocks import Block, Figure
+from evergrad.report.markup import literal
 from evergrad.report.palette import PALETTE, series_colour
 from evergrad.report.study_rates import short_places
 from evergrad.study.rendering import Entry, Quantity, Table
@@ -53,7 +54,7 @@ def _costs(results: Results, table: Table) -> list[Block]:
                 )  # fmt: skip
             if any(trace["y"] for trace in traces):
                 spread = "the interval of the median" if header == "overhead %" else "quartiles"
-                caption = f"**{header}**{f', {group}' if group else ''}: medians; the thin lines are {spread}."
+                caption = f"**{header}**{f', {literal(group)}' if group else ''}: medians; the thin lines are {spread}."
                 layout = {
                     "barmode": "group",
                     "xaxis": {"title": {"text": down}, "type": "category"},

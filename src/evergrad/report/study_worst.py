@@ -1,4 +1,4 @@
-"""The worst trials of a study: those that met a NaN after the fewest flips, and those that lost most; with replays."""
+"""The worst trials of a study: a NaN after the fewest flips, or the worst final metric; with replays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EACH = 5
 
 
 def worst_trials(data: StudyData) -> list[TrialData]:
-    """N-EV first, the fewest flips and the earliest first; then the largest loss of the final metric; a few of each."""
+    """N-EV first, the fewest flips and the earliest first; then the worst final metrics; a few of each."""
     nev = heapq.nsmallest(_EACH, (one for one in data.trials() if one.outcome is Outcome.NEV), key=_nev_key)
     lost = [one for one in data.trials() if one.outcome in (Outcome.FAILED, Outcome.DEGRADED, Outcome.CHANGED)]
     lost = [one for one in lost if one.outcome is Outcome.FAILED or (one.drop or 0) > 0]
@@ -36,12 +36,13 @@ def worst_blocks(data: StudyData) -> list[Block]:
         Column("in"),
         Column("at restart", "number", "the metric before the first step"),
         Column("final", "number", "the last metric on record"),
-        Column("lost", "number", "the golden run's final metric less this one's"),
+        Column("worse by", "number", "how much worse than the golden run's final metric this one is"),
     ]  # fmt: skip
     # Programs of users' own have no replay of bits, but the same command runs them again.
     lines = [(f"{one.outcome.value}: {place_text(one.trial.axes)}", replay_line(data.folder, one)) for one in found]
     told = (
-        f"Up to {_EACH} with N-EV, those with the fewest flips first, and up to {_EACH} that lost most of the metric."
+        f"Up to {_EACH} with N-EV, those with the fewest flips first, and up to {_EACH} whose "
+        "final metric is worse than the golden run's by most."
     )
     return [Prose(told), DataTable(columns, [_row(one) for one in found]), Commands(lines)]
 

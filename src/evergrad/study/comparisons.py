@@ -22,7 +22,7 @@ from evergrad.study.outcomes import Outcome
 from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import checked_confidence, checked_counts, checked_part, scipy_part, wilson
 from evergrad.study.trials import Axes
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, meant, shown
 
 __all__ = [
     "DIFFERS",
@@ -265,7 +265,8 @@ def _others(cell: Cell, axis: str) -> dict[str, Place]:
 def _checked_axis(results: Results, axis: str) -> str:
     known = list(dict.fromkeys(name for cell in results.cells for name in cell.axes))
     if axis not in known:
-        raise UsageError(f"axis: expected one of the study's, {', '.join(known) or 'none'}, found {shown(axis)}")
+        names = ", ".join(known) or "none"
+        raise UsageError(f"axis: expected one of the study's, {names}, found {shown(axis)}.{meant(axis, known)}")
     return axis
 
 

@@ -13,6 +13,7 @@ from evergrad.records import Json
 from evergrad.study.golden import Golden
 from evergrad.study.plan import Plan
 from evergrad.study.trials import Command
+from evergrad.training.direction import Direction
 
 __all__ = ["facts_of", "run_facts"]
 
@@ -53,8 +54,10 @@ def facts_of(plan: Plan, golden: Sequence[Golden], runs: Sequence[dict[str, Json
     )
     found["N-EV"] = f"NaN, infinity or |number| > {rules.extreme:g} in state, loss or outputs"
     found["given up"] = f"as soon as it is {' or '.join(rules.abandon)}" if rules.abandon else "never"
-    found["degraded"] = f"metric lower than the golden run's by more than {limits.margin:g}"
-    found["failed"] = f"crashed, not finished, or at most {limits.chance:g} above guessing"
+    worse, better = _sides(plan, golden)
+    found |= _directions(plan, golden)
+    found["degraded"] = f"metric {worse} than the golden run's by more than {limits.margin:g}"
+    found["failed"] = f"crashed, not finished, or at most {limits.chance:g} {better} guessing"
     found["identical"] = f"the same final {limits.result} as the golden run"
     kind = "valid at any time" if sampling.stop else sampling.interval
     found["intervals"] = f"{kind}, {sampling.confidence:.0%}"
@@ -63,6 +66,33 @@ def facts_of(plan: Plan, golden: Sequence[Golden], runs: Sequence[dict[str, Json
         if values:
             found[name] = "; ".join(values)
     return found
+
+
+def _directions(plan: Plan, golden: Sequence[Golden]) -> dict[str, str]:
+    """The metrics of programs, and those of workloads that are better lower: which values are better, and why."""
+    told: dict[str, None] = {}
+    for cell in plan.cells:
+        if isinstance(one := cell.training, Command):
+            by = "as the plan states" if one.direction else "by its name (direction in [command] states another)"
+            told[f"metric {one.metric}: {one.judged_by.words}, {by}"] = None
+    for run in golden:
+        if "command" not in run.settings and run.direction is Direction.LOWER:
+            told[f"metric of {_name(run)}: {run.direction.words}"] = None
+    return {"direction": "; ".join(told)} if told else {}
+
+
+def _sides(plan: Plan, golden: Sequence[Golden]) -> tuple[str, str]:
+    """The words for a worse metric and for one that is better than guessing, where all cells have one direction."""
+    made = {run.key: run.direction for run in golden}
+    found: set[Direction | None] = set()
+    for cell in plan.cells:
+        if isinstance(one := cell.training, Command):
+            found.add(one.judged_by)
+        else:
+            found.add(made.get(one.key, None if one.workload else Direction.HIGHER))
+    if found == {Direction.LOWER}:
+        return "higher", "below"
+    return ("lower", "above") if found == {Direction.HIGHER} else ("worse", "better than")
 
 
 def _faults(plan: Plan) -> dict[str, str]:

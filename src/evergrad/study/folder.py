@@ -20,6 +20,7 @@ from typing import Any
 
 from evergrad.errors import DamagedFile, FileAccessError, StudyError, UsageError, reason
 from evergrad.formats.durable import replacing
+from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
 from evergrad.study.journal import Kept, read_journal
 from evergrad.study.plan import Plan
@@ -92,7 +93,7 @@ class StudyFolder:
         try:
             if path.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"more than {_MOST_BYTES:,} bytes")
-            told: Any = json.loads(path.read_bytes())
+            told: Any = read_record(path.read_bytes())
             if told["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema version {told['schema_version']}, expected {SCHEMA_VERSION}")
             if not all(isinstance(told[name], str) for name in ("plan", "name", "base", "scale")):
@@ -104,7 +105,7 @@ class StudyFolder:
             raise UsageError(f"{self.path}: holds no study. 'evergrad study run NAME --out DIR' makes one.") from None
         except OSError as error:
             raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             hint = "Run the study again with the same --out: its trials are in the journal."
             raise DamagedFile(path, f"is no record of a study: {error}", hint=hint) from None
         return Plan.of(source, told["scale"] or None, overrides, check_files=False)
@@ -141,4 +142,4 @@ class StudyFolder:
             "plan": plan.text,
         }
         with replacing(path) as temporary:
-            temporary.write_text(json.dumps(told, indent=1), encoding="utf-8")
+            temporary.write_bytes(record_bytes(told))

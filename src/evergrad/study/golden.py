@@ -22,8 +22,10 @@ import xxhash
 
 from evergrad.errors import DamagedFile, FileAccessError, reason
 from evergrad.formats.durable import replacing
+from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
 from evergrad.study.trials import Observation
+from evergrad.training.direction import Direction
 
 __all__ = [
     "CHECKPOINT",
@@ -56,6 +58,8 @@ class Golden:
     digest: str
     """Of that file."""
     chance: float | None = None
+    direction: Direction = Direction.HIGHER
+    """Of the workload's metric; that of a command is in its plan."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What tables say of model and data."""
 
@@ -76,6 +80,7 @@ class Golden:
             "checkpoint": self.checkpoint,
             "digest": self.digest,
             "chance": self.chance,
+            "direction": self.direction.value,
             "facts": dict(self.facts),
         }
 
@@ -99,8 +104,10 @@ def fresh_folder(study: Path, key: str) -> Path:
 def keep_golden(study: Path, golden: Golden) -> None:
     """Write the record; from here on the run counts."""
     path = golden_folder(study, golden.key) / _RECORD
+    told = golden.to_json()
+    json.dumps(told, allow_nan=False)  # what JSON has not is spelt out before
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(golden.to_json(), allow_nan=False), encoding="utf-8")
+        temporary.write_bytes(record_bytes(told))
 
 
 def read_golden(study: Path, key: str) -> Golden | None:
@@ -112,7 +119,7 @@ def read_golden(study: Path, key: str) -> Golden | None:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES:,} bytes")
-        told: Any = json.loads(path.read_bytes())
+        told: Any = read_record(path.read_bytes())
         if told["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"schema version {told['schema_version']}")
         chance = told["chance"]
@@ -127,15 +134,23 @@ def read_golden(study: Path, key: str) -> Golden | None:
             checkpoint=os.path.basename(told["checkpoint"]),
             digest=str(told["digest"]),
             chance=chance,
+            direction=_direction(told.get("direction", Direction.HIGHER.value)),  # older records have none
             facts={str(name): str(text) for name, text in told["facts"].items()},
         )
     except FileNotFoundError:
         return None
     except OSError as error:
         raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         hint = f"Remove {path.parent} to make the golden run again; its trials stay as they are."
         raise DamagedFile(path, f"is no record of a golden run: {error}", hint=hint) from None
+
+
+def _direction(told: Any) -> Direction:
+    try:
+        return Direction(told)
+    except ValueError:
+        raise ValueError(f"direction {told!r}") from None
 
 
 def digest_file(path: Path) -> str:

@@ -89,6 +89,7 @@ def _run_golden(place: Path, settings: Command) -> Golden:
         checkpoint=checkpoint.name,
         digest=read_state(checkpoint, math.inf).digest,
         chance=settings.chance,
+        direction=settings.judged_by,
         facts={"workload": settings.command},
     )
 
@@ -114,6 +115,7 @@ def _train_golden(place: Path, training: Training, rules: Rules) -> Golden:
         checkpoint=CHECKPOINT,
         digest=digest_file(place / CHECKPOINT),
         chance=workload.data.chance,
+        direction=workload.judged_by,
         facts={**workload.facts, **workload.data.facts, **_spread(training)},
     )
 

@@ -9,9 +9,10 @@ from enum import StrEnum
 from evergrad.errors import UsageError
 from evergrad.records import Json
 from evergrad.study.trials import End, Observation
+from evergrad.training.direction import Direction
 from evergrad.wording import checked_choice, shown
 
-__all__ = ["SCALE", "Outcome", "Thresholds", "judge"]
+__all__ = ["SCALE", "Direction", "Outcome", "Thresholds", "judge"]
 
 
 class Outcome(StrEnum):
@@ -22,9 +23,9 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """It stayed finite and crashed, never finished, or ended at chance level."""
     DEGRADED = "degraded"
-    """It finished, with a metric below the golden run's by more than the margin."""
+    """It finished, with a metric worse than the golden run's by more than the margin."""
     CHANGED = "changed"
-    """It finished with another result, and nothing worse."""
+    """It finished with another result, and none of the above applies."""
     IDENTICAL = "identical"
     """It finished with the golden run's result."""
     UNKNOWN = "unknown"
@@ -39,9 +40,9 @@ class Thresholds:
     """Where one outcome ends and the next begins; every table says them."""
 
     margin: float = 0.02
-    """Degraded: the metric is lower than the golden run's by more than this."""
+    """Degraded: the metric is worse than the golden run's by more than this; its direction says which way that is."""
     chance: float = 0.05
-    """At chance level: the metric is not above guessing by more than this, and the golden run's is."""
+    """At chance level: the metric is not better than guessing by more than this, and the golden run's is."""
     result: str = "metric"
     """What makes a training identical: the final `metric`, as the published studies compare, or every bit of the
     final `weights`."""
@@ -59,10 +60,16 @@ class Thresholds:
 
 
 def judge(
-    seen: Observation, golden: Observation, thresholds: Thresholds | None = None, *, chance: float | None = None
+    seen: Observation,
+    golden: Observation,
+    thresholds: Thresholds | None = None,
+    *,
+    chance: float | None = None,
+    direction: Direction = Direction.HIGHER,
 ) -> Outcome:
     """The verdict on what was seen, against the golden run and the metric of one who guesses."""
     limits = thresholds or Thresholds()
+    sign = direction.sign
     if seen.end is End.LOST:
         return Outcome.UNKNOWN
     if seen.nonfinite_at is not None or seen.extreme_at is not None:
@@ -72,9 +79,9 @@ def judge(
     final, reference = seen.metrics[-1], golden.metrics[-1]
     if not math.isfinite(final):
         return Outcome.NEV
-    if chance is not None and final <= chance + limits.chance < reference:
+    if chance is not None and sign * final <= sign * chance + limits.chance < sign * reference:
         return Outcome.FAILED
-    if final < reference - limits.margin:
+    if sign * final < sign * reference - limits.margin:
         return Outcome.DEGRADED
     if limits.result == "weights" and seen.digest != golden.digest:
         return Outcome.CHANGED

@@ -43,7 +43,8 @@ class PlanReader:
         if scale is None:
             scale = "" if not scales else "tiny" if "tiny" in scales else scales[0]
         elif scale not in scales:
-            raise UsageError(f"{source.name}: scale: expected {listed(scales)}, found {shown(scale)}")
+            hint = meant(scale, scales)
+            raise UsageError(f"{source.name}: scale: expected {listed(scales)}, found {shown(scale)}.{hint}")
         self.scale = scale
 
     def plan(self) -> Plan:
@@ -104,7 +105,8 @@ class PlanReader:
     def _axis(self, key: str, known: list[str], default: str) -> str:
         value = self._text(key) or default
         if value and known and value not in known:
-            self.source.fail((key,), f"{key}: expected an axis ({', '.join(known)}), found {shown(value)}")
+            hint = meant(value, known)
+            self.source.fail((key,), f"{key}: expected an axis ({', '.join(known)}), found {shown(value)}.{hint}")
         return value
 
     def _merged(self, table: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
@@ -145,13 +147,18 @@ class PlanReader:
         if type(extreme) not in (int, float) or not 0 < extreme < math.inf:
             self.source.fail(at, f"extreme: expected a number above 0, found {shown(extreme)}")
         abandon, at = found.get("abandon", (["non-finite"], ("rules",)))
-        if not isinstance(abandon, list) or not set(map(str, abandon)) <= {"non-finite", "extreme"}:
-            self.source.fail(at, f"abandon: expected a list of 'non-finite' and 'extreme', found {shown(abandon)}")
+        self._check_words("abandon", abandon, ("non-finite", "extreme"), at)
         watch, at = found.get("watch", ([], ("rules",)))
-        if not isinstance(watch, list) or not set(map(str, watch)) <= set(WATCHES):
-            expected = " and ".join(repr(one) for one in WATCHES)
-            self.source.fail(at, f"watch: expected a list of {expected}, found {shown(watch)}")
+        self._check_words("watch", watch, WATCHES, at)
         return Rules(extreme=float(extreme), abandon=tuple(abandon), watch=tuple(watch))
+
+    def _check_words(self, name: str, value: Any, known: Sequence[str], at: tuple[str, ...]) -> None:
+        """A list of words that are known."""
+        wrong = [str(one) for one in value if one not in known] if isinstance(value, list) else [""]
+        if wrong:
+            expected = " and ".join(repr(one) for one in known)
+            hint = f".{meant(wrong[0], known)}" if wrong[0] else ""
+            self.source.fail(at, f"{name}: expected a list of {expected}, found {shown(value)}{hint}")
 
     def _axes(self) -> dict[str, tuple[str | int | float, ...]]:
         settings = _COMMAND if self._is_command() else _TRAINING

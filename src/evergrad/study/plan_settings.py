@@ -7,10 +7,11 @@ from typing import Any
 from evergrad.errors import UsageError
 from evergrad.study.plan_files import Found
 from evergrad.study.trials import Command
+from evergrad.training.direction import Direction
 from evergrad.training.mechanisms import MECHANISMS
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import check_fit
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, listed, shown
 
 __all__ = ["command_of", "training_of"]
 
@@ -50,7 +51,10 @@ def command_of(found: Found, base: str, check_files: bool) -> Command:
                 raise UsageError(f"{name}: expected a number, found {shown(value)}")
             values[name] = float(value)
         elif not isinstance(value, str):
-            raise UsageError(f"{name}: expected a text, found {shown(value)}")
+            expected = listed([*Direction]) if name == "direction" else "a text"
+            raise UsageError(f"{name}: expected {expected}, found {shown(value)}")
+    if "direction" in values:
+        checked_choice("direction", values["direction"], [*Direction])
     command = Command(**values, base=base)
     if check_files:
         check_command(command)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from evergrad.study.outcomes import Outcome
 from evergrad.study.trials import Axes, Observation
+from evergrad.training.direction import Direction
 
 __all__ = ["Cell", "Results"]
 
@@ -24,6 +25,8 @@ class Cell:
     """The golden run's final metric."""
     golden_start: float
     """The golden run's metric at the restart."""
+    direction: Direction = Direction.HIGHER
+    """Of the metric."""
     starts: tuple[float, ...] = ()
     """Metric at the restart, of each training that has one."""
     finals: tuple[float, ...] = ()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evergrad.errors import UsageError
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, install_hint, shown
 
 __all__ = [
     "INTERVALS",
@@ -189,7 +189,7 @@ def scipy_part(name: str) -> Any:
     try:
         return importlib.import_module(f"scipy.{name}")
     except ImportError:
-        raise UsageError("statistics of studies need scipy. pip install 'evergrad[studies]'") from None
+        raise UsageError(f"statistics of studies need scipy. {install_hint('studies')}") from None
 
 
 def checked_confidence(confidence: float) -> float:

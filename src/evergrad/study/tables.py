@@ -14,6 +14,7 @@ from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import mean, proportion_interval, standard_deviation
 from evergrad.study.table_notes import facts_under, varying_axes
 from evergrad.study.watched_tables import watched_to_json
+from evergrad.training.direction import Direction
 from evergrad.wording import checked_choice
 
 __all__ = [
@@ -174,6 +175,7 @@ def _cell_to_json(cell: Cell, results: Results) -> dict[str, Json]:
     told["due"] = cell.due
     told["rwc"] = cell.changed_result
     told["rwc_interval"] = [*proportion_interval(*measured(cell, "rwc"), results.confidence, results.interval)]
+    told["direction"] = cell.direction.value
     told["golden"] = cell.golden if math.isfinite(cell.golden) else None
     told["golden_start"] = cell.golden_start if math.isfinite(cell.golden_start) else None
     told["start"] = None if first is None else first.value
@@ -201,9 +203,17 @@ def _where(found: Comparison | Trend, results: Results) -> str:
 
 def _notes(results: Results, columns: Sequence[str]) -> tuple[str, ...]:
     """What stands under a table with these columns."""
-    meanings = [f"{column}: {MEANINGS[column]}." for column in columns if column in MEANINGS]
+    meanings = [f"{column}: {MEANINGS[column]}{_sign(results, column)}." for column in columns if column in MEANINGS]
     level = f"{_percent(results.confidence)}, each for its cell alone"
     return (*meanings, f"Intervals of rates: {_METHODS[results.interval]}; {level}.", *facts_under(results))
+
+
+def _sign(results: Results, column: str) -> str:
+    """What the sign of a change means, where lower is better in any cell."""
+    directions = {cell.direction for cell in results.cells}
+    if column != "ΔACC" or Direction.LOWER not in directions:
+        return ""
+    return "; above 0 is worse" + ("" if len(directions) == 1 else " where lower is better")
 
 
 def _early(results: Results) -> tuple[str, ...]:

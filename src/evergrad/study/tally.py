@@ -12,7 +12,8 @@ from evergrad.study.journal import Entry, Kept
 from evergrad.study.outcomes import SCALE, Outcome, judge
 from evergrad.study.plan import CellPlan, Plan
 from evergrad.study.results import Cell, Results
-from evergrad.study.trials import End, Trial
+from evergrad.study.trials import Command, End, Trial
+from evergrad.training.direction import Direction
 
 __all__ = ["CellTally", "Tally", "results_from", "results_of", "tally_of"]
 
@@ -40,6 +41,13 @@ class CellTally:
         """How many trainings it gets: as planned, or as many as it took to know enough."""
         return self.plan.trainings if self.enough_at is None else min(self.enough_at, self.plan.trainings)
 
+    @property
+    def direction(self) -> Direction:
+        """Of the metric: a command's is in the plan, a workload's in the record of its golden run."""
+        if isinstance(self.plan.training, Command):
+            return self.plan.training.judged_by
+        return Direction.HIGHER if self.golden is None else self.golden.direction
+
     def take(self, entry: Entry, plan: Plan) -> None:
         """Count a trial of this cell."""
         assert self.golden is not None, "the golden run comes first"
@@ -47,7 +55,11 @@ class CellTally:
         self._unknown -= self.outcomes.get(number) is Outcome.UNKNOWN
         self.entries[number] = entry
         self.outcomes[number] = judge(
-            entry.observation, self.golden.observation, plan.thresholds, chance=self.golden.chance
+            entry.observation,
+            self.golden.observation,
+            plan.thresholds,
+            chance=self.golden.chance,
+            direction=self.direction,
         )
         self._unknown += self.outcomes[number] is Outcome.UNKNOWN
         if plan.sampling.stop:
@@ -239,6 +251,7 @@ def _cell(tally: CellTally, plan: Plan) -> Cell:
         counts=counts,
         golden=golden[-1],
         golden_start=golden[0],
+        direction=tally.direction,
         starts=tuple(one.metrics[0] for one in known if one.metrics),
         finals=tuple(finished),
         mismatches=tuple(

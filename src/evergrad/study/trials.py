@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from evergrad.records import Json
+from evergrad.training.direction import Direction, direction_by_name
 from evergrad.training.settings import Training
 
 __all__ = [
@@ -67,6 +68,8 @@ class Command:
     prepare: str = ""
     metric: str = "accuracy"
     """The key in JSON lines on stdout, or `pattern:` and a regular expression whose first group is the number."""
+    direction: str = ""
+    """Of the metric: `higher_is_better` or `lower_is_better`. Empty: by its name, see `direction_by_name`."""
     loss: str = "loss"
     chance: float | None = None
     timeout_s: float = 0.0
@@ -78,9 +81,14 @@ class Command:
 
     @property
     def key(self) -> str:
-        """A short name for exactly these settings."""
-        text = json.dumps({name: value for name, value in self.to_json().items() if name != "base"}, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        """A short name for exactly these settings; the direction judges a run, and makes no other one."""
+        told = {name: value for name, value in self.to_json().items() if name not in ("base", "direction")}
+        return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    @property
+    def judged_by(self) -> Direction:
+        """The metric's direction, as given or by its name."""
+        return Direction(self.direction) if self.direction else direction_by_name(self.metric)
 
     def to_json(self) -> dict[str, Json]:
         """Every setting by its name."""

@@ -82,7 +82,14 @@ def warm(folder: Path, training: Training, rules: Rules) -> Warm:
         raise StudyError(f"{golden_folder(folder, training.key)}: the golden run is missing. Run the study again.")
     while len(_warm) >= _KEPT:
         _warm.popitem(last=False)
-    session = make_session(training, make_workload(training))
+    workload = make_workload(training)
+    if workload.judged_by is not golden.direction:
+        place_of = golden_folder(folder, training.key)
+        raise StudyError(
+            f"workload {training.name}: its metric is {workload.judged_by.value}, the golden run was recorded as "
+            f"{golden.direction.value}. Remove {place_of} and run the study again; its trials stay as they are."
+        )
+    session = make_session(training, workload)
     session.restore(read_snapshot(golden_folder(folder, training.key), golden, session))
     take_up = session.remember()
     course = Course.empty(session, training.epochs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ __all__ = ["EPILOG", "report"]
 
 EPILOG = (
     "Examples:\n\n  evergrad study report runs/nev\n\n  evergrad study report runs/nev --out nev.html --open\n\n"
+    "Without plotly the answer is printed and no page is written.\n\n"
     "Exit codes: 0 written · 2 usage, no study there, or a file that cannot be written."
 )
 
@@ -25,17 +27,26 @@ def report(
     as_json: JsonOption = False,
 ) -> int:
     """Write a study as one HTML file that needs no network: the answer in words, tables, figures, the worst trials."""
-    from evergrad.report.page import checked_target, write_page
+    from evergrad.report.markup import plain_text
+    from evergrad.report.page import checked_target, missing_for, write_page
     from evergrad.report.study_page import REPORT, study_page
 
     path = checked_target(out or folder / REPORT)
     page = study_page(folder)
-    write_page(page, path)
+    answer = [plain_text(line) for line in page.answer]
+    missing = missing_for(page)
+    if not missing:
+        write_page(page, path)
     if as_json:
-        print_json({"file": str(path), "answer": [*page.answer], "sections": [one.title for one in page.sections]})
+        sections = [one.title for one in page.sections]
+        print_json({"file": None if missing else str(path), "answer": [*answer], "sections": [*sections]})
     else:
-        for line in page.answer:
-            print(printable(line.replace("**", "").replace("`", "")))
+        for line in answer:
+            print(printable(line))
+    if missing:
+        print(printable(f"evergrad: no page is written: {missing}"), file=sys.stderr)
+        return 2
+    if not as_json:
         print(printable(near(path)))
     if open_it:
         typer.launch(path.absolute().as_uri())

@@ -13,11 +13,11 @@ from typing import Any
 
 from evergrad.errors import UsageError
 from evergrad.study.trials import Rules, Series
+from evergrad.training.direction import PATTERN
 from evergrad.wording import shown
 
 __all__ = ["Kept", "Readings", "Source"]
 
-_PATTERN = "pattern:"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _NO_NUMBER = re.compile(r"[+-]?(?:nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 _MOST = 200
@@ -33,8 +33,8 @@ class Source:
     def __init__(self, name: str, setting: str) -> None:
         """`name` is the setting's own, for errors; an empty one is never found."""
         self._key, self._pattern = setting, None
-        if setting.startswith(_PATTERN):
-            text = setting.removeprefix(_PATTERN)
+        if setting.startswith(PATTERN):
+            text = setting.removeprefix(PATTERN)
             try:
                 self._pattern = re.compile(text)
             except (re.error, OverflowError, RecursionError) as error:

@@ -4,9 +4,10 @@
     prepare = "python train.py --epochs 1 --save {checkpoint}"
 
 The program prints what it measures, as JSON lines or in any way that a pattern finds. Nothing is evaluated at the
-restart unless the program does so: its first metric counts as the first. Higher is better. It has to be deterministic:
-the golden run is made twice, and a program that does not repeat it is refused. It should write to `{output}` alone:
-trials run side by side, in the same folder, and would meet in any other file. `{seed}` is the same in every run;
+restart unless the program does so: its first metric counts as the first. The plan states the metric's
+`direction`, or its name does: a loss is better lower. The program has to be deterministic: the golden run is made
+twice, and a program that does not repeat it is refused. It should write to `{output}` alone: trials run side by side,
+in the same folder, and would meet in any other file. `{seed}` is the same in every run;
 EVERGRAD_TRIAL_SEED, which differs, only says which trial this is.
 """
 

@@ -32,7 +32,7 @@ from typing import Any
 from evergrad.errors import UsageError
 from evergrad.study.executors.contract import Ended, Executor, Fate, Task
 from evergrad.study.executors.local import LocalProcesses
-from evergrad.wording import shown
+from evergrad.wording import install_hint, shown
 
 __all__ = ["DaskCluster", "dismiss", "run"]
 
@@ -251,7 +251,7 @@ def _distributed() -> Any:
     try:
         return importlib.import_module("distributed")
     except ImportError as error:
-        raise UsageError("a Dask cluster needs distributed: pip install 'evergrad[dask]'") from error
+        raise UsageError(f"a Dask cluster needs distributed: {install_hint('dask')}") from error
 
 
 def _ended(id: str, future: Any) -> Ended:

@@ -24,7 +24,7 @@ from typing import Any
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, serve
-from evergrad.wording import shown
+from evergrad.wording import install_hint, shown
 
 __all__ = ["Jobs", "NotSubmitted", "Standing", "Wanted"]
 
@@ -191,7 +191,7 @@ def _submitit() -> Any:
     try:
         return importlib.import_module("submitit")
     except ImportError as error:
-        raise UsageError("Slurm jobs need submitit: pip install 'evergrad[slurm]'") from error
+        raise UsageError(f"Slurm jobs need submitit: {install_hint('slurm')}") from error
 
 
 def _private(folder: Path) -> Path:

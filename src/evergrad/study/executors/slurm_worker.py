@@ -65,10 +65,12 @@ class Order:
     def read(cls, path: Path) -> Order:
         """One that is gone: so is its runner."""
         try:
-            told: dict[str, Any] = json.loads(path.read_text())
+            told: dict[str, Any] = json.loads(path.read_bytes())
+            return cls(**{**told, "addresses": tuple(told["addresses"]), "path": tuple(told["path"])})
         except OSError as error:
             raise EvergradError(f"{path}: no order to read ({error.strerror}): the runner is gone") from error
-        return cls(**{**told, "addresses": tuple(told["addresses"]), "path": tuple(told["path"])})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise EvergradError(f"{path}: is no order: {error}. Run the study again: it makes another.") from None
 
 
 def serve(order: str, number: int) -> None:

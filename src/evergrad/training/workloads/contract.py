@@ -21,6 +21,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from evergrad.training.direction import Direction, direction_by_name
+
 __all__ = ["Dataset", "MakeOptimizer", "Workload", "accuracy", "cross_entropy", "top1"]
 
 MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
@@ -65,10 +67,17 @@ class Workload:
     data: Dataset
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     metric: Callable[[Tensor, Tensor], Tensor] = accuracy
-    """Higher is better."""
+    direction: str = ""
+    """Of the metric: `higher_is_better` or `lower_is_better`. Empty: by the function's name, as `val_loss` says lower;
+    a name that says nothing is higher."""
     predict: Callable[[Tensor], Tensor] = top1
     """What is compared, sample by sample, with what the golden run's model said."""
     optimizer: MakeOptimizer | None = None
     """None: as the plan says."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What tables say of the model: its width, and what differs from the published one."""
+
+    @property
+    def judged_by(self) -> Direction:
+        """The metric's direction, as given or by the function's name."""
+        return Direction(self.direction) if self.direction else direction_by_name(getattr(self.metric, "__name__", ""))

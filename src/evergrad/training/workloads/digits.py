@@ -12,6 +12,7 @@ from evergrad.errors import UsageError
 from evergrad.injection.draws import Draws
 from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.images import image_dataset
+from evergrad.wording import install_hint
 
 __all__ = ["TEST", "TRAIN", "read_digits"]
 
@@ -35,7 +36,7 @@ def _table() -> npt.NDArray[np.float64]:
     """A row for each image: 64 pixels from 0 to 16, and the label."""
     found = find_spec("sklearn")
     if found is None or found.origin is None:
-        raise UsageError("data digits: scikit-learn is not installed. Get it with: pip install 'evergrad[studies]'")
+        raise UsageError(f"data digits: scikit-learn is not installed. Get it with: {install_hint('studies')}")
     # Every worker of a study reads this: importing scikit-learn would take fifty times as long as its file.
     path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if path.exists():

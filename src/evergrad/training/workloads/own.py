@@ -20,9 +20,10 @@ from typing import Any
 from torch import Tensor
 
 from evergrad.errors import UsageError
+from evergrad.training.direction import Direction
 from evergrad.training.settings import Training
 from evergrad.training.workloads.contract import Dataset, Workload
-from evergrad.wording import meant, shown
+from evergrad.wording import checked_choice, meant, shown
 
 __all__ = ["own_workload"]
 
@@ -122,6 +123,11 @@ def _checked(spelled: str, made: object) -> Workload:
         raise UsageError(f"workload {spelled}: expected an evergrad.training.Workload, found {shown(made)}")
     if not callable(made.model):
         raise UsageError(f"workload {spelled}: model: expected a function that makes one, found {shown(made.model)}")
+    if made.direction:
+        try:
+            checked_choice("direction", made.direction, [*Direction])
+        except UsageError as error:
+            raise UsageError(f"workload {spelled}: {error}") from None
     data: object = made.data
     if not isinstance(data, Dataset):
         raise UsageError(f"workload {spelled}: data: expected an evergrad.training.Dataset, found {shown(data)}")

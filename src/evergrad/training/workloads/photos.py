@@ -18,6 +18,7 @@ from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.injection.draws import Draws
 from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.edsr import TIMES
+from evergrad.wording import install_hint
 
 __all__ = ["TEST_PHOTOS", "TRAIN_PHOTOS", "absolute_error", "psnr", "read_photos", "rounded"]
 
@@ -29,7 +30,6 @@ _SIDE = 32
 _SEED = 512
 _LEVELS = 255
 _BEST_DB = 100.0
-_GET = "Get it with: pip install 'evergrad[studies]'"
 
 
 def read_photos() -> Dataset:
@@ -87,7 +87,7 @@ def rounded(outputs: Tensor) -> Tensor:
 def _folder() -> Path:
     found = find_spec("skimage")
     if found is None or found.origin is None:
-        raise UsageError(f"data photos: scikit-image is not installed. {_GET}")
+        raise UsageError(f"data photos: scikit-image is not installed. Get it with: {install_hint('studies')}")
     return Path(found.origin).parent / "data"
 
 
@@ -96,7 +96,7 @@ def _patches(folder: Path, names: Sequence[str]) -> Tensor:
     try:
         from PIL import Image
     except ImportError:
-        raise UsageError(f"data photos: Pillow is not installed. {_GET}") from None
+        raise UsageError(f"data photos: Pillow is not installed. Get it with: {install_hint('studies')}") from None
     found = []
     for name in names:
         path = folder / name
