@@ -151,7 +151,7 @@ class Comparison:
     format_b: str
     tensors: tuple[TensorDiff, ...]
     note: str = ""
-    """How tensors were matched where names did not tell, and which values only one of the formats can hold."""
+    """Remarks: tensors that were not matched by name, and values that only one of the formats can hold."""
     values: tuple[str, ...] = ()
     """Values besides tensors that differ (`optimizer/param_groups/0/lr: 0.1 / 0.9`), where both files hold some."""
     uncompared: Mapping[str, str] = field(default_factory=dict)

@@ -321,6 +321,7 @@ def test_modules_of_the_users_own_run_in_the_agent(tmp_path: Path, monkeypatch: 
     (tmp_path / "marks").mkdir()
     with eg.Checkpointer(tmp_path / "run", modules=[marking.Mark(str(tmp_path / "marks"))]) as ck:
         ck.save(1, state(1)).wait()
+    until(lambda: any((tmp_path / "marks").iterdir()))  # a module may run after its version is in memory
     (mark,) = (tmp_path / "marks").iterdir()
     assert mark.name.startswith("v0000000001-01.")
     assert int(mark.suffix[1:]) != os.getpid()

@@ -265,7 +265,7 @@ class Cadence:
         return -1.0 if cost_s is None else cost_s, median(self._durables) if self._durables else -1.0
 
     def _note_durable(self) -> None:
-        """Of saves that have become durable since the last call: how long that took."""
+        """Return how long each save took that has become durable since the last call."""
         while self._in_flight and self._in_flight[0][0].done():
             pending, begun_s = self._in_flight.popleft()
             if pending.exception(timeout=0) is None:

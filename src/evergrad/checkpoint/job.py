@@ -201,7 +201,7 @@ def _is_identity(value: object) -> bool:
 
 
 def _rebuilt(folder: Path) -> dict[str, Any] | None:
-    """What `job.json` said: by the newest attempt that names the job, else by the folder of its local tier."""
+    """Rebuild `job.json` from the newest attempt that names the job, else from the folder of its local tier."""
     made = {"schema_version": SCHEMA_VERSION, "made": now(), _REBUILT: True}
     disks = [folder / "local"]
     for path in sorted((folder / "attempts").glob("*.json"), reverse=True):

@@ -107,7 +107,7 @@ def _unread(
 
 @dataclass(slots=True)
 class _Values:
-    """How values besides tensors compare."""
+    """The result of comparing values that are not tensors."""
 
     differing: list[str] = field(default_factory=list)
     uncompared: dict[str, str] = field(default_factory=dict)

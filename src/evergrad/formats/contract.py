@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 MAX_EXPANSION = 64
-"""How many times larger than their bytes expanded tensors may be."""
+"""The limit of an expanded tensor's size, as a multiple of its bytes in the file."""
 MAX_EXPANDED_BYTES = 1 << 28
 """So many bytes they may have in any case."""
 
@@ -123,7 +123,7 @@ class Checkpoint(ABC):
     path: Path
     tensors: Mapping[str, TensorInfo]
     others: Mapping[str, str]
-    """What the file holds besides tensors and plain values: name → what it is. Listed, and left alone.
+    """Content that is neither a tensor nor a plain value: name → what it is. It is listed and left alone.
 
     Tensors among them that `--tensors-only` must not drop unasked are described by an `OtherTensor`.
     """

@@ -197,7 +197,7 @@ def _cut(counts: npt.NDArray[np.int64], occupied: npt.NDArray[np.int64], scale: 
 
 
 def _distance(below: npt.NDArray[np.int64], apart: int, others: int, far: bool, scale: _Scale) -> int:
-    """How many exponents values have to lie above those below them to stand apart."""
+    """The number of exponents by which outliers lie above all other values."""
     if others < _ENOUGH or apart > max(1, others // _FEW):
         # Too few others, or too many that lie apart: only the distance of a flipped top bit will do.
         return _FAR if far else len(below) + scale.magnitude

@@ -51,7 +51,7 @@ _OTHERS = {
 
 
 class TensorFlow(Format):
-    """What `tf.train.Checkpoint` and `Model.save_weights` write; opened by prefix, index file or folder.
+    """Files of `tf.train.Checkpoint` and `Model.save_weights`; opened by prefix, index file or folder.
 
     The folder of a SavedModel is opened as the checkpoint of its variables; its graph is left alone.
     """

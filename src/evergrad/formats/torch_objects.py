@@ -55,7 +55,7 @@ class StorageRef:
 
     @property
     def opaque(self) -> Opaque:
-        """What stands for it where it is no part of a dense tensor."""
+        """The stand-in where it is no part of a dense tensor."""
         stored = self.stored
         if stored is None:
             return Opaque(OtherTensor(f"a storage of {self.type_name}"), complete=False)
@@ -74,7 +74,7 @@ class TensorRef(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     attributes: Mapping[str, Any] | None = None
-    """What the tensor's owner has set on it (`parameter.tag = …`), which is no part of its elements."""
+    """Attributes that were set on the tensor (`parameter.tag = …`); they are no part of its elements."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class _NumpyDtype:
 
     @property
     def opaque(self) -> Opaque:
-        """What stands for it where it is a value."""
+        """The stand-in where it is a value."""
         return Opaque("numpy.dtype", {"code": self.code, "state": self.state})
 
 

@@ -134,11 +134,11 @@ class SamplerRanks:
         return getattr(distributed, name)
 
     def get_rank(self) -> int:
-        """Of the default group, or of the job."""
+        """Return the value of the default group, or else of the job."""
         return distributed.get_rank() if distributed.is_initialized() else self._ranks()[0]
 
     def get_world_size(self) -> int:
-        """Of the default group, or of the job."""
+        """Return the value of the default group, or else of the job."""
         return distributed.get_world_size() if distributed.is_initialized() else self._ranks()[1]
 
     def close(self) -> None:

@@ -302,7 +302,7 @@ class Keys:
     inexact = "inexact"
     """Why the job is no longer exactly what it would have been, if it is not."""
     diverged = "diverged"
-    """How ranks differed after somebody had joined; empty once a guard has made them alike again."""
+    """The first difference between ranks after a process joined; empty once a guard has healed it."""
     unverified = "unverified"
     """Why nobody can tell whether the job still is exactly what it would have been, if nobody can."""
 

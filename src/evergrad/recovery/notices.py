@@ -63,7 +63,7 @@ class Notices:
         return None if text is None else Report.from_json(text)
 
     def diverged(self) -> str:
-        """How ranks differed after somebody had joined, if they did, and nothing has made them alike since."""
+        """The first difference between ranks after a process joined, unless it has been healed since."""
         return self._store.find(Keys.diverged) or ""
 
     def fingerprint(self, uid: int) -> Fingerprint | None:

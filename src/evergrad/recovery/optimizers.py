@@ -37,7 +37,7 @@ class Optimizers:
         self.known: tuple[Optimizer, ...] = ()
         self.overlap: Overlap | None = None
         self._found: list[Optimizer] = []
-        """Those that were found when this process arrived."""
+        """The optimizers that were found when this process arrived."""
         self._is_assumed = False
         """True if `known` was found rather than given to `job.step`."""
         self._owed: list[Any] = []

@@ -59,7 +59,7 @@ class Passage:
     _compared: tuple[int, int] = (-1, 0)
     """The generation in which ranks were last compared because somebody had joined, and how often."""
     _fingerprint: Fingerprint | None = None
-    """Of this rank's state at the end of the last epoch, or where the script left it."""
+    """The fingerprint of this rank's state at the end of the last epoch, or where the script left it."""
 
     def epoch(self, source: Source, call: int) -> Iterator[Any]:
         """The batches of one epoch, which is the script's `call`-th."""

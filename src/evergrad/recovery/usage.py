@@ -117,7 +117,7 @@ class OptimizerCalls:
             )
 
     def unused(self, has_model: bool) -> str:
-        """What to say at the end of a job that made no step, though optimizers were stepped; empty if none were."""
+        """Return the error of a job that made no step though optimizers were stepped; empty if none were."""
         if not self.in_all:
             return ""
         missing = "job.batches and job.step" if has_model else "job.wrap, job.batches and job.step"

@@ -31,7 +31,7 @@ class Window:
     reduced: int = 0
     """How many of the batches given have been reduced."""
     forwarded: int = 0
-    """How many batches had been given when the wrapped model last ran forward with gradients."""
+    """The number of batches given when the wrapped model last ran forward with gradients."""
     is_doomed: bool = False
     """Whether the step has to be done again."""
 

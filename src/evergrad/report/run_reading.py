@@ -84,7 +84,7 @@ def _is_small(folder: Path) -> bool:
 
 
 def _record(path: Path) -> tuple[Mapping[str, Json], bool]:
-    """What `run.json` says, and whether that could be read; nothing if there is none."""
+    """Return the content of `run.json` and whether it could be read; empty if there is no such file."""
     try:
         found = json.loads(path.read_bytes())
         return (found, True) if isinstance(found, dict) else ({}, False)

@@ -94,7 +94,7 @@ def final_blocks(data: StudyData) -> list[Block]:
 
 
 def _lower(lines: Sequence[tuple[str, Cell, list[TrialData]]]) -> str:
-    """What a caption says of a metric that is better lower; nothing of other ones, as readers expect them."""
+    """Return the remark that lower is better; empty for other metrics, as readers expect those."""
     return ", lower is better" if any(cell.direction is Direction.LOWER for _, cell, _ in lines) else ""
 
 

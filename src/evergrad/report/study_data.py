@@ -38,11 +38,11 @@ class TrialData:
     outcome: Outcome
     golden: Golden
     direction: Direction = Direction.HIGHER
-    """Of the metric."""
+    """The direction of the metric."""
 
     @property
     def drop(self) -> float | None:
-        """How much worse the final metric is than the golden run's; None if it has none, or it is not a number."""
+        """By how much the final metric is worse than the golden run's; None without one, or if it is not a number."""
         if not self.seen.metrics or not self.golden.observation.metrics:
             return None
         drop = self.direction.sign * (self.golden.observation.metrics[-1] - self.seen.metrics[-1])

@@ -59,7 +59,7 @@ class Golden:
     """Of that file."""
     chance: float | None = None
     direction: Direction = Direction.HIGHER
-    """Of the workload's metric; that of a command is in its plan."""
+    """The direction of the workload's metric; a command's is in its plan."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What tables say of model and data."""
 

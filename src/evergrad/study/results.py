@@ -26,7 +26,7 @@ class Cell:
     golden_start: float
     """The golden run's metric at the restart."""
     direction: Direction = Direction.HIGHER
-    """Of the metric."""
+    """The direction of the metric."""
     starts: tuple[float, ...] = ()
     """Metric at the restart, of each training that has one."""
     finals: tuple[float, ...] = ()

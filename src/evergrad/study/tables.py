@@ -209,7 +209,7 @@ def _notes(results: Results, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _sign(results: Results, column: str) -> str:
-    """What the sign of a change means, where lower is better in any cell."""
+    """Return the meaning of a change's sign, if lower is better in any cell."""
     directions = {cell.direction for cell in results.cells}
     if column != "ΔACC" or Direction.LOWER not in directions:
         return ""

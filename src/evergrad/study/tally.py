@@ -43,7 +43,7 @@ class CellTally:
 
     @property
     def direction(self) -> Direction:
-        """Of the metric: a command's is in the plan, a workload's in the record of its golden run."""
+        """Return the metric's direction: a command's from the plan, a workload's from the record of its golden run."""
         if isinstance(self.plan.training, Command):
             return self.plan.training.judged_by
         return Direction.HIGHER if self.golden is None else self.golden.direction

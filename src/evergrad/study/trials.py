@@ -69,7 +69,7 @@ class Command:
     metric: str = "accuracy"
     """The key in JSON lines on stdout, or `pattern:` and a regular expression whose first group is the number."""
     direction: str = ""
-    """Of the metric: `higher_is_better` or `lower_is_better`. Empty: by its name, see `direction_by_name`."""
+    """The metric's direction, `higher_is_better` or `lower_is_better`. Empty: by its name, see `direction_by_name`."""
     loss: str = "loss"
     chance: float | None = None
     timeout_s: float = 0.0

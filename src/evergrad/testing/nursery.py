@@ -13,6 +13,7 @@ import os
 import resource
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -155,6 +156,8 @@ def serve() -> None:
             code = _NO_CODE
             try:
                 code = _launch(request, nursery)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()

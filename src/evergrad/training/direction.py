@@ -11,7 +11,7 @@ from enum import StrEnum
 __all__ = ["PATTERN", "Direction", "direction_by_name"]
 
 PATTERN = "pattern:"
-"""How a metric begins that is found by a regular expression, not by a key."""
+"""The prefix of a metric that is found by a regular expression, not by a key."""
 
 _LOWER_ENDINGS = ("loss", "losses", "error", "errors", "perplexity", "xent", "crossentropy")
 _LOWER = frozenset(

@@ -181,7 +181,7 @@ def _folders(parent: Path) -> list[str]:
 
 
 def _attempts(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """What was noted of each attempt, and the records that cannot be read."""
+    """Return the notes of each attempt, and the records that cannot be read."""
     found, damaged = {}, []
     for path in sorted((folder / "attempts").glob("*.json")):
         if path.stem.isdecimal():

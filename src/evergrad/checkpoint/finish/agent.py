@@ -57,7 +57,7 @@ __all__ = [
 LINGER_S = 60.0
 """How long an agent stays without work and without a trainer."""
 TIMEOUT_S = 30.0
-"""How long a trainer waits for an agent that says nothing."""
+"""Seconds that a trainer waits for an agent that does not answer."""
 SOCKET = "agent.sock"
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def linger_seconds(given: float | None) -> float:
 
 
 def timeout_seconds() -> float:
-    """How long an agent may say nothing: EVERGRAD_AGENT_TIMEOUT, else half a minute."""
+    """Return the time limit of an agent's answer: EVERGRAD_AGENT_TIMEOUT, else 30 seconds."""
     text = os.environ.get("EVERGRAD_AGENT_TIMEOUT")
     try:
         seconds = float(text) if text else TIMEOUT_S

@@ -420,7 +420,7 @@ def _keep_digests(files: ArenaFiles, ticket: Ticket, manifest: Manifest) -> None
 
 
 def _differing(original: Manifest, found: Manifest) -> str:
-    """What two manifests of one shard do not agree on; empty if nothing. One may leave tensors to other ranks."""
+    """Name the first difference of two manifests of a shard, one of which may leave tensors to other ranks; or empty."""
     digests = {**{path: digest for path, (_, digest) in original.elsewhere.items()}, **original.digests}
     if digests != found.digests:
         return min(

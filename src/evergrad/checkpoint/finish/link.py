@@ -225,7 +225,7 @@ class AgentLink(Link):
                         self._socket.sendall(_line(message))
                         return
                     except OSError:
-                        self._socket = None  # the listener notices too, and starts another agent
+                        self._hang_up()  # the listener notices too, and starts another agent
                 if not self._lock.wait(_START_PATIENCE_S):
                     raise AgentError(f"the agent of job {self._job.id} does not come back: see {self._log_path()}")
             if self._closed.is_set():

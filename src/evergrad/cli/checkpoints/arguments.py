@@ -76,7 +76,7 @@ def kept(entry: CatalogueEntry) -> str:
 
 
 def verified(entry: CatalogueEntry) -> str:
-    """What checks found; a version whose digests are not those of its capture is `unverified` until one fails."""
+    """The verdict of the checks; `unverified` if the digests are not those of the capture, unless a check failed."""
     return "unverified" if entry.unverified and entry.verified != "failed" else entry.verified
 
 

@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -63,6 +64,8 @@ def fork(command: Sequence[str], environment: Mapping[str, str], kept: Collectio
         try:
             _detach(launcher, out_end, err_end, environment, kept)
             code = _run(list(command))
+        except BaseException:
+            traceback.print_exc()  # an exit that says nothing could not be explained by anybody
         finally:
             os._exit(code)
     os.close(out_end)

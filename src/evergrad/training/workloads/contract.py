@@ -68,7 +68,7 @@ class Workload:
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     metric: Callable[[Tensor, Tensor], Tensor] = accuracy
     direction: str = ""
-    """Of the metric: `higher_is_better` or `lower_is_better`. Empty: by the function's name, as `val_loss` says lower;
+    """The metric's direction, `higher_is_better` or `lower_is_better`. Empty: by the function's name (`loss`: lower);
     a name that says nothing is higher."""
     predict: Callable[[Tensor], Tensor] = top1
     """What is compared, sample by sample, with what the golden run's model said."""
