@@ -105,9 +105,10 @@ class GlooGroup(Group):
         while True:
             try:
                 work.wait(_SLICE if self._reason is None else _SLICE / 10)
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():
-                    return str(error)
+                    # It may have ended just after the slice of time: only its own result counts.
+                    return _failure_of(work)
                 if self._reason is not None:
                     # Gloo can wait for ever for a connection that is gone. Its destructor would wait for it, too.
                     for stuck in (work, self._group):
@@ -152,6 +153,15 @@ class GlooGroup(Group):
                 raise GroupBroken(self._reason)
 
         return Ticket(wait, lambda: not held or held[0].is_completed())
+
+
+def _failure_of(work: Any) -> str | None:
+    """Return why a completed operation failed; None if it did not."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def solitary() -> dist.ProcessGroup:

@@ -420,7 +420,7 @@ def _keep_digests(files: ArenaFiles, ticket: Ticket, manifest: Manifest) -> None
 
 
 def _differing(original: Manifest, found: Manifest) -> str:
-    """Name the first difference of two manifests of a shard, one of which may leave tensors to other ranks; or empty."""
+    """Name the first difference of two manifests of a shard; empty if none. One may leave tensors to other ranks."""
     digests = {**{path: digest for path, (_, digest) in original.elsewhere.items()}, **original.digests}
     if digests != found.digests:
         return min(
