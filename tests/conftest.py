@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,10 @@ for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # A DDP never lets go of its process group, which is four open files; a worker makes hundreds of them.
 _hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_hard if 0 <= _hard < 65536 else 65536, _hard))
+
+# A shell that starts tests in the background lets them ignore SIGINT, and whatever they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test depends on how fast the machine is.
 hypothesis.settings.register_profile(

@@ -11,11 +11,13 @@ import hashlib
 import json
 import math
 import os
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,11 +27,16 @@ import evergrad as eg
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--lr", choices=["scheduler", "set", "own-counter", "multiplied"], default="set")
+parser.add_argument(
+    "--lr", choices=["scheduler", "set", "own-counter", "multiplied", "one-cycle", "lambda"], default="set"
+)
 parser.add_argument("--evaluate", choices=["no", "dropout", "rank 0"], default="no", help="between epochs")
 parser.add_argument("--evaluate-after-steps", choices=["no", "all", "rank 0"], default="no", help="every third")
 parser.add_argument("--die-after-epoch", type=int, help="rank 1 does, before it evaluates")
 parser.add_argument("--epoch-scheduler", action="store_true", help="a scheduler that steps between epochs")
+parser.add_argument("--untracked-epoch-scheduler", action="store_true", help="that one, not given to job.track")
+parser.add_argument("--generator", choices=["torch", "numpy", "python", "object"], help="noise from one of its own")
+parser.add_argument("--generator-unused", action="store_true", help="it draws before the loop alone")
 parser.add_argument("--optimizers", type=int, default=1)
 parser.add_argument("--late-optimizer", action="store_true", help="made inside of the loop")
 parser.add_argument("--drift", action="store_true", help="a joiner's weights change after its first step")
@@ -83,9 +90,34 @@ made: list[torch.optim.Optimizer] = [] if options.late_optimizer else make_optim
 scheduler = torch.optim.lr_scheduler.StepLR(made[0], step_size=1, gamma=0.7) if made else None
 if scheduler is not None and (options.epoch_scheduler or options.lr == "scheduler"):
     job.track(scheduler=scheduler)
+stepwise: Any = scheduler
+if options.lr == "one-cycle":
+    stepwise = torch.optim.lr_scheduler.OneCycleLR(made[0], max_lr=0.05, total_steps=24)
+elif options.lr == "lambda":
+    stepwise = torch.optim.lr_scheduler.LambdaLR(made[0], lambda number: 1 / (1 + number))
 if options.guard:
     job.guard(every=options.guard)
 
+
+class Noise:
+    """Random numbers from a generator of the script's own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def draw(self) -> float:
+        return float(torch.rand((), generator=self.generator))
+
+
+noise = Noise()
+numbers, drawn_by = np.random.default_rng(5), random.Random(5)
+draw = {
+    "torch": noise.draw,
+    "object": noise.draw,
+    "numpy": numbers.random,
+    "python": drawn_by.random,
+    None: lambda: 0.0,
+}[options.generator]
 rates: dict[int, list[float]] = {}
 counter = 0
 last: int | None = -1 if options.await_generation is None else None
@@ -104,12 +136,14 @@ for epoch in range(options.epochs):
                 group["lr"] *= 0.9
         for optimizer in made:
             optimizer.zero_grad()
+        if not options.generator_unused:
+            x = x + 0.1 * draw()
         nn.functional.cross_entropy(model(x), y).backward()
         rates[job.applied] = [group["lr"] for optimizer in made for group in optimizer.param_groups]
         if job.step(*made):
             counter += 1
-            if options.lr == "scheduler" and scheduler is not None:
-                scheduler.step()
+            if options.lr in ("scheduler", "one-cycle", "lambda"):
+                stepwise.step()
             if options.drift and was_spare:
                 with torch.no_grad():
                     net["head"].bias += 0.125
@@ -126,7 +160,7 @@ for epoch in range(options.epochs):
     if options.evaluate == "dropout" or (options.evaluate == "rank 0" and job.rank == 0):
         with torch.no_grad():  # dropout stays on, and draws random numbers; batch norm takes the batch in
             model.module(features[:16])
-    if options.epoch_scheduler and scheduler is not None:
+    if (options.epoch_scheduler or options.untracked_epoch_scheduler) and scheduler is not None:
         scheduler.step()
     if job.applied in (options.until, last):
         break
@@ -162,6 +196,8 @@ result = {
     "scheduler": scheduler.state_dict()["last_epoch"] if scheduler is not None else None,
 }  # fmt: skip
 options.out.mkdir(parents=True, exist_ok=True)
-(options.out / f"{os.environ.get('EVERGRAD_UID', 'alone')}.json").write_text(json.dumps(result))
+partial = options.out / f"{os.environ.get('EVERGRAD_UID', 'alone')}.partial"
+partial.write_text(json.dumps(result))
+partial.replace(partial.with_suffix(".json"))  # a process that is killed here leaves no half of it
 if checkpointer is not None:
     checkpointer.close()

@@ -71,6 +71,8 @@ for parameter in net.parameters():
 told = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "EVERGRAD_NODE")}
 result = {"rank": job.rank, "world_size": job.world_size, "steps": job.applied, "first": first}
 result |= {"weights": weights.hexdigest(), "machine": socket.gethostname(), "told": told}
-(options.out / f"{uid}.json").write_text(json.dumps(result))
+partial = options.out / f"{uid}.partial"
+partial.write_text(json.dumps(result))
+partial.replace(partial.with_suffix(".json"))  # a process that is killed here leaves no half of it
 if checkpointer is not None:
     checkpointer.close()

@@ -167,6 +167,8 @@ result = {
     "steps": steps, "epochs": epochs, "scale": scaler.get_scale(),
 }  # fmt: skip
 options.out.mkdir(parents=True, exist_ok=True)
-(options.out / f"{os.environ.get('EVERGRAD_UID', os.environ.get('RANK', 'alone'))}.json").write_text(json.dumps(result))
+partial = options.out / f"{os.environ.get('EVERGRAD_UID', os.environ.get('RANK', 'alone'))}.partial"
+partial.write_text(json.dumps(result))
+partial.replace(partial.with_suffix(".json"))  # a process that is killed here leaves no half of it
 if checkpointer is not None:
     checkpointer.close()

@@ -66,6 +66,6 @@ for (x,) in job.batches(loader):
 steps = 400 // 2 // 2
 is_right = job.applied == steps and net.weight.item() == -0.5 * steps
 out.mkdir(parents=True, exist_ok=True)
-(out / f"{os.environ['EVERGRAD_UID']}.json").write_text(
-    json.dumps({"weights": "undisturbed" if is_right else "steered"})
-)
+partial = out / f"{os.environ['EVERGRAD_UID']}.partial"
+partial.write_text(json.dumps({"weights": "undisturbed" if is_right else "steered"}))
+partial.replace(partial.with_suffix(".json"))  # a process that is killed here leaves no half of it

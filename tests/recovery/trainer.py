@@ -120,6 +120,8 @@ result = {
     "lr": optimizer.param_groups[0]["lr"],
 }  # fmt: skip
 options.out.mkdir(parents=True, exist_ok=True)
-(options.out / f"{os.environ.get('EVERGRAD_UID', 'alone')}.json").write_text(json.dumps(result))
+partial = options.out / f"{os.environ.get('EVERGRAD_UID', 'alone')}.partial"
+partial.write_text(json.dumps(result))
+partial.replace(partial.with_suffix(".json"))  # a process that is killed here leaves no half of it
 if checkpointer is not None:
     checkpointer.close()

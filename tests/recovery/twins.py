@@ -136,4 +136,6 @@ def wrapped() -> dict[str, Any]:
 torch.set_num_threads(1)
 found = {"plain": {} if options.unsaid else plain(), "wrapped": wrapped()}
 options.out.mkdir(parents=True, exist_ok=True)
-(options.out / f"{os.environ['EVERGRAD_UID']}.json").write_text(json.dumps(found))
+partial = options.out / f"{os.environ['EVERGRAD_UID']}.partial"
+partial.write_text(json.dumps(found))
+partial.replace(partial.with_suffix(".json"))  # a process that is killed here leaves no half of it

@@ -54,6 +54,10 @@ class Arrival:
     """Whether the script has been given a batch."""
     unattended: int = -1
     """The epoch whose end is known, and not what the script does after it: this process has yet to do that."""
+    took_up: int = -1
+    """The step whose state this process has from another rank or from a checkpoint; -1 if it began anew."""
+    has_restored: bool = False
+    """True if it is from a checkpoint."""
     is_own_behind: bool = False
     """True if generators and buffers are as of that end, and everything else is of the next epoch's beginning."""
     expected: torch.Tensor | None = None
@@ -141,6 +145,7 @@ class Arrival:
             self.begin_again(why)
         if found is None:
             return
+        self.took_up, self.has_restored = course.step, not in_process
         trained.optimizers.owe(found[1])
         if is_held:
             trained.put_in_place()
@@ -172,6 +177,7 @@ class Arrival:
         engine, plan, uid = self.engine, self.engine.crew.plan, self.engine.crew.uid
         self.trained.take_over(state)
         engine.course.load_state_dict(state["course"])
+        self.took_up = engine.course.step
         if kept is not None:
             if not engine.course.is_begun and engine.course.epoch:  # it died after an epoch, in the script's own code
                 self.unattended, self.is_own_behind = engine.course.epoch - 1, True

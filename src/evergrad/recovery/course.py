@@ -18,8 +18,10 @@ from evergrad.recovery.dealing import BatchMode, Epoch
 from evergrad.recovery.loading import Batches, Order, Source
 from evergrad.recovery.transport import Group
 
-__all__ = ["Course"]
+__all__ = ["OPENING", "Course"]
 
+OPENING = 4
+"""Hyper-parameters of so many first steps of a job are kept, to recognise a script that begins anew."""
 _NUMBERS = ("epoch", "index", "step", "point", "passes")
 
 
@@ -34,6 +36,8 @@ class Course:
         """`num_ranks` are those that the job began with, `mode` what fewer of them mean for a step."""
         self._num_ranks, self._mode = num_ranks, mode
         self.epoch = self.index = self.step = self.point = self.passes = 0
+        self.opening: list[str] = []
+        """Digests of the hyper-parameters of the job's first steps."""
         self.is_begun = False
         """Whether this epoch's first point has been passed."""
         self.layout: Layout | None = None
@@ -182,6 +186,7 @@ class Course:
             **{name: getattr(self, name) for name in _NUMBERS},
             "is_begun": self.is_begun,
             "layout": self.layout,
+            "opening": list(self.opening),
             "deal": self.deal.state_dict() if self.deal is not None and self.is_begun else None,
             "order": self._order.state_dict() if self._order is not None and self._is_shared else None,
             "loader": own.state_dict() if own is not None else None,
@@ -194,6 +199,7 @@ class Course:
             setattr(self, name, int(state[name]))
         self.is_begun = bool(state["is_begun"])
         self.layout = state["layout"]
+        self.opening = list(state.get("opening", []))  # versions of earlier releases have none
         self.deal = Epoch.from_state(state["deal"]) if state["deal"] is not None else None
         self._order = Order.from_state(state["order"]) if state["order"] is not None else None
         self._is_shared = self._order is not None and self.is_begun

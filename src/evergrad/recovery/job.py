@@ -46,6 +46,7 @@ from evergrad.recovery.saving import Saves
 from evergrad.recovery.snapshots import Snapshot, checked_tracked
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.untracked import Untracked
 from evergrad.recovery.usage import OptimizerCalls, refuse_model, refuse_parameters
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
@@ -88,9 +89,10 @@ class Job:
         self._arrival = Arrival(
             self._engine, self._trained, self._window, saves, self._departure, tell, is_spare, seed, self._let_go
         )
+        self._untracked = Untracked(self._engine.note_unverified)
         self._passage = Passage(
             self._engine, self._arrival, self._trained, self._window, saves, self._progress, self._site, tell,
-            joining=is_spare or saves is not None,
+            self._untracked, joining=is_spare or saves is not None,
         )  # fmt: skip
         self._optimizer_calls = OptimizerCalls(self._stepped_directly)
         self._sampler_ranks = SamplerRanks(lambda: (max(self.rank, 0), self.world_size))
@@ -118,6 +120,7 @@ class Job:
     @property
     def applied(self) -> int:
         """How many steps the job has applied."""
+        self._untracked.has_read_step = True
         return self._course.step
 
     @property
@@ -136,6 +139,7 @@ class Job:
     @property
     def batch_index(self) -> int:
         """The number of the present batch in its epoch, from 0; the same again when a step is done again."""
+        self._untracked.has_read_step = True
         return self._batch_index
 
     @property
@@ -263,6 +267,8 @@ class Job:
             ))  # fmt: skip
         if engine.gradients is None:  # alone: no backward pass ends in a point
             engine.pass_point(Point.STEP)
+        known = self._trained.optimizers.known
+        self._untracked.before_step(course.step, course.epoch, course.opening, known, self._trained.tracked)
         self._site(Phase.OPTIMIZER)
         # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
         factor = len(engine.contributors()) / self._num_ranks if self._after_loss == "scale_lr" else 1.0
@@ -275,6 +281,7 @@ class Job:
         if passage.guarding is not None:
             passage.guarding.applied()
         course.applied(len(self._window), sorted(engine.missing))
+        self._untracked.after_step(known)
         self._trained.let_go()
         passage.end_step()
         passage.is_save_due = self._is_save_due()

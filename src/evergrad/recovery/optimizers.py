@@ -90,6 +90,12 @@ class Optimizers:
         """The states that a joiner gets: those of the optimizers, or those that they are still owed."""
         return self._owed or [one.state_dict() for one in self.known]
 
+    def groups(self) -> list[Mapping[str, Any]]:
+        """The parameter groups that a step would be made with: those of the optimizers, or those they are owed."""
+        if self._owed:
+            return [group for state in self._owed for group in state["param_groups"]]
+        return [group for one in self.known for group in one.param_groups]
+
     def note_hyper_parameters(self) -> None:
         """Copy the hyper-parameters at the beginning of a step."""
         groups = [group for one in self.known or self._found for group in one.param_groups]

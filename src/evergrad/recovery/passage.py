@@ -31,6 +31,7 @@ from evergrad.recovery.progress import Progress
 from evergrad.recovery.saving import Saves
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.untracked import Untracked
 from evergrad.recovery.window import Given, Window
 
 __all__ = ["Passage"]
@@ -51,6 +52,7 @@ class Passage:
     progress: Progress
     site: Callable[..., None]
     tell: Callable[..., None]
+    untracked: Untracked
     joining: bool
     guarding: Guarding | None = None
     is_iterating: bool = False
@@ -163,6 +165,7 @@ class Passage:
 
     def roll_back(self) -> None:
         """Nothing of this step remains; its batches come again."""
+        self._watch_generators(f"and step {self.engine.course.step} was done again")
         self.trained.put_back()
         if self.engine.gradients is not None:
             self.engine.gradients.discard()
@@ -253,12 +256,28 @@ class Passage:
             batch = course.fetch(index)
         except StopIteration:
             return None
+        if not self.arrival.has_yielded:
+            self._begin_to_watch()
         self.arrival.has_yielded = True
         is_first = not window
         given = window.give(batch, redoable=trained.snapshot is not None)
         if is_first:
             trained.begin_step()
         return given
+
+    def _begin_to_watch(self) -> None:
+        """Look out for state of the script that this process does not have from the job, before its first batch."""
+        arrival = self.arrival
+        if arrival.took_up < 0:
+            return
+        how = "went on from a checkpoint" if arrival.has_restored else "joined"
+        self._watch_generators(f"and began anew where rank {self.engine.crew.rank} {how} at step {arrival.took_up}")
+        if arrival.has_restored:
+            self.untracked.restored(arrival.took_up, self.trained.optimizers.groups())
+
+    def _watch_generators(self, where: str) -> None:
+        source = self.engine.course.source
+        self.untracked.watch_generators(where, self.trained.tracked, [source.loader])
 
     def _prepare_step(self) -> None:
         """Be where a step can begin: in a generation that has formed, checked and saved as far as that is due."""
