@@ -58,9 +58,15 @@ def test_a_whole_job_that_begins_again_is_not_said_to_be_exact_if_untracked_stat
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--lr", "set"], ["--lr", "scheduler"], ["--lr", "multiplied"], ["--lr", "set", "--generator", "torch",
-    "--generator-unused"], ["--lr", "set", "--untracked-epoch-scheduler"]]
-)  # fmt: skip
+    "arguments",
+    [
+        ["--lr", "set"],
+        ["--lr", "scheduler"],
+        ["--lr", "multiplied"],
+        ["--lr", "set", "--generator", "torch", "--generator-unused"],
+        ["--lr", "set", "--untracked-epoch-scheduler"],
+    ],
+)
 def test_a_whole_job_that_begins_again_is_exact_if_nothing_began_anew(
     launch: Launch, plain: Callable[..., Ran], tmp_path: Path, arguments: list[str]
 ) -> None:
@@ -84,8 +90,15 @@ def trained() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
 
 
-def train(untracked: Untracked, optimizer: Any, steps: range, each: Callable[[int], None] = lambda _: None,
-          opening: list[str] | None = None, tracked: dict[str, Any] | None = None, epoch_steps: int = 100) -> list[str]:  # fmt: skip
+def train(
+    untracked: Untracked,
+    optimizer: Any,
+    steps: range,
+    each: Callable[[int], None] = lambda _: None,
+    opening: list[str] | None = None,
+    tracked: dict[str, Any] | None = None,
+    epoch_steps: int = 100,
+) -> list[str]:
     """Steps as a job makes them; `each` is the script's code before each."""
     opening = [] if opening is None else opening
     for step in steps:
