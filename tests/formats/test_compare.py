@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from datetime import timedelta
 from pathlib import Path
 
@@ -152,3 +153,28 @@ def test_objects_are_compared_by_class_and_by_everything_that_the_pickle_says_of
     plain = eg.convert(first, tmp_path / "a.safetensors", tensors_only=True)
     beside = eg.compare(first, plain)
     assert (beside.verdict, beside.uncompared) == ("unknown", {"when": "datetime.timedelta"})
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.0, -0.0),
+        (complex(0.0, 0.0), complex(0.0, -0.0)),
+        ([0.0, (1.0, {"x": 0.0})], [0.0, (1.0, {"x": -0.0})]),
+        (1, 1.0),
+        (1, True),
+        (0.0, False),
+        (np.float64(0.0), np.float64(-0.0)),
+        (struct.unpack("<d", bytes(6) + b"\xf8\x7f")[0], struct.unpack("<d", b"\1" + bytes(5) + b"\xf8\x7f")[0]),
+    ],
+)
+def test_plain_values_are_compared_by_type_and_to_the_bit(a: object, b: object, tmp_path: Path) -> None:
+    for name, value in (("a.pt", a), ("again.pt", a), ("b.pt", b)):
+        torch.save({"w": torch.ones(2), "value": value}, tmp_path / name)
+    assert eg.compare(tmp_path / "a.pt", tmp_path / "again.pt").verdict == "equal"
+    comparison = eg.compare(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert comparison.verdict == "different"
+    assert len(comparison.values) == 1
+    eg.convert(tmp_path / "b.pt", tmp_path / "b.safetensors")
+    assert eg.compare(tmp_path / "b.pt", tmp_path / "b.safetensors").verdict == "equal"
+    assert eg.compare(tmp_path / "a.pt", tmp_path / "b.safetensors").verdict == "different"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -127,9 +128,32 @@ def _values(first: Checkpoint, second: Checkpoint) -> _Values:
         [
             f"{name}: {_shown(a, name)} / {_shown(b, name)}"
             for name in dict.fromkeys((*a, *b))
-            if name not in a or name not in b or a[name] != b[name] or type(a[name]) is not type(b[name])
+            if name not in a or name not in b or not _same(a[name], b[name])
         ]
     )
+
+
+def _same(a: Json, b: Json) -> bool:
+    """Whether two nodes are the same in type and to the bit: 0.0 is not -0.0, and 1, 1.0 and True are three values."""
+    waiting = [(a, b)]
+    while waiting:
+        x, y = waiting.pop()
+        if type(x) is not type(y):
+            return False
+        if isinstance(x, dict) and isinstance(y, dict):
+            if x.keys() != y.keys():
+                return False
+            waiting += [(x[key], y[key]) for key in x]
+        elif isinstance(x, list) and isinstance(y, list):
+            if len(x) != len(y):
+                return False
+            waiting += zip(x, y, strict=True)
+        elif isinstance(x, float) and isinstance(y, float):
+            if struct.pack("<d", x) != struct.pack("<d", y):
+                return False
+        elif x != y:
+            return False
+    return True
 
 
 def _shown(values_: dict[str, Json], name: str) -> str:
