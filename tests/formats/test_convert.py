@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,7 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import evergrad as eg
-from evergrad.errors import ConversionLoss, UsageError
+from evergrad.errors import ConversionLoss, DamagedFile, UsageError
+from evergrad.formats import left_out
+from programs import run_python
 from states import every_dtype, same, states, training_state
 
 
@@ -267,3 +270,57 @@ def test_any_state_survives_torch_and_safetensors_files(tmp_path_factory: pytest
     there = eg.convert(source, folder / "b.safetensors")
     with eg.open_checkpoint(there) as ck:
         assert same(ck.state(), state)
+
+
+def with_values() -> dict[str, Any]:
+    return {
+        "w": torch.ones(3),
+        "epoch": 3,
+        "names": np.array(["a", "bb"]),
+        "best": np.float64(2.0),
+        "raw": b"xy",
+        "seen": {7},
+        "big": np.arange(3, dtype=">f4"),
+    }
+
+
+def test_values_that_are_left_out_with_tensors_only_are_named_and_counted(tmp_path: Path) -> None:
+    saved(tmp_path, with_values())
+    done = run_python("-m", "evergrad", "convert", "a.pt", "b.npz", "--tensors-only", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "left out: names (a text array with 2 elements)",
+        "left out: big (an array of >f4 with 3 elements)",
+        "left out: epoch (a plain value: 3)",
+        "left out: best (a NumPy value of float64)",
+        "left out: raw (a value of type bytes)",
+        "left out: seen/0 (a plain value: 7)",
+        "b.npz: 1 tensor, 12 B; 6 values left out",
+    ]
+    done = run_python("-m", "evergrad", "convert", "a.pt", "b.safetensors", "--tensors-only", "--json", cwd=tmp_path)
+    assert set(json.loads(done.stdout)["left_out"]) == {"names", "big", "epoch", "best", "raw", "seen/0"}
+
+
+def test_notes_of_the_container_are_named_where_the_target_has_no_place_for_them(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors", {"format": "pt", "licence": "MIT"})
+    with eg.open_checkpoint(tmp_path / "a.safetensors") as ck:
+        assert left_out(ck, "b.npz") == {"metadata 'licence'": "a note of the container"}
+        assert left_out(ck, "b.safetensors") == {}
+
+
+def test_inspect_names_arrays_that_are_no_tensors(tmp_path: Path) -> None:
+    saved(tmp_path, with_values())
+    done = run_python("-m", "evergrad", "inspect", "a.pt", cwd=tmp_path)
+    assert "not listed as a tensor: names (a text array with 2 elements)" in done.stdout
+    assert "not listed as a tensor: big (an array of >f4 with 3 elements)" in done.stdout
+    found = json.loads(run_python("-m", "evergrad", "inspect", "a.pt", "--json", cwd=tmp_path).stdout)
+    assert list(found["arrays"]) == ["names", "big"]
+
+
+@pytest.mark.parametrize("node", [{"dict": 5}, {"dict": [5]}, {"list": "ab"}, {"object": 3, "parts": []}])
+def test_a_skeleton_that_cannot_be_is_named_with_its_file(node: object, tmp_path: Path) -> None:
+    root = {"dict": [["x", {"tensor": "x"}], ["y", node]]}
+    notes = {"evergrad.skeleton": json.dumps({"schema_version": 1, "root": root})}
+    safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a.safetensors", notes)
+    with pytest.raises(DamagedFile, match=r"a\.safetensors: notes in the metadata are damaged"):
+        eg.open_checkpoint(tmp_path / "a.safetensors")

@@ -128,6 +128,7 @@ def test_the_verbs_tell_of_a_quantised_weight(tmp_path: Path) -> None:
     done = evergrad("convert", a, tmp_path / "c.safetensors", "--tensors-only", "--skip-unread")
     assert done.returncode == 1
     assert "left out: odd (a quantised tensor (qint8))" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith(f"{tmp_path / 'c.safetensors'}: 1 tensor, 8 B; 3 parts of tensors")
     done = evergrad("convert", a, tmp_path / "d.safetensors", "--tensors-only", "--skip-unread", "--json")
     assert json.loads(done.stdout)["left_out"] == {"odd": "a quantised tensor (qint8)"}
     done = evergrad("diff", a, tmp_path / "c.safetensors")

@@ -9,6 +9,7 @@ import typer
 
 from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, size
+from evergrad.wording import counted
 
 if TYPE_CHECKING:
     from evergrad.records import Json
@@ -69,15 +70,24 @@ def convert(
         written = formats.convert(
             source, b, to=to, tensors_only=tensors_only, skip_unread=skip_unread, overwrite=overwrite
         )
-        left_out, unread = (dict(source.others), formats.unread_tensors(source)) if tensors_only else ({}, {})
-        count, total = len(source.tensors), sum(info.nbytes for info in source.tensors.values())
+        left_out = formats.left_out(source, b, to=to) if tensors_only else {}
+        unread = formats.unread_tensors(source) if tensors_only else {}
+        parts = {name: source.tensors[name].nbytes for name in formats.parts_of_unread(source)} if unread else {}
+        whole = [info.nbytes for name, info in source.tensors.items() if name not in parts]
     if as_json:
         more: dict[str, Json] = {"left_out": dict(left_out)} if left_out else {}
-        print_json({"out": str(written), "tensors": count, "total_bytes": total, **more})
+        if parts:
+            more |= {"parts": len(parts), "parts_bytes": sum(parts.values())}
+        print_json({"out": str(written), "tensors": len(whole), "total_bytes": sum(whole), **more})
     else:
         for name, what in list(left_out.items())[:_SHOWN]:
             print(f"left out: {printable(name)} ({printable(what)})")
         if len(left_out) > _SHOWN:
             print(f"left out: {len(left_out) - _SHOWN} more; --json names all")
-        print(f"{printable(written)}: {count} tensors, {size(total)}")
+        told = [f"{counted(len(whole), 'tensor')}, {size(sum(whole))}"]
+        if parts:
+            told.append(f"{counted(len(parts), 'part')} of tensors that are left out, {size(sum(parts.values()))}")
+        if left_out:
+            told.append(f"{counted(len(left_out), 'value')} left out")
+        print(f"{printable(written)}: {'; '.join(told)}")
     return 1 if unread else 0

@@ -71,6 +71,8 @@ def _print_json(ck: Checkpoint, infos: list[TensorInfo]) -> None:
     write(f'], "total_bytes": {sum(info.nbytes for info in infos)}')
     if ck.others:
         write(f', "others": {json.dumps(dict(ck.others))}')
+    if arrays := ck.skeleton.arrays():
+        write(f', "arrays": {json.dumps(arrays)}')
     write("}\n")
 
 
@@ -104,6 +106,11 @@ def _print_summary(ck: Checkpoint, infos: list[TensorInfo]) -> None:
         print(f"left alone: {printable(name)} ({printable(what)})")
     if len(ck.others) > _SHOWN_OTHERS:
         print(f"left alone: {len(ck.others) - _SHOWN_OTHERS} more objects; --json names all")
+    arrays = ck.skeleton.arrays()
+    for name, what in list(arrays.items())[:_SHOWN_OTHERS]:
+        print(f"not listed as a tensor: {printable(name)} ({printable(what)})")
+    if len(arrays) > _SHOWN_OTHERS:
+        print(f"not listed as a tensor: {len(arrays) - _SHOWN_OTHERS} more arrays; --json names all")
     fixed = [info.name for info in infos if info.read_only]
     if fixed:
         print(f"cannot be altered in place: {printable(_few(tuple(fixed)))} ({ck.tensors[fixed[0]].read_only})")

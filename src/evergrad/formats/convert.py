@@ -12,7 +12,7 @@ from evergrad.formats.durable import replacing
 from evergrad.formats.registry import formats, open_checkpoint
 from evergrad.wording import meant
 
-__all__ = ["convert", "losses", "unread_tensors"]
+__all__ = ["convert", "left_out", "losses", "parts_of_unread", "unread_tensors"]
 
 
 def convert(
@@ -56,6 +56,31 @@ def convert(
 def unread_tensors(source: Checkpoint) -> dict[str, str]:
     """Tensors that no conversion keeps as what they are, by name, with what each is: quantised, sparse, …"""
     return {name: what for name, what in source.others.items() if isinstance(what, OtherTensor)}
+
+
+def parts_of_unread(source: Checkpoint) -> list[str]:
+    """The tensors that are listed only as parts of `unread_tensors`: the integers of a quantised tensor, …"""
+    # What is all of a file is called `.`, in a folder `file/.`.
+    starts = tuple(name[:-1] if name == "." or name.endswith("/.") else f"{name}/" for name in unread_tensors(source))
+    return [name for name in source.tensors if name.startswith(starts)] if starts else []
+
+
+def left_out(source: Checkpoint, b: str | PathLike[str], *, to: str | None = None) -> dict[str, str]:
+    """What `tensors_only=True` leaves out when `source` is written as `b`: name → what it is.
+
+    First content that no target keeps (`ck.others`, `ck.unkept`), then arrays that are no tensors, then all other
+    values, then the container's notes where the target has no place for them.
+    """
+    found = {**source.others, **source.unkept}
+    for name, what in source.skeleton.described_values().items():
+        while name in found:
+            name += "'"
+        found[name] = what
+    lost = set(losses(source, b, to=to))
+    for key in source.metadata:
+        if f"metadata {key!r}" in lost:
+            found[f"metadata {key!r}"] = "a note of the container"
+    return found
 
 
 def _refuse_unread(source: Checkpoint, target: str) -> None:

@@ -125,6 +125,7 @@ def read_notes(file: Hdf5File) -> Notes:
         tensors = {str(name): (str(place), DType(dtype)) for name, (place, dtype) in index["tensors"].items()}
         metadata = {str(key): str(value) for key, value in index["metadata"].items()}
         skeleton = Skeleton.loads(texts["skeleton"])
+        skeleton.check()
         if wrong := skeleton.tensor_names() ^ tensors.keys():
             raise ValueError(f"index and skeleton disagree on {min(wrong)!r}")
         return Notes(tensors, metadata, skeleton)

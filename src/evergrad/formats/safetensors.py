@@ -312,6 +312,8 @@ def _own_notes(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Any], di
             if not isinstance(original, str) or original in aliases:
                 raise ValueError(f"alias of {original}")
         skeleton = Skeleton.loads(metadata[SKELETON_KEY]) if SKELETON_KEY in metadata else None
+        if skeleton is not None:
+            skeleton.check()
     except (ValueError, TypeError, RecursionError, StateError) as error:
         raise DamagedFile(path, f"notes in the metadata are damaged: {error}") from None
     return true_types, aliases, skeleton

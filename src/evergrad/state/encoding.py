@@ -24,6 +24,7 @@ __all__ = [
     "array_node",
     "decode",
     "decode_value",
+    "describe",
     "encode_scalar",
     "items_of",
     "numpy_scalar_node",
@@ -94,6 +95,31 @@ def decode(node: Any, tensor: Callable[[str], Any]) -> Any:
 def decode_value(node: Any) -> Any:
     """The value of a node that holds no tensor; `StateError` if it holds one."""
     return decode(node, _no_tensor)
+
+
+def describe(node: Any) -> str:
+    """A value that is no tensor, in few words; of whatever a file has there.
+
+    >>> describe(3), describe({"array": ["<U2", [2], ""]}), describe({"numpy": ["<f8", ""]})
+    ('a plain value: 3', 'a text array with 2 elements', 'a NumPy value of float64')
+    """
+    if not isinstance(node, dict):
+        text = repr(node)
+        return f"a plain value: {text if len(text) <= 40 else text[:39] + '…'}"
+    kind = next(iter(node), "")
+    try:
+        if kind == "array":
+            dtype, shape, _ = node["array"]
+            elements = math.prod(shape)
+            what = "a text array" if _numpy_dtype(dtype).kind in "SU" else f"an array of {_numpy_dtype(dtype).str}"
+            return f"{what} with {elements} element{'s' if elements != 1 else ''}"
+        if kind == "numpy":
+            return f"a NumPy value of {_numpy_dtype(node['numpy'][0]).name}"
+        if kind in ("float", "int", "complex"):
+            return describe(decode_value(node))
+    except (ValueError, TypeError, LookupError, OverflowError, StateError):
+        return f"a damaged {kind}"
+    return f"an object of class {node['object']}" if kind == "object" else f"a value of type {kind}"
 
 
 def items_of(node: Any, key: str) -> list[Any]:

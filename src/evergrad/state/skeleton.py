@@ -24,7 +24,7 @@ from typing import Any
 
 from evergrad.errors import StateError
 from evergrad.records import Json, Role
-from evergrad.state.encoding import items_of, text_of
+from evergrad.state.encoding import describe, items_of, text_of
 from evergrad.state.paths import ROOT, unescape
 from evergrad.state.sharing import Sharing
 
@@ -106,11 +106,30 @@ class Skeleton:
         _find_values(self.root, "", found)
         return found
 
+    def check(self) -> None:
+        """Raise `ValueError` or `TypeError` where a node of a file is not what the table above allows."""
+        self.values()
+        self.objects()
+
+    def described_values(self) -> dict[str, str]:
+        """As `values`, each described in few words, arrays first; without the objects that `objects` lists."""
+        values = {name: node for name, node in self.values().items() if not _is_a(node, "object")}
+        arrays = [name for name, node in values.items() if _is_a(node, "array")]
+        return {name: describe(values[name]) for name in dict.fromkeys((*arrays, *values))}
+
+    def arrays(self) -> dict[str, str]:
+        """The arrays that are kept as values and not as tensors (of text, of another byte order), each described."""
+        return {name: describe(node) for name, node in self.values().items() if _is_a(node, "array")}
+
     def objects(self, *, unread: bool = False) -> list[tuple[str, str]]:
         """The places that cannot be rebuilt: (path-like position, class name); or only those not read whole."""
         found: list[tuple[str, str]] = []
         _find_objects(self.root, "", found, unread)
         return found
+
+
+def _is_a(node: Json, kind: str) -> bool:
+    return isinstance(node, dict) and kind in node
 
 
 def _distinct_keys(tree: dict[str, Any]) -> bool:
