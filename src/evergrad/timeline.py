@@ -22,7 +22,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent
+from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent, said
 from evergrad.records import Json
 
 __all__ = ["SCHEMA_VERSION", "Event", "Recorder", "read"]
@@ -64,6 +64,8 @@ class Event:
         time_s, mono_s, who, event = (values[name] for name in _OWN[1:])
         if not (_is_number(time_s) and _is_number(mono_s) and isinstance(who, str) and isinstance(event, str)):
             raise ValueError("time and mono are numbers, who and event are texts")
+        if not (math.isfinite(time_s) and math.isfinite(mono_s)):
+            raise ValueError(f"expected times that a clock shows, found {time_s} and {mono_s}")
         rest = {name: value for name, value in values.items() if name not in _OWN}
         return cls(float(time_s), float(mono_s), who, event, rest)
 
@@ -135,7 +137,7 @@ def read(path: str | PathLike[str], damaged: list[int] | None = None) -> Iterato
                     if is_torn:
                         continue
                     if damaged is None:
-                        raise DamagedFile(path, f"line {number} is no event of a timeline: {error}") from None
+                        raise DamagedFile(path, f"line {number} is no event of a timeline: {said(error)}") from None
                     damaged.append(number)
     except OSError as error:
         raise FileAccessError(path, f"the timeline cannot be read: {error.strerror}") from None

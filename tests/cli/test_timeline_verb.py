@@ -103,12 +103,32 @@ def test_a_mistake_is_one_line_and_exit_2(
 def test_numbers_that_no_clock_shows_are_left_out(run: Path, say: Any) -> None:
     with open(run / "timeline.jsonl", "a") as file:
         file.write('{"schema_version": 1, "time": NaN, "mono": 1e999, "who": "x", "event": "y"}\n')
-    assert "1 events have no time" in say(run, "--no-page")[1]
+    number = len((run / "timeline.jsonl").read_bytes().splitlines())
+    assert f"1 line is damaged, and left out: timeline.jsonl:{number}." in say(run, "--no-page")[1]
     with open(run / "timeline.jsonl", "a") as file:
         file.write('{"schema_version": 1, "time": 1' + "0" * 400 + ', "mono": 1, "who": "x", "event": "y"}\n')
     code, out, _ = say(run, "--no-page")
     assert code == 0
-    assert "1 line is damaged, and left out." in out
+    assert f"2 lines are damaged, and left out: timeline.jsonl:{number}, timeline.jsonl:{number + 1}." in out
+
+
+@pytest.mark.parametrize("time", ["NaN", "1e400", "1" + "0" * 400])
+def test_a_timeline_of_which_no_line_has_a_time_is_damaged_and_the_line_is_named(
+    time: str, run: Path, say: Any
+) -> None:
+    line = f'{{"schema_version": 1, "time": {time}, "mono": 1, "who": "x", "event": "y"}}\n'
+    (run / "timeline.jsonl").write_text(line)
+    code, out, err = say(run, "--no-page")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "timeline.jsonl: line 1 is no event of a timeline: " in err
+
+
+def test_a_timeline_that_is_no_text_is_told_in_words(run: Path, say: Any) -> None:
+    (run / "timeline.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    code, _, err = say(run, "--no-page")
+    assert code == 2
+    assert "line 1 is no event of a timeline: expected UTF-8 text, found the byte 0xff at offset 7" in err
+    assert "codec" not in err
 
 
 def test_a_torn_line_within_is_left_out_and_the_rest_is_told(run: Path, say: Any) -> None:
@@ -117,9 +137,9 @@ def test_a_torn_line_within_is_left_out_and_the_rest_is_told(run: Path, say: Any
     (run / "timeline.jsonl").write_bytes(b"".join(torn))
     code, out, err = say(run)
     assert (code, err) == (0, "")
-    assert "2 lines are damaged, and left out." in out
+    assert "2 lines are damaged, and left out: timeline.jsonl:4, timeline.jsonl:5." in out
     assert "1 failure, 97 ms to the next step" in out
-    assert "2 lines are damaged, and left out." in (run / "timeline.html").read_text()
+    assert "2 lines are damaged, and left out: " in (run / "timeline.html").read_text()
 
 
 def test_what_the_clocks_of_several_machines_are_worth_is_printed(run: Path, say: Any) -> None:

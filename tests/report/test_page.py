@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,16 @@ def test_colours_can_be_seen_on_light_and_on_dark() -> None:
         for ground in ("#ffffff", "#14171c"):
             low, high = sorted((luminance(colour), luminance(ground)))
             assert (high + 0.05) / (low + 0.05) >= 3, f"{name} on {ground}"
+
+
+@pytest.mark.parametrize("error", [ImportError("blocked"), ModuleNotFoundError("blocked"), ValueError("no spec")])
+def test_plotly_that_an_import_hook_forbids_is_missing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Blocker:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "plotly":
+                raise error
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Blocker(), *sys.meta_path])
+    assert "figures need plotly, which is not installed" in plots.missing_plotly()

@@ -36,7 +36,10 @@ def plotly_script() -> str:
 
 
 def _script_file() -> Path | None:
-    spec = importlib.util.find_spec("plotly")
+    try:
+        spec = importlib.util.find_spec("plotly")
+    except (ImportError, ValueError):  # an import hook that forbids it, or a stand-in without a place
+        return None
     places = spec.submodule_search_locations if spec else None
     path = Path(places[0]) / "package_data" / "plotly.min.js" if places else None
     return path if path is not None and path.is_file() else None

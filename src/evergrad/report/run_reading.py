@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import time
@@ -20,6 +19,7 @@ from evergrad.wording import counted
 
 __all__ = ["RunFolder", "read_run"]
 
+_NAMED = 5  # damaged lines, at most
 _SAME_BOOT_S = 60.0  # how far clocks may have been put since
 
 
@@ -48,11 +48,15 @@ def read_run(folder: Path) -> RunFolder:
     if not timeline.is_file():
         raise FileAccessError(folder, f"there is no timeline.jsonl in it. {_hint(folder)}")
     others = sorted(folder.glob("timeline-*.jsonl"))
-    damaged: list[int] = []
-    told = [event for path in (timeline, *others) for event in read(path, damaged)]
-    if damaged and not told:
-        list(read(timeline))  # says what is wrong with its first line
-    events = [event for event in told if math.isfinite(event.time) and math.isfinite(event.mono)]
+    events: list[Event] = []
+    damaged: list[str] = []
+    for path in (timeline, *others):
+        numbers: list[int] = []
+        events += read(path, numbers)
+        damaged += [f"{path.name}:{number}" for number in numbers]
+    if damaged and not events:
+        for path in (timeline, *others):
+            list(read(path))  # says what is wrong with the first line that is
     if not events:
         raise DamagedFile(timeline, "no event in it: the run was ended before it began, or has not begun yet")
     record, is_sound = _record(folder / "run.json")
@@ -60,9 +64,8 @@ def read_run(folder: Path) -> RunFolder:
     if not any(event.event == "end" and event.who == "launcher" for event in events):
         notes.append(_unended(events, record))
     if damaged:
-        notes.append(f"{counted(len(damaged), 'line is', 'lines are')} damaged, and left out.")
-    if len(events) < len(told):
-        notes.append(f"{len(told) - len(events)} events have no time that a clock shows, and are left out.")
+        few = ", ".join(damaged[:_NAMED]) + (f" and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else "")
+        notes.append(f"{counted(len(damaged), 'line is', 'lines are')} damaged, and left out: {few}.")
     if others:
         notes.append(f"The timelines of {len(others)} other nodes were not merged: the head did not end in good order.")
     return RunFolder(folder, tuple(events), record, tuple(notes))
