@@ -71,9 +71,11 @@ class UsageError(EvergradError):
 class UnknownTensor(UsageError):
     """A name or a pattern that matches no tensor."""
 
-    def __init__(self, asked: object, known: Iterable[str], *, where: str = "", what: str = "tensor") -> None:
+    def __init__(
+        self, asked: object, known: Iterable[str], *, where: str = "", what: str = "tensor", near: str = ""
+    ) -> None:
         asked, known = str(asked)[:200], list(known)
-        close = nearest(asked, known)
+        close = [near] if near else nearest(asked, known)
         if close:
             hint = "Did you mean " + " or ".join(repr(name) for name in close) + "?"
         elif known:
@@ -202,6 +204,19 @@ def reason(error: OSError) -> str:
     'no such file or directory'
     """
     return (error.strerror or str(error)).lower()
+
+
+def said(error: BaseException) -> str:
+    """The text of an error that reading a file gave; where bytes are no text, in words that say what was expected.
+
+    >>> said(ValueError("no comma")), said(UnicodeDecodeError("utf-8", b"ab\\xff", 2, 3, "invalid start byte"))
+    ('no comma', 'expected UTF-8 text, found the byte 0xff at offset 2')
+    """
+    if not isinstance(error, UnicodeDecodeError):
+        return str(error)
+    # Python takes JSON whose first bytes are 0 for UTF-16 or UTF-32, and UTF-8 is what all files have.
+    kind = "ASCII" if error.encoding == "ascii" else "UTF-8"
+    return f"expected {kind} text, found the byte {error.object[error.start]:#04x} at offset {error.start}"
 
 
 def _one_line(text: str, limit: int = 600) -> str:

@@ -148,3 +148,24 @@ def test_no_fault_in_the_model_hits_the_best_loss(tmp_path: Path, ending: str) -
         }
     log = eg.inject(path, eg.BitFlip(), count=2, where="role:model", seed=1, dry_run=True)
     assert {fault.tensor for fault in log.faults()} == {"model/w"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("modle/**", "model/**"),
+        ("modle/*.wieght", "model/*.weight"),
+        ("**/exp_agv", "**/exp_avg"),
+        ("optimiser/sate/*/step", "optimizer/state/*/step"),
+        ("modle", "model"),
+    ],
+)
+def test_a_pattern_that_finds_nothing_is_answered_by_the_nearest_one_that_does(asked: str, meant: str) -> None:
+    with pytest.raises(UnknownTensor, match=re.escape(f"unknown tensor {asked!r}. Did you mean {meant!r}?")):
+        select(TENSORS, asked)
+    assert select(TENSORS, meant)
+
+
+def test_a_pattern_like_no_name_gets_no_suggestion() -> None:
+    with pytest.raises(UnknownTensor, match="There are 9, the first is"):
+        select(TENSORS, "zzzz/**")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TypeAlias
 
-from evergrad.errors import UnknownTensor, UsageError
+from evergrad.errors import UnknownTensor, UsageError, nearest
 from evergrad.records import Role, TensorInfo
 from evergrad.wording import meant
 
@@ -84,7 +85,23 @@ def _nothing(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Ro
     if isinstance(item, re.Pattern) or item.startswith("re:"):
         text = item.pattern if isinstance(item, re.Pattern) else item.removeprefix("re:")
         return UnknownTensor(text, tensors, what="tensor by regular expression")
-    return UnknownTensor(item, tensors)
+    is_glob = any(char in item for char in "*?[")
+    return UnknownTensor(item, tensors, near="" if not is_glob and nearest(item, tensors) else _near(tensors, item))
+
+
+def _near(tensors: Mapping[str, TensorInfo], item: str) -> str:
+    """The pattern with each part that no name has replaced by the nearest one that some have, if that finds tensors."""
+    for ends, cuts in (("/", r"(/)"), ("/.", r"([/.*?\[\]]+)")):  # whole segments first, then the words in them
+        known = sorted({part for name in tensors for part in re.split(f"[{ends}]", name)} - {""})
+        parts = re.split(cuts, item[:200])
+        for place in range(0, len(parts), 2):
+            if parts[place] and parts[place] not in known and not any(char in parts[place] for char in "*?["):
+                parts[place] = next(iter(nearest(parts[place], known, count=1)), parts[place])
+        found = "".join(parts)
+        with suppress(UsageError):
+            if found != item and _select_one(tensors, found):
+                return found
+    return ""
 
 
 def _glob_to_regex(pattern: str) -> str:
