@@ -302,7 +302,7 @@ def test_a_file_holds_words_or_tables(tmp_path: Path) -> None:
          "failure 2: unknown word 'stp': expected one of rank, node,"),
         ('[[failure]]\nkind = "kill"\nrank = 1\nstep = 1\ntimes = "ever"', "or always, found 'ever'"),
         ("failures = [", "is no TOML"),
-        ("failures = ['\xff']".encode("latin-1"), "is no TOML"),
+        ("failures = ['\xff']".encode("latin-1"), "is no TOML: expected UTF-8 text, found the byte 0xff at offset 13"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_named_in_one_line(tmp_path: Path, content: str | bytes, says: str) -> None:

@@ -275,7 +275,10 @@ def test_an_unknown_batch_mode_is_refused(join: Join, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match="after_loss='grow': expected one of shrink, constant, scale_lr"):
         join(after_loss="grow")
     monkeypatch.setenv("EVERGRAD_AFTER_LOSS", "grow")
-    with pytest.raises(UsageError, match="after_loss='grow'"):
+    with pytest.raises(UsageError, match="EVERGRAD_AFTER_LOSS='grow'"):
+        join()
+    monkeypatch.setenv("EVERGRAD_AFTER_LOSS", "shrnik")
+    with pytest.raises(UsageError, match=r"EVERGRAD_AFTER_LOSS='shrnik': .* Did you mean 'shrink'\?"):
         join()
     assert join(after_loss="constant").world_size == 1, "an argument counts for more than the environment"
 
@@ -403,3 +406,12 @@ def test_what_comes_after_the_epoch_that_was_saved_at_its_end_is_not_left_out(
         again = Training(join(ck, every=BATCHES), draws=True).run()
     assert again.validated == [0, 1]
     assert again.losses == {step: loss for step, loss in golden.losses.items() if step >= BATCHES}
+
+
+def test_a_misspelled_strategy_of_the_environment_is_answered_by_the_one_that_was_meant(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("STORE", "127.0.0.1:1"), ("UID", "0"), ("STRATEGY", "rolback")):
+        monkeypatch.setenv(f"EVERGRAD_{name}", value)
+    with pytest.raises(UsageError, match=r"EVERGRAD_STRATEGY=rolback: .* Did you mean 'rollback'\?"):
+        join()

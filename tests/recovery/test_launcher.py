@@ -481,6 +481,7 @@ def test_what_each_process_is_told(jobs: Jobs) -> None:
     ("options", "message"),
     [
         (["no.py"], "no.py: no such script"),
+        (["-n", "0", "no.py"], "-n: expected the number of ranks, 1 or more, found 0"),
         (["."], ".: is a folder: expected a Python file"),
         (["-m", "not/a/module"], "-m: expected the name of a module, as pkg.train, found 'not/a/module'"),
         (["-n", "0", "train.py"], "-n: expected the number of ranks, 1 or more, found 0"),

@@ -135,7 +135,10 @@ class Waiting(threading.Thread):
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [("ncll", "EVERGRAD_TRANSPORT=ncll: expected gloo or nccl"), ("NCCL", "expected gloo or nccl")],
+    [
+        ("ncll", "EVERGRAD_TRANSPORT=ncll: expected gloo or nccl. Did you mean 'nccl'?"),
+        ("NCCL", "expected gloo or nccl"),
+    ],
 )
 def test_an_unknown_transport_is_refused(value: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):

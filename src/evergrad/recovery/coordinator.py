@@ -29,6 +29,7 @@ from evergrad.recovery.roster import Roster
 from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.stores import PREFIX, Sealed
 from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
+from evergrad.wording import meant
 
 __all__ = ["Coordinator", "Outcome", "SpawnRequest", "Tell"]
 
@@ -91,7 +92,8 @@ class Coordinator:
         spawn: Callable[[SpawnRequest], int] | None = None,
     ) -> None:
         if strategy not in STRATEGIES:
-            raise UsageError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {strategy!r}")
+            hint = meant(strategy, STRATEGIES)
+            raise UsageError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {strategy!r}.{hint}")
         if not 1 <= min_ranks <= num_ranks:
             raise UsageError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, found {min_ranks}")
         self._num_ranks, self._strategy, self._min_ranks = num_ranks, strategy, min_ranks

@@ -41,6 +41,7 @@ from evergrad.recovery.stores import StoreClient
 from evergrad.recovery.strategies import STRATEGIES
 from evergrad.recovery.transport import Group
 from evergrad.timeline import Recorder
+from evergrad.wording import meant
 
 __all__ = ["join"]
 
@@ -101,7 +102,8 @@ def _static(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: 
 def _launched(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
     uid, strategy = int(env["EVERGRAD_UID"]), env.get("EVERGRAD_STRATEGY", "rollback")
     if strategy not in STRATEGIES:
-        raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(STRATEGIES)}")
+        hint = meant(strategy, STRATEGIES)
+        raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(STRATEGIES)}.{hint}")
     timeline = env.get("EVERGRAD_TIMELINE") or os.path.join(env["EVERGRAD_RUN"], "timeline.jsonl")
     tell = Recorder(timeline, f"uid {uid}").record
     crew = _connected(env, uid, strategy, tell, has_saves=saves is not None)
@@ -181,10 +183,11 @@ def _job(
 
 def _mode(env: Mapping[str, str], given: BatchMode | None) -> BatchMode:
     found = given or env.get("EVERGRAD_AFTER_LOSS") or "shrink"
+    where = "after_loss=" if given else "EVERGRAD_AFTER_LOSS="
     for mode in _MODES:
         if found == mode:
             return mode
-    raise UsageError(f"after_loss={found!r}: expected one of {', '.join(_MODES)}")
+    raise UsageError(f"{where}{found!r}: expected one of {', '.join(_MODES)}.{meant(str(found), _MODES)}")
 
 
 def _ranks(crew: Crew) -> Ranks:

@@ -40,6 +40,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery.gloo import OPS, GlooGroup
 from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
+from evergrad.wording import meant
 
 __all__ = ["NcclGroup", "Transport"]
 
@@ -76,7 +77,7 @@ class Transport:
                     raise UsageError(f"EVERGRAD_TRANSPORT=nccl: {missing}. Use gloo, which carries tensors of GPUs too")
                 return cls("nccl", confirms)
             case other:
-                raise UsageError(f"EVERGRAD_TRANSPORT={other}: expected gloo or nccl")
+                raise UsageError(f"EVERGRAD_TRANSPORT={other}: expected gloo or nccl.{meant(other, ('gloo', 'nccl'))}")
 
     def former(self) -> Callable[..., Group]:
         """What makes a group, in whatever thread; which GPU is this rank's is asked here, in the thread that calls."""

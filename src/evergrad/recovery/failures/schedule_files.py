@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason
+from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason, said
 from evergrad.recovery.failures.failure import Failure
 from evergrad.recovery.failures.words import KINDS, TARGETS, WORDS, read_words
 from evergrad.wording import checked_choice, meant, shown
@@ -53,7 +53,7 @@ def read_trace(path: str | PathLike[str], speed: float = 1.0) -> list[Failure]:
     try:
         rows = list(csv.reader(io.StringIO(_bytes(Path(path)).decode("utf-8-sig"), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
-        raise DamagedFile(path, f"is no CSV: {error}") from None
+        raise DamagedFile(path, f"is no CSV: {said(error)}") from None
     if not rows:
         raise UsageError(f"{path}: expected the header time,node,kind, found nothing")
     header = [name.strip().lower() for name in rows[0]]
@@ -110,7 +110,7 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(_bytes(path).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(path, f"is no TOML: {error}") from None
+        raise DamagedFile(path, f"is no TOML: {said(error)}") from None
 
 
 def _bytes(path: Path) -> bytes:

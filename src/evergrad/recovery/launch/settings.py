@@ -105,7 +105,6 @@ class LaunchSettings:
     """How long to wait for the head, and the head for the other nodes."""
 
     def __post_init__(self) -> None:
-        _check_script(self.script, self.is_module)
         _check_count("-n", self.num_ranks, 1, "the number of ranks")
         _check_count("--nodes", self.num_nodes, 1, "the number of nodes")
         _check_count("--spares", self.num_spares, 0, "the number of spares")
@@ -130,6 +129,7 @@ class LaunchSettings:
             self._check_node(self.node_rank)
         if not self.node_rank:  # what the nodes are called only the head knows, and all have its failures
             self.failures.check(ranks=self.num_ranks, nodes=self.names)
+        _check_script(self.script, self.is_module)  # last: a mistake in an option is found without the script
 
     def _check_node(self, rank: int) -> None:
         if not 0 <= rank < self.num_nodes:
