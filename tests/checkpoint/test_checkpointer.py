@@ -357,6 +357,8 @@ def test_closing_twice_is_fine_and_afterwards_nothing_works(make: Make) -> None:
         ({"tiers": []}, "at least one"),
         ({"tiers": [eg.Memory(), eg.Memory()]}, "each kind once"),
         ({"tiers": ["local"]}, "is no tier"),
+        ({"tiers": ["memroy"]}, r"'memroy' is no tier .* Did you mean eg\.Memory\(\)\?"),
+        ({"tiers": "persistant"}, r"'persistant' is no tier .* Did you mean eg\.Persistent\(url\)\?"),
         ({"when_busy": "panic"}, "expected wait or refuse, found 'panic'"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from evergrad.checkpoint.version import Version
-from evergrad.errors import AgentError
+from evergrad.errors import AgentError, said
 
 __all__ = ["Alive", "Attached", "Committed", "Event", "Failed", "Free", "Refused", "Settled", "read_event"]
 
@@ -104,4 +104,4 @@ def read_event(line: str | bytes) -> Event:
         fields: dict[str, Any] = json.loads(line)
         return _KINDS[fields.pop("event")](**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AgentError(f"the agent said something that is no event: {line!r:.80} ({error})") from None
+        raise AgentError(f"the agent said something that is no event: {line!r:.80} ({said(error)})") from None

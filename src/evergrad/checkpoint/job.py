@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.checkpoint.arena import open_files_hint
-from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason
+from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason, said
 from evergrad.formats.durable import appearing, replacing
 from evergrad.formats.version_records import read_record, record_bytes
 
@@ -187,8 +187,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         rebuilt = _rebuilt(path.parent)
         if rebuilt is None:
-            raise CheckpointError(f"{path}: is no record of a job: {error}. Choose another run folder.") from error
-        _log.warning("%s: is damaged (%s): by the other records this is job %s", path, error, rebuilt["id"])
+            raise CheckpointError(
+                f"{path}: is no record of a job: {said(error)}. Choose another run folder."
+            ) from error
+        _log.warning("%s: is damaged (%s): by the other records this is job %s", path, said(error), rebuilt["id"])
         return rebuilt
     if record.get("schema_version") != SCHEMA_VERSION:
         version = record.get("schema_version")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, StateError
+from evergrad.errors import DamagedFile, StateError, said
 from evergrad.formats.collector import uncollected
 from evergrad.formats.safetensors import (
     ALIASES_KEY,
@@ -202,7 +202,7 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
             tied = all(path in absent for path in absent_aliases.values())
             tied &= all(alias not in header and name in header for alias, name in aliases.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateError) as error:
-        raise DamagedFile(path, f"not the header of a shard: {type(error).__name__}: {error}") from None
+        raise DamagedFile(path, f"not the header of a shard: {type(error).__name__}: {said(error)}") from None
     end = data_start
     for entry in entries:
         if entry.offset != end:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.checkpoint.version import Version
-from evergrad.errors import DamagedFile, FileAccessError, reason
+from evergrad.errors import DamagedFile, FileAccessError, reason, said
 from evergrad.formats.version_records import is_as_written, record_bytes, shard_name, shard_rank
 
 __all__ = ["SCHEMA_VERSION", "Manifest", "shard_name", "shard_rank"]
@@ -120,4 +120,4 @@ class Manifest:
             }
             return cls(version=version, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedFile(path, f"the manifest lacks what it should have: {error}") from None
+            raise DamagedFile(path, f"the manifest lacks what it should have: {said(error)}") from None

@@ -8,17 +8,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evergrad.checkpoint.tiers import Compress, Local, Memory, Tier, join_compression
-from evergrad.errors import UsageError
+from evergrad.errors import UsageError, nearest
 
 __all__ = ["checked_meta", "checked_step", "checked_tiers"]
+
+_SPELLED = {
+    "memory": "eg.Memory()",
+    "local": "eg.Local(path)",
+    "persistent": "eg.Persistent(url)",
+    "compress": "eg.Compress()",
+}
+"""How the tiers are given, by the words that people write instead."""
 
 
 def checked_tiers(tiers: Sequence[Tier | Compress] | Tier | None) -> list[Tier]:
     """The tiers, nearest first, each kind once; by default memory and the run folder's own disk."""
-    given = [Memory(), Local()] if tiers is None else [tiers] if isinstance(tiers, Tier) else list(tiers)
+    given: list[Any] = [Memory(), Local()]
+    if tiers is not None:
+        given = [tiers] if isinstance(tiers, (Tier, str)) else list(tiers)
     for tier in given:
         if not isinstance(tier, (Tier, Compress)):
-            raise UsageError(f"tiers: {tier!r} is no tier (expected eg.Memory(), eg.Local(path), …)")
+            close = nearest(tier[:100].lower(), _SPELLED, count=1) if isinstance(tier, str) else []
+            hint = f" Did you mean {_SPELLED[close[0]]}?" if close else ""
+            raise UsageError(f"tiers: {tier!r:.100} is no tier (expected eg.Memory(), eg.Local(path), …).{hint}")
     chosen = join_compression(given)
     if chosen and not any(tier.is_due(1) for tier in chosen):
         raise UsageError(f"tiers: {chosen[0]!r} alone would leave saves out: put eg.Memory() or eg.Local() before it")

@@ -19,7 +19,7 @@ from evergrad.checkpoint import storage
 from evergrad.checkpoint.catalogue.journal import FOLDER
 from evergrad.checkpoint.job import now
 from evergrad.checkpoint.version import Version
-from evergrad.errors import FileAccessError, UsageError, nearest, reason
+from evergrad.errors import FileAccessError, UsageError, nearest, reason, said
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.wording import meant
 
@@ -95,8 +95,8 @@ class Pins:
                 raise FileAccessError(path, f"cannot be read: {what}") from error
             except (ValueError, KeyError, TypeError) as error:
                 if strict:
-                    raise FileAccessError(path, f"is no tag: {error}. Tag the version again.") from error
-                _log.warning("%s: is no tag: %s. Tag the version again.", path, error)
+                    raise FileAccessError(path, f"is no tag: {said(error)}. Tag the version again.") from error
+                _log.warning("%s: is no tag: %s. Tag the version again.", path, said(error))
                 continue
             found[name] = version
         return found

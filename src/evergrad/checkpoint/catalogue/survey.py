@@ -22,7 +22,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError, reason
+from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError, reason, said
 from evergrad.formats.version_records import read_record
 
 __all__ = ["Found", "Home", "Survey", "find_home", "reached", "sites", "survey"]
@@ -189,7 +189,7 @@ def _attempts(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
                 found[int(path.stem)] = read_record(path.read_bytes())
             except (OSError, ValueError) as error:
                 damaged.append(
-                    f"{path}: {reason(error) if isinstance(error, OSError) else error}: its tiers are not known"
+                    f"{path}: {reason(error) if isinstance(error, OSError) else said(error)}: its tiers are not known"
                 )
     return found, damaged
 

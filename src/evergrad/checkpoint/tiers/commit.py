@@ -11,7 +11,7 @@ import xxhash
 
 from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.version import Version
-from evergrad.errors import DamagedFile
+from evergrad.errors import DamagedFile, said
 from evergrad.formats.version_records import COMMIT, is_as_written, record_bytes
 
 __all__ = ["COMMIT_NAME", "Commit", "StoredShard", "payload_name"]
@@ -102,7 +102,7 @@ class Commit:
                 shards, body["parent"], {**body["meta"]}, str(body["encoding"]), tuple(body.get("unverified", ())),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedFile(where, f"lacks what it should have: {error}") from None
+            raise DamagedFile(where, f"lacks what it should have: {said(error)}") from None
         if found.version != version:
             raise DamagedFile(where, "of another version", expected=version, found=found.version)
         if not 0 < len(shards) <= _MAX_RANKS or len(shards) != found.world_size:

@@ -27,7 +27,7 @@ from evergrad.checkpoint.tiers.fetching import fetch_shard
 from evergrad.checkpoint.tiers.frames import ENCODING, pack
 from evergrad.checkpoint.tiers.ledger import Ledger, together
 from evergrad.checkpoint.version import Version
-from evergrad.errors import DamagedFile, FormatError, TierError, reason
+from evergrad.errors import DamagedFile, FormatError, TierError, reason, said
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.wording import install_hint
 
@@ -67,7 +67,7 @@ class PersistentStore(Store):
         except FileNotFoundError:
             return None, True
         except (ValueError, KeyError, TypeError) as error:
-            why = str(error)
+            why = said(error)
         commits = [commit for commit in self._ledger.survey().values() if isinstance(commit, Commit)]
         owner = commits[-1].job if commits else None  # oldest first
         found = f"by its newest version it is job {owner}'s" if owner is not None else "no version says it either"
