@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from evergrad.cli import main
 from programs import run_python
 
 
@@ -198,3 +199,32 @@ def test_published_settings_do_what_they_say(folder: Path) -> None:
     more = evergrad("inject", "other.pt", *options, cwd=folder)
     assert (more.returncode, more.stderr) == (0, "")
     assert "2 attempted, 2 injected, 2 changed, 0 non-finite; drawn by element" in more.stdout
+
+
+def test_a_map_of_names_that_is_no_text_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"x": torch.ones(4, 4)}, tmp_path / "a.pt")
+    assert main(["inject", str(tmp_path / "a.pt"), "--out", str(tmp_path / "b.pt"), "--count", "1", "--seed", "1"]) == 0
+    log = tmp_path / "b.pt.faults.jsonl"
+    (tmp_path / "names.toml").write_bytes(b'x = "\xff"')
+    capsys.readouterr()
+    assert (
+        main(["replay", str(log), str(tmp_path / "a.pt"), "--rename", str(tmp_path / "names.toml"), "--dry-run"]) == 2
+    )
+    err = capsys.readouterr().err
+    assert "names.toml: is no TOML: expected UTF-8 text, found the byte 0xff at offset 5" in err
+
+
+def test_a_hint_to_match_by_layer_has_the_spelling_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"x": torch.ones(4, 2)}, tmp_path / "a.pt")
+    torch.save({"x": torch.ones(2, 4)}, tmp_path / "turned.pt")
+    assert main(["inject", str(tmp_path / "a.pt"), "--out", str(tmp_path / "b.pt"), "--count", "1", "--seed", "1"]) == 0
+    log = tmp_path / "b.pt.faults.jsonl"
+    capsys.readouterr()
+    assert main(["replay", str(log), str(tmp_path / "turned.pt"), "--dry-run"]) == 2
+    assert "say so: --rename auto (rename='auto'), or axes in the map" in capsys.readouterr().err
+    (tmp_path / "a.pt").unlink()
+    (tmp_path / "b.pt").unlink()
+    assert main(["replay", str(log), str(tmp_path / "turned.pt"), "--rename", "auto", "--dry-run"]) == 2
+    assert "matching by --rename auto (rename='auto') needs" in capsys.readouterr().err

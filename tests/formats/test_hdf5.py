@@ -648,3 +648,17 @@ def test_notes_that_lie_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole.replace(old, new))
         with pytest.raises(DamagedFile):
             eg.open_checkpoint(path)
+
+
+def test_without_h5py_the_file_that_was_to_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    for write in (
+        lambda: eg.convert(tmp_path / "a.pt", tmp_path / "b.h5"),
+        lambda: eg.save_hdf5({"x": torch.ones(2)}, tmp_path / "b.h5"),
+    ):
+        with pytest.raises(
+            UnsupportedContent, match=r"/b\.h5: cannot be written as HDF5: h5py is not installed\. pip "
+        ):
+            write()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

@@ -447,3 +447,15 @@ def test_a_shape_that_no_tensor_has_is_refused_even_when_it_is_empty(tmp_path: P
     header = b'{"a":{"dtype":"F32","shape":[0,2305843009213693952,2305843009213693952],"data_offsets":[0,0]}}'
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     refused(tmp_path / "a.safetensors", DamagedFile, "impossible shape")
+
+
+def test_bytes_that_are_no_text_are_told_in_words(tmp_path: Path) -> None:
+    header = b'{"\xff": 1}'
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": "\xff"}')
+    for name, words in (
+        ("a.safetensors", "header is not JSON: expected UTF-8 text, found the byte 0xff at offset 2"),
+        ("model.safetensors.index.json", "is not JSON: expected UTF-8 text, found the byte 0xff at offset 16"),
+    ):
+        with pytest.raises(DamagedFile, match=f"{name}: {words}"):
+            eg.open_checkpoint(tmp_path / name)

@@ -10,7 +10,7 @@ import typer
 
 from evergrad.cli.inject import report
 from evergrad.cli.output import JsonOption, progress
-from evergrad.errors import DamagedFile, FileAccessError, reason
+from evergrad.errors import DamagedFile, FileAccessError, reason, said
 
 if TYPE_CHECKING:
     from evergrad.injection.replay import Rename
@@ -76,12 +76,12 @@ def _read_map(path: Path) -> Rename:
     from evergrad.formats import Match
 
     try:
-        told = tomllib.loads(path.read_text())
+        told = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         what = f"cannot be read: {reason(error)}"
         raise FileAccessError(path, what, hint="Give 'auto', or a TOML file of names.") from None
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(path, f"is no TOML: {error}") from None
+        raise DamagedFile(path, f"is no TOML: {said(error)}") from None
     found: dict[str, str | Match] = {}
 
     def take(prefix: str, table: dict[str, object]) -> None:

@@ -106,6 +106,11 @@ class Format(ABC):
         """What writing `source` in this format would lose, one item each; an empty list if nothing."""
         return [f"everything: {self.name} cannot be written"]
 
+    def check_write(self, target: Path) -> None:
+        """Raise `UnsupportedContent` if this cannot be written here: no format for writing, or a library is missing."""
+        if not self.suffixes:
+            raise UnsupportedContent(target, f"{self.name} cannot be written")
+
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write `source` to a path that is moved into place by the caller."""
         raise UnsupportedContent(path, f"{self.name} cannot be written")

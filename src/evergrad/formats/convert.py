@@ -48,6 +48,7 @@ def convert(
             raise UsageError(f"{target}: there is no folder {str(target.parent)!r}")
         if tensors_only and not skip_unread:
             _refuse_unread(source, format.name)
+        format.check_write(target)
         with replacing(target) as temporary:
             format.write(source, temporary, tensors_only=tensors_only)
     return target

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat
+from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat, said
 from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
 from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size, open_file
 from evergrad.formats.signatures import signature_of
@@ -295,7 +295,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(index, f"is not JSON: {error}") from None
+        raise DamagedFile(index, f"is not JSON: {said(error)}") from None
     weight_map = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise DamagedFile(index, "no weight_map", expected="a table of tensor names and file names")

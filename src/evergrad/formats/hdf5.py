@@ -14,7 +14,7 @@ from evergrad.formats.addressed import describe
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
 from evergrad.formats.data_file import closed_on_error, file_errors, open_file
 from evergrad.formats.hdf5_attributes import Unkept
-from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors
+from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors, library
 from evergrad.formats.hdf5_listing import Entry, Listing, list_file
 from evergrad.formats.hdf5_notes import NOTES, Notes, Source, read_notes, write_hdf5
 from evergrad.formats.hdf5_storage import DataSet
@@ -61,6 +61,10 @@ class Hdf5(Format):
     def losses(self, source: Checkpoint) -> list[str]:
         """Objects that cannot be rebuilt, and what the source leaves aside; anything else has a place in the file."""
         return losses_of(source, notes_kept=True)
+
+    def check_write(self, target: Path) -> None:
+        """Look for h5py before a temporary file is made."""
+        library(target, "cannot be written as HDF5: h5py is not installed")
 
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write tensor by tensor, as `save_hdf5` does, with one block in memory at a time."""

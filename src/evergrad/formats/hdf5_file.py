@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent, reason
+from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent, reason, said
 from evergrad.formats.data_file import Bytes, DataFile, file_errors
 from evergrad.formats.region import Seal
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
@@ -203,14 +203,12 @@ class _Window(io.RawIOBase):
         return count
 
 
-def library(path: Path) -> Any:
-    """h5py, imported when the first HDF5 file is opened or written."""
+def library(path: Path, what: str = "is an HDF5 file, and h5py is not installed") -> Any:
+    """h5py, imported when the first HDF5 file is opened or written; `what` is said of the path if it is missing."""
     try:
         import h5py
     except ImportError:
-        raise UnsupportedContent(
-            path, "is an HDF5 file, and h5py is not installed", hint=install_hint("hdf5")
-        ) from None
+        raise UnsupportedContent(path, what, hint=install_hint("hdf5")) from None
     return h5py
 
 
@@ -238,5 +236,7 @@ def hdf5_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return said(error)
     text = str(error.args[0]) if error.args else type(error).__name__
     return text.splitlines()[0] if text else type(error).__name__

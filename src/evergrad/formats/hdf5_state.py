@@ -34,7 +34,7 @@ def save_hdf5(state: object, path: str | PathLike[str]) -> Path:
     >>> save_hdf5({"model": model, "optimizer": optimizer}, "state.h5")     # doctest: +SKIP
     """
     target = Path(path)
-    library(target)  # before anything is written
+    library(target, "cannot be written as HDF5: h5py is not installed")
     flat = flatten(state)
     infos = {name: _info(name, tensor) for name, tensor in flat.tensors.items()}
     tied = aliases_of(flat.skeleton, infos)

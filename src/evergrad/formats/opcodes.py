@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from evergrad.errors import said
 from evergrad.state import Opaque
 
 __all__ = ["MAX_OPCODES", "Builder", "Global", "PickleError", "check_key", "read_pickle"]
@@ -86,7 +87,7 @@ def read_pickle(data: bytes, builder: Builder, start: int = 0) -> tuple[Any, int
         raise
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
         cut_short = machine.position > len(data) - 16
-        what = f"damaged at byte {machine.position}: {type(error).__name__}: {error}"
+        what = f"damaged at byte {machine.position}: {type(error).__name__}: {said(error)}"
         raise PickleError(what, cut_short=cut_short) from None
     return value, machine.position, machine.count
 

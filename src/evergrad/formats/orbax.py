@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent
+from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent, said
 from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.records import TensorInfo
@@ -185,7 +185,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(path, f"is not JSON: {error}") from None
+        raise DamagedFile(path, f"is not JSON: {said(error)}") from None
     if not isinstance(data, dict):
         raise DamagedFile(path, "is not a JSON object")
     return data

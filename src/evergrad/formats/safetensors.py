@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from evergrad.dtypes import DType
-from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError
+from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError, said
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.contract import (
     Bits,
@@ -235,7 +235,7 @@ def _read_header(path: Path, file: DataFile) -> tuple[dict[str, Any], int]:
         if not _surely_without_duplicates(text, header):
             header = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(path, f"header is not JSON: {error}") from None
+        raise DamagedFile(path, f"header is not JSON: {said(error)}") from None
     if not isinstance(header, dict):
         raise DamagedFile(path, "header is not a JSON object", found=type(header).__name__)
     return header, 8 + length

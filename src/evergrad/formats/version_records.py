@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded
+from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, said
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import replacing
 from evergrad.formats.rehearsal import rehearsing
@@ -110,7 +110,7 @@ class Record:
         try:
             found = json.loads(self._text)
         except (ValueError, RecursionError) as error:
-            raise DamagedFile(self.path, f"is not JSON: {error}") from None
+            raise DamagedFile(self.path, f"is not JSON: {said(error)}") from None
         if not isinstance(found, dict):
             raise DamagedFile(self.path, "is no JSON object", found=type(found).__name__)
         return found

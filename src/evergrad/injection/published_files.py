@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evergrad.errors import DamagedFile, UsageError
+from evergrad.errors import DamagedFile, UsageError, said
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.wording import install_hint
 
@@ -35,7 +35,7 @@ def read_settings(path: Path) -> Mapping[Any, Any]:
         table = _yaml(path, text) if kind == "YAML" else tomllib.loads(text) if kind == "TOML" else json.loads(text)
     # PyYAML raises any of these where a value is tagged as what it is not.
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedFile(path, f"is not {kind}: {error or type(error).__name__}") from None
+        raise DamagedFile(path, f"is not {kind}: {said(error) or type(error).__name__}") from None
     if not isinstance(table, dict):
         raise DamagedFile(path, "holds no settings", expected="names with values", found=found_text(table))
     return table

@@ -98,8 +98,8 @@ def _names(
         there = next((path for path in places if path.exists()), None)
         if there is None:
             raise UsageError(
-                f"{places[0]}: is not there, and matching by rename='auto' needs the file that was injected. "
-                f"Say where it is (source=…, --source FILE), or name the tensors."
+                f"{places[0]}: is not there, and matching by --rename auto (rename='auto') needs the file that was "
+                f"injected. Say where it is (source=…, --source FILE), or name the tensors."
             )
         return {pair.a: pair for pair in match(there, ck).pairs}
     if not isinstance(rename, Mapping):
@@ -233,7 +233,7 @@ def _moved(ck: Checkpoint, column: Column, info: TensorInfo, axes: tuple[int, ..
         expected = f"{shape}" + ("" if axes is None else f", axes {axes} of {column.shape}")
         raise UsageError(
             f"{ck.path}: {info.name} has shape {info.shape} (expected {expected}). "
-            f"If its axes have another order, say so: rename='auto', or axes in the map."
+            f"If its axes have another order, say so: --rename auto (rename='auto'), or axes in the map."
         )
     if axes is None:
         return column.numbers

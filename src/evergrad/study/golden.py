@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from evergrad.errors import DamagedFile, FileAccessError, reason
+from evergrad.errors import DamagedFile, FileAccessError, reason, said
 from evergrad.formats.durable import replacing
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
@@ -143,7 +143,7 @@ def read_golden(study: Path, key: str) -> Golden | None:
         raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         hint = f"Remove {path.parent} to make the golden run again; its trials stay as they are."
-        raise DamagedFile(path, f"is no record of a golden run: {error}", hint=hint) from None
+        raise DamagedFile(path, f"is no record of a golden run: {said(error)}", hint=hint) from None
 
 
 def _direction(told: Any) -> Direction:
