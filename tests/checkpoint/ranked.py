@@ -288,6 +288,34 @@ def restore_what_was_captured(me: Rank) -> None:
         assert [record.step for record in ck.versions()] == [30, 20]
 
 
+def save_in_memory(me: Rank) -> None:
+    me.join()
+    with me.checkpointer(tiers=[eg.Memory()], agent=False) as ck:
+        ck.save(10, me.state(10)).wait(timeout=60)
+        distributed.barrier()
+
+
+def lose_the_digests_of_one(me: Rank) -> None:
+    """The manifest of the last rank's arena is gone."""
+    if me.rank == me.world_size - 1:
+        (manifest,) = Path(os.environ["EVERGRAD_SHM"]).rglob(f"rank-{me.rank:05d}.*.json")
+        manifest.unlink()
+
+
+def restore_unverified(me: Rank) -> None:
+    """Every rank says that one rank's digests are not those of the capture."""
+    me.join()
+    with me.checkpointer(tiers=[eg.Memory()], agent=False) as ck:
+        live = me.state(0)
+        assert ck.restore(live) == 10
+        assert me.holds(live, 10)
+        assert ck.restored is not None
+        assert ck.restored.unverified
+        distributed.barrier()
+        assert [record.unverified for record in ck.versions()] == [True]
+        distributed.barrier()
+
+
 SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "restore": [save_three, restore_30],
     "late group": [construct_before_the_group],
@@ -301,6 +329,7 @@ SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "failure": [fail_on_one],
     "new group": [new_group],
     "captured": [capture_and_die, restore_what_was_captured],
+    "digests of one": [save_in_memory, lose_the_digests_of_one, restore_unverified],
     "lost disk": [save_three, lose_a_disk, refuse_to_start_anew],
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from evergrad.cli import main
 from programs import run_python
 
 PROGRAM = Path(__file__).with_name("ranked.py")
@@ -73,3 +75,21 @@ def test_another_process_group_is_another_attempt(tmp_path: Path) -> None:
 
 def test_a_job_that_lost_a_disk_does_not_start_anew_by_itself(tmp_path: Path) -> None:
     run("lost disk", 2, 2, tmp_path)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_version_that_is_unverified_on_one_rank_is_so_for_all(
+    tmp_path: Path, nodes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("digests of one", 2, nodes, tmp_path)
+    folder = tmp_path / "run"
+
+    def listed() -> list[bool]:
+        capsys.readouterr()
+        assert main(["checkpoints", "ls", str(folder), "--json"]) == 0
+        return [row["unverified"] for row in json.loads(capsys.readouterr().out)["versions"]]
+
+    assert listed() == [True]
+    for journal in folder.glob("catalogue/*.jsonl"):
+        journal.unlink()
+    assert listed() == [True], "by the manifests alone"

@@ -36,7 +36,7 @@ from evergrad.checkpoint.restore.sources import is_dcp_folder, named_version, st
 from evergrad.checkpoint.settings import checked_meta, checked_step, checked_tiers
 from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_password, without_secrets
 from evergrad.checkpoint.version import Version, VersionRecord
-from evergrad.errors import CheckpointError, EvergradError, SaveRefused, UsageError
+from evergrad.errors import CheckpointError, SaveRefused, UsageError
 from evergrad.formats.collector import uncollected
 from evergrad.state import Where
 from evergrad.wording import checked_choice
@@ -273,12 +273,7 @@ class Checkpointer:
         """The versions that this rank could restore now, newest first."""
         completion = Completion(self._job.run_dir, None)
         completion.refresh()
-        for store in self._stores.values():
-            for copy in store.find():
-                with suppress(EvergradError, OSError):
-                    size = store.read_manifest(copy, digests=False).world_size
-                    completion.note(copy.version, copy.tier, copy.rank, size)
-        return list_versions(self._job.id, self._stores, completion.is_complete, Ranks.now().rank)
+        return list_versions(self._job.id, self._stores, completion, Ranks.now().rank, Journal(self._job.run_dir))
 
     def note_guarded(self, version: Version) -> None:
         """Note that the state that this version was saved of was sound: a guard has compared all ranks'.

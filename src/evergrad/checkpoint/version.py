@@ -59,7 +59,7 @@ class VersionRecord:
     """Of this rank's shard."""
     meta: dict[str, Any] = field(default_factory=dict)
     unverified: bool = False
-    """True if no copy of this rank's shard has the digests of its capture: they were taken again after a restart."""
+    """True if of some rank no copy has the digests of its capture: they were taken again after a restart."""
 
     @property
     def step(self) -> int:

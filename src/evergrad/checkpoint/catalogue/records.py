@@ -137,7 +137,7 @@ class Catalogue:
         return survey(self.home)
 
     def entries(self, seen: Survey | None = None) -> list[CatalogueEntry]:
-        """Every version, newest first. One listing a tier, and a manifest for each version that was never noted."""
+        """Every version, newest first. One listing a tier, and one manifest of each rank, without its digests."""
         seen = self.look() if seen is None else seen
         run_dir = self.home.run_dir
         history = Journal(run_dir).read() if run_dir is not None else History()
@@ -149,7 +149,7 @@ class Catalogue:
         entries: list[CatalogueEntry] = []
         last: dict[int, str] = {}  # attempt → its version before
         for version in sorted({*history.shards, *seen.shards}, key=Version.age):
-            notes = history.shards.get(version) or _noted(version, seen.shards[version])
+            notes = _noted(version, seen.shards.get(version, []), history.shards.get(version, {}))
             origin = last.get(version.attempt) or self.origin(version.attempt, notes)
             last[version.attempt] = version.name
             verdicts = tuple(history.verdicts.get(version, {}).values())
@@ -187,22 +187,25 @@ class Catalogue:
         return self.home.run_dir
 
 
-def _noted(version: Version, found: Sequence[Found]) -> dict[int, ShardNote]:
-    """What the tiers say of a version that nobody has noted: one manifest, and the sizes of the files."""
-    notes: dict[int, ShardNote] = {}
-    first: Manifest | None = None
-    for each in sorted(found, key=lambda each: each.copy.rank):
-        copy = each.copy
-        if copy.rank in notes:
-            continue
-        with suppress(FormatError, CheckpointError, OSError):
-            manifest = each.manifest(digests=False) if first is None or copy.url else first
-            first = first or manifest
-            size = manifest.size if copy.rank == manifest.rank else copy.shard.stat().st_size
-            notes[copy.rank] = ShardNote(
-                version, copy.rank, manifest.world_size, size, "", manifest.time, manifest.parent, manifest.meta,
-                manifest.node if manifest.rank == copy.rank else each.node, manifest.unverified,
-            )  # fmt: skip
+def _noted(version: Version, found: Sequence[Found], history: Mapping[int, ShardNote]) -> dict[int, ShardNote]:
+    """What was noted of a version's shards; of ranks of which nothing was, what their manifests say.
+
+    Whether a shard is unverified is said by the manifests of its copies: it is, if all of them say so. Only where none
+    can be read the note counts.
+    """
+    notes = dict(history)
+    manifests: dict[int, Manifest] = {}
+    for each in found:
+        rank = each.copy.rank
+        if rank not in manifests or manifests[rank].unverified:
+            with suppress(FormatError, CheckpointError, OSError):
+                manifests[rank] = each.manifest(digests=False)
+    for rank, manifest in sorted(manifests.items()):
+        note = notes.get(rank) or ShardNote(
+            version, rank, manifest.world_size, manifest.size, "", manifest.time, manifest.parent, manifest.meta,
+            manifest.node,
+        )  # fmt: skip
+        notes[rank] = replace(note, unverified=manifest.unverified)
     return notes
 
 

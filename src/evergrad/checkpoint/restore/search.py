@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from evergrad.checkpoint.arena import check_open_files
+from evergrad.checkpoint.catalogue.journal import Journal
+from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.loading import Loading, prepare
@@ -52,7 +54,7 @@ class Restored:
     world_size: int = 1
     """How many ranks had saved it."""
     unverified: bool = False
-    """True if this rank's digests were taken again after a restart, with none from the capture to compare."""
+    """True if the digests of any rank were taken again after a restart, with none from the capture to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +101,37 @@ def restore(
 
 
 def list_versions(
-    job: str, stores: Mapping[str, Store], is_complete: Callable[[Version, str], bool], rank: int
+    job: str, stores: Mapping[str, Store], completion: Completion, rank: int, journal: Journal
 ) -> list[VersionRecord]:
-    """What this rank could restore, newest first, with the tiers that hold all of it."""
+    """What this rank could restore, newest first, with the tiers that hold all of it.
+
+    A version is unverified if one rank has no copy with the digests of its capture: by the manifests that are seen
+    here, and by the catalogue where a rank's are on another node.
+    """
     found: dict[Version, list[tuple[str, Manifest]]] = {}
+    seen: dict[Version, dict[int, bool]] = {}
+    for store in stores.values():
+        for copy in store.find():
+            with suppress(EvergradError, OSError):
+                manifest = store.read_manifest(copy, digests=False)
+                completion.note(copy.version, copy.tier, copy.rank, manifest.world_size)
+                if manifest.job == job and manifest.version == copy.version:
+                    of_ranks = seen.setdefault(copy.version, {})
+                    of_ranks[copy.rank] = manifest.unverified and of_ranks.get(copy.rank, True)
     for store in stores.values():
         for copy in store.find(rank):
             with suppress(EvergradError, OSError):
                 manifest = store.read_manifest(copy, digests=False)
-                if manifest.job == job and manifest.version == copy.version and is_complete(copy.version, copy.tier):
-                    found.setdefault(copy.version, []).append((copy.tier, manifest))
+                if manifest.job == job and manifest.version == copy.version:
+                    if completion.is_complete(copy.version, copy.tier):
+                        found.setdefault(copy.version, []).append((copy.tier, manifest))
+    elsewhere = any(copies[0][1].world_size > len(seen.get(version, {})) for version, copies in found.items())
+    noted = journal.read().shards if elsewhere else {}
     records = []
     for version, copies in sorted(found.items(), key=lambda item: item[0].age(), reverse=True):
         tiers, first = tuple(tier for tier, _ in copies), copies[0][1]
-        unverified = all(manifest.unverified for _, manifest in copies)
+        notes = {number: note.unverified for number, note in noted.get(version, {}).items()}
+        unverified = any((notes | seen.get(version, {})).values())
         size, meta = first.size, dict(first.meta)
         records.append(VersionRecord(version, tiers, first.time, first.world_size, size, meta, unverified))
     return records
@@ -207,10 +226,13 @@ def _load_together(request: Request, obtained: Obtained, ranks: Ranks) -> Restor
     loading = ranks.together(
         lambda: prepare(request.state, obtained.source, strict=request.strict, where=request.where)
     )
-    return ranks.together(lambda: _load(loading, obtained, ranks.rank))
+    mine = [(shard.manifest.rank, shard.copy.tier) for shard in obtained.shards if shard.manifest.unverified]
+    unverified = sorted({each for told in ranks.gather(mine) for each in told})
+    return ranks.together(lambda: _load(loading, obtained, ranks.rank, unverified))
 
 
-def _load(loading: Loading, obtained: Obtained, rank: int) -> Restored:
+def _load(loading: Loading, obtained: Obtained, rank: int, unverified: Sequence[tuple[int, str]]) -> Restored:
+    """Load what was obtained; `unverified` are rank and tier of the shards of all ranks that are."""
     loading.apply()
     if (gone := obtained.overwritten()) is not None:
         raise RestoreError(f"{gone}: another trainer overwrote it while it was read. Stop that one, and restore again.")
@@ -219,14 +241,15 @@ def _load(loading: Loading, obtained: Obtained, rank: int) -> Restored:
     skipped = (*(line for line in loading.skipped if line.partition(":")[0] not in left), *obtained.skipped)
     for line in skipped:
         _log.warning("rank %d: %s", rank, line)
-    unverified = next((shard for shard in obtained.shards if shard.manifest.unverified), None)
-    if unverified is not None:
+    if unverified:
+        tiers = ", ".join(sorted({tier for _, tier in unverified}))
+        whose = ", ".join(str(number) for number in sorted({number for number, _ in unverified}))
         _log.warning(
-            "rank %d: %s in tier %s is unverified: the digests of rank %d were taken after a restart, with none from "
-            "the time of the capture to compare", rank, manifest.version, obtained.tier, unverified.manifest.rank,
+            "rank %d: %s in tier %s is unverified: the digests of rank %s were taken after a restart, with none from "
+            "the time of the capture to compare", rank, manifest.version, tiers, whose,
         )  # fmt: skip
     size = manifest.world_size
-    return Restored(manifest.version, obtained.tier, dict(manifest.meta), skipped, size, unverified is not None)
+    return Restored(manifest.version, obtained.tier, dict(manifest.meta), skipped, size, bool(unverified))
 
 
 def _nothing(
