@@ -22,6 +22,7 @@ import torch
 import evergrad as eg
 from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.checkpointer import CheckpointWarning
+from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import CheckpointError, EvergradError, RestoreError, TierError
 from evergrad.testing import FullStorage, ReadOnlyStorage, SlowStorage, StorageCalls
@@ -594,8 +595,8 @@ def test_an_agent_that_finds_a_bit_flipped_after_the_digest_does_not_bless_it(tm
 
 
 @contextmanager
-def no_more_files() -> Iterator[None]:
-    """This process cannot open another file."""
+def no_more_files(*, free: int = 0) -> Iterator[None]:
+    """This process cannot open another file, or only so many at a time."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened: list[int] = []
     try:
@@ -604,6 +605,8 @@ def no_more_files() -> Iterator[None]:
         with suppress(OSError):
             while True:
                 opened.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(free):
+            os.close(opened.pop())
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -634,6 +637,27 @@ def test_too_many_open_files_are_not_called_versions_that_are_gone(tmp_path: Pat
         assert restored(ck) == 1
 
 
+@pytest.mark.parametrize("kinds", ["local", "memory+local"])
+@pytest.mark.parametrize("free", range(6))
+def test_too_many_open_files_end_the_waiting_and_no_arena_is_lost(
+    tmp_path: Path, free: int, kinds: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "_watch", lambda _: None)  # it looks for other nodes' news, with descriptors of its own
+    with checkpointer(tmp_path, kinds, agent=False) as ck, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # the next save says what was not finished
+        for step in (1, 2):
+            save(ck, step).wait(timeout=SECONDS)
+        ck._link._engine._near.drain()  # type: ignore[attr-defined]  # nothing is open, and nothing will be closed
+        with no_more_files(free=free):
+            found = [save(ck, step).exception(timeout=SECONDS) for step in (3, 4)]
+        for error in found:
+            assert (error is None and free > 1) or re.search(TOO_MANY, str(error)), error
+        for step in (5, 6, 7):
+            save(ck, step).wait(timeout=SECONDS)
+        assert restored(ck) == 7
+    assert not any(record.exc_info for record in caplog.records), "a traceback was logged"
+
+
 @pytest.mark.parametrize("agent", [True, False])
 def test_a_checkpointer_that_cannot_open_files_says_so(tmp_path: Path, agent: bool) -> None:
     (tmp_path / "run").mkdir()
@@ -641,10 +665,14 @@ def test_a_checkpointer_that_cannot_open_files_says_so(tmp_path: Path, agent: bo
         eg.Checkpointer(tmp_path / "run", agent=agent)
 
 
+@pytest.mark.parametrize("disk", ["", "old", "old/disk", "link/disk"])
 @pytest.mark.parametrize("agent", [True, False])
-def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, agent: bool) -> None:
+def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, agent: bool, disk: str) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    with eg.Checkpointer(old, agent=agent, linger_s=20) as ck:
+    old.mkdir()
+    (tmp_path / "link").symlink_to(old)
+    tiers = [eg.Memory(), eg.Local(tmp_path / disk if disk else None)]
+    with eg.Checkpointer(old, tiers=tiers, agent=agent, linger_s=20) as ck:
         save(ck, 1).wait(timeout=SECONDS)
         os.rename(old, new)
         with pytest.warns(CheckpointWarning, match=f"{old}: the run folder was moved to {new} since"):

@@ -18,6 +18,7 @@ import torch
 
 import evergrad as eg
 from evergrad.cli import main
+from evergrad.errors import RestoreError
 from living_agents import agents_of
 from programs import run_python
 
@@ -224,6 +225,31 @@ def test_the_catalogue_knows_that_an_arena_without_digests_is_not_what_was_captu
         live = state(0)
         assert ck.restore(live) != 2
         assert holds(live, 0) or holds(live, 1)
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_version_in_memory_alone_that_is_lost_is_an_error_not_a_new_start(
+    tmp_path: Path, shm: Path, agent: bool
+) -> None:
+    tiers = saved(tmp_path, "memory", 1)
+    arena = arena_of(shm, 1)
+    flip(arena)
+    arena.with_suffix(".json").unlink()
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
+        live = state(0)
+        with pytest.raises(RestoreError, match=r"step 1 \(attempt 1\) .*no manifest of this capture.*Nothing was"):
+            ck.restore(live)
+        assert holds(live, 0)
+
+
+def test_a_first_version_that_was_never_complete_is_a_new_start(tmp_path: Path, shm: Path) -> None:
+    tiers = saved(tmp_path, "memory", 1)
+    arena_of(shm, 1).with_suffix(".json").unlink()
+    for journal in (tmp_path / "run" / "catalogue").glob("*.jsonl"):
+        journal.unlink()
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        ck._link.settle = lambda *_, **__: None  # type: ignore[method-assign]  # nobody finishes it
+        assert ck.restore(state(0)) is None
 
 
 def test_digests_that_were_taken_before_a_crash_are_kept_where_memory_is_no_tier(

@@ -111,10 +111,13 @@ class ArenaFiles:
         """Its digests, where memory is no tier."""
         return self.folder / f"{shard_name(self.rank)}.{self.index}.digests"
 
-    def read_ticket(self) -> Ticket | None:
-        """What is in the arena now; None if that cannot be told."""
-        with suppress(OSError):
+    def read_ticket(self, *, strict: bool = False) -> Ticket | None:
+        """What is in the arena now; None if that cannot be told. If strict, `OSError` if there is one that is closed."""
+        try:
             return Ticket.from_bytes(self.ticket.read_bytes())
+        except OSError as error:
+            if strict and not isinstance(error, FileNotFoundError):
+                raise
         return None
 
     def is_locked(self) -> bool:

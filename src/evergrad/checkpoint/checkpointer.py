@@ -246,7 +246,9 @@ class Checkpointer:
         try:
             with uncollected():
                 committed = Completion(self._job.run_dir, None).last_committed() if source is None else None
-                self._restored = restore(request, job, stores, ranks, obtaining, committed)
+                home = self._job.run_dir if source is None else os.fspath(source)
+                journal = Journal(Path(home)) if "://" not in str(home) else None
+                self._restored = restore(request, job, stores, ranks, obtaining, committed, journal)
             ranks.gather(None)  # nobody reads any more what another one may remove
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -428,7 +430,7 @@ class Checkpointer:
 
         def announce(arena: Arena, error: Exception | None) -> None:
             if error is None:
-                self._link.captured(ranks.rank, arena.files.index, arena.ticket.generation)
+                self._link.captured(ranks.rank, arena.files.index, arena.ticket)
             else:
                 kinds = [tier["kind"] for tier in tiers]
                 self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")

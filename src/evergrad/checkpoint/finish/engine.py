@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.arena import ArenaFiles, Ticket
+from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.catalogue.journal import Journal, shard_digest
 from evergrad.checkpoint.events import Committed, Event, Failed, Free
@@ -127,16 +127,22 @@ class Engine:
             self._desk.maps.drop_replaced()
         self.recover()  # what the trainer before it captured, and was killed before it could say so
 
-    def submit(self, rank: int, index: int, generation: int) -> None:
-        """An arena was captured."""
+    def submit(self, rank: int, index: int, generation: int, known: Ticket | None = None) -> None:
+        """An arena was captured; its ticket is `known` to a trainer of this process, whether it can be read or not."""
         files = ArenaFiles(self._site.arenas, rank, index)
-        ticket = files.read_ticket()
+        ticket = files.read_ticket() or known
         if ticket is not None and (ticket.generation > generation or self._is_taken(files, ticket)):
             return  # old news, told again to an agent that was started again: found by itself, or done with
         if ticket is None or not ticket.captured or ticket.generation != generation:
             _log.error("arena %d of rank %d does not hold what was announced", index, rank)
             return
-        self._check_attempt(ticket.attempt)
+        try:
+            self._check_attempt(ticket.attempt)
+        except OSError as error:
+            self._give_up(files, ticket, error)
+            self._end(files, ticket)
+            self._evaluate()
+            return
         self._queue(files, ticket)
 
     def fail(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
@@ -234,12 +240,14 @@ class Engine:
             # What was captured later is announced later; an arena is never reused before its chain has ended.
             if not self._freeing.has_ended(files, ticket):
                 with files.worked_on():  # another process may have found it too
-                    now = files.read_ticket()
+                    now = files.read_ticket(strict=True)
                     if now is not None and now.generation == ticket.generation:
                         flushed_from_here = self._run(files, ticket)
         except EvergradError as error:
             _log.error("%s: not finished: %s", where(ticket), error)
             self._fail(ticket, str(error))
+        except OSError as error:
+            self._give_up(files, ticket, error)
         except Exception as error:
             _log.exception("%s: not finished", where(ticket))
             self._fail(ticket, f"{type(error).__name__}: {error}")
@@ -247,6 +255,12 @@ class Engine:
             if not flushed_from_here:
                 self._end(files, ticket)
             self._evaluate()
+
+    def _give_up(self, files: ArenaFiles, ticket: Ticket, error: OSError) -> None:
+        """The system refuses what it takes to finish a shard."""
+        why = f"{error.filename or files.shard}: {open_files_hint(error)}"
+        _log.error("%s: not finished: %s", where(ticket), why)
+        self._fail(ticket, why)
 
     def _end(self, files: ArenaFiles, ticket: Ticket) -> None:
         """The arena is not read any more: its shard is in tiers, or will not get there."""
@@ -342,7 +356,8 @@ class Engine:
             for version, name in list(self._completion.failed()):
                 why = self._completion.failure(version, name) or ""
                 self._tell(news, Failed(version.step, version.attempt, name, why))
-            ranks = {files.rank for files in find_arenas(self._site.arenas, self._rank)}
+            found = find_arenas(self._site.arenas) if self._rank is None else ()
+            ranks = {files.rank for files in found} | ({self._rank} if self._rank is not None else set())
             if any(isinstance(event, Committed) for event in news):
                 for version, name in self._holdings.retain(shared=False):
                     self._forget(version, name)

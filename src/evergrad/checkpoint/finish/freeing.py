@@ -16,17 +16,18 @@ class Freeing:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._ended: dict[tuple[int, int], int] = {}
-        """(rank, index) → the generation of the arena whose chain has ended."""
+        self._ended: dict[tuple[int, int], Ticket] = {}
+        """(rank, index) → the ticket of the arena whose chain has ended."""
 
     def end(self, files: ArenaFiles, ticket: Ticket) -> None:
         """Nobody reads the arena any more."""
         with self._desk.lock:
-            self._ended[files.rank, files.index] = ticket.generation
+            self._ended[files.rank, files.index] = ticket
 
     def has_ended(self, files: ArenaFiles, ticket: Ticket) -> bool:
         """Whether that was said of what is in it now."""
-        return self._ended.get((files.rank, files.index)) == ticket.generation
+        ended = self._ended.get((files.rank, files.index))
+        return ended is not None and ended.generation == ticket.generation
 
     def free(self, rank: int, attempt: int) -> dict[str, int]:
         """The arenas of a rank that may be overwritten: what they held is finished, and is not all that there is.
@@ -37,8 +38,11 @@ class Freeing:
         free: dict[str, int] = {}
         with self._desk.lock:
             complete = self._desk.holdings.complete()
-            for files in find_arenas(self._desk.site.arenas, rank):
-                ticket = files.read_ticket()
+            folder = self._desk.site.arenas
+            known = [ArenaFiles(folder, *key) for key in self._ended if key[0] == rank]
+            for files in dict.fromkeys((*find_arenas(folder, rank), *known)):
+                # Without a free descriptor no ticket can be read. A generation is used once: an old one does no harm.
+                ticket = files.read_ticket() or self._ended.get((files.rank, files.index))
                 if ticket is None or not ticket.captured:
                     continue  # its trainer knows best
                 if self.has_ended(files, ticket) and not self._is_needed(ticket, complete, attempt):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evergrad.checkpoint.arena import open_files_hint
+from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.events import Alive, Attached, Settled, read_event
@@ -48,8 +48,8 @@ class Link(ABC):
         """Begin an attempt as a rank."""
 
     @abstractmethod
-    def captured(self, rank: int, index: int, generation: int) -> None:
-        """An arena was captured. Returns at once."""
+    def captured(self, rank: int, index: int, ticket: Ticket) -> None:
+        """An arena was captured, with that ticket. Returns at once."""
 
     @abstractmethod
     def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
@@ -83,9 +83,9 @@ class ThreadLink(Link):
     def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
         self._engine_of(rank).attach(attempt, tiers, self._modules)
 
-    def captured(self, rank: int, index: int, generation: int) -> None:
+    def captured(self, rank: int, index: int, ticket: Ticket) -> None:
         assert self._engine is not None, "attach comes first"
-        self._engine.submit(rank, index, generation)
+        self._engine.submit(rank, index, ticket.generation, ticket)
 
     def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
         if self._engine is not None:
@@ -161,10 +161,10 @@ class AgentLink(Link):
         }  # fmt: skip
         self._send(self._attach)
 
-    def captured(self, rank: int, index: int, generation: int) -> None:
+    def captured(self, rank: int, index: int, ticket: Ticket) -> None:
         # Never waits: a trainer must not stand still because an agent died. The next one is told, and finds it anyway.
         with self._lock:
-            self._captured[index] = {"op": "captured", "rank": rank, "index": index, "generation": generation}
+            self._captured[index] = {"op": "captured", "rank": rank, "index": index, "generation": ticket.generation}
             if self._socket is not None:
                 with suppress(OSError):
                     self._socket.sendall(_line(self._captured[index]))

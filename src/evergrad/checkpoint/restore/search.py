@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from evergrad.checkpoint.arena import check_open_files
-from evergrad.checkpoint.catalogue.journal import Journal
+from evergrad.checkpoint.catalogue.journal import Journal, ShardNote
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
@@ -74,10 +74,12 @@ def restore(
     ranks: Ranks,
     obtaining: Obtaining,
     committed: Version | None,
+    journal: Journal | None = None,
 ) -> Restored | None:
     """Restore the newest version that all ranks can obtain, or the one asked for; None if there is none at all.
 
-    `committed` is the newest version that is known to have been complete where it survives a reboot.
+    `committed` is the newest version that is known to have been complete where it survives a reboot; the `journal` of
+    the job tells which ones were complete in any tier.
     """
     shelf = ranks.together(lambda: look(job, stores, ranks.rank, ranks.world_size))
     news = ranks.gather(_News(shelf.offers, shelf.damaged, shelf.torn, committed))
@@ -96,7 +98,7 @@ def restore(
                 if newer.age() >= version.age():
                     _log.warning("rank %d: %s. Restoring %s.", ranks.rank, "; ".join(complaints[newer]), version)
             return restored
-    _nothing(request, candidates, complaints, news, ranks)
+    _nothing(request, candidates, complaints, news, ranks, journal)
     return None
 
 
@@ -122,9 +124,9 @@ def list_versions(
         for copy in store.find(rank):
             with suppress(EvergradError, OSError):
                 manifest = store.read_manifest(copy, digests=False)
-                if manifest.job == job and manifest.version == copy.version:
-                    if completion.is_complete(copy.version, copy.tier):
-                        found.setdefault(copy.version, []).append((copy.tier, manifest))
+                is_whole = completion.is_complete(copy.version, copy.tier)
+                if is_whole and manifest.job == job and manifest.version == copy.version:
+                    found.setdefault(copy.version, []).append((copy.tier, manifest))
     elsewhere = any(copies[0][1].world_size > len(seen.get(version, {})) for version, copies in found.items())
     noted = journal.read().shards if elsewhere else {}
     records = []
@@ -258,6 +260,7 @@ def _nothing(
     complaints: dict[Version, list[str]],
     news: Sequence[_News],
     ranks: Ranks,
+    journal: Journal | None,
 ) -> None:
     """There is nothing to restore; an error, if there should have been."""
     ranks.together(check_open_files)  # what could not be opened was taken for missing
@@ -270,10 +273,11 @@ def _nothing(
         steps = ", ".join(str(version.step) for version in known[:8])
         raise UsageError(f"there is no version {request.version}. There are {steps or 'none'}.")
     other_size = any(offer.world_size != ranks.world_size for each in news for offer in each.offers.values())
+    not_intact = RestoreError(
+        f"none of the versions is intact: {reasons}. Nothing was touched. To start anew, choose another run folder."
+    )
     if candidates or other_size or any(each.damaged for each in news):
-        raise RestoreError(
-            f"none of the versions is intact: {reasons}. Nothing was touched. To start anew, choose another run folder."
-        )
+        raise not_intact
     lost = [each.committed for each in news if each.committed is not None]
     if lost:
         newest = max(lost, key=Version.age)
@@ -281,5 +285,15 @@ def _nothing(
             f"{newest} was committed, and no version is left that every rank can obtain"
             f"{f' ({reasons})' if reasons else ''}. To start anew, choose another run folder."
         )
+    # What is left of a version that every rank had finished is a loss, and not a save that never ended.
+    noted = journal.read().shards if journal is not None and complaints else {}
+    was_whole = any(_is_whole(notes) for version, notes in noted.items() if version in complaints)
+    if any(ranks.gather(was_whole)):
+        raise not_intact
     if reasons:  # begun and never complete: as good as never saved
         _log.warning("rank %d: nothing to restore: %s", ranks.rank, reasons)
+
+
+def _is_whole(notes: Mapping[int, ShardNote]) -> bool:
+    """True if the shard of every rank was noted."""
+    return set(notes) >= set(range(next(iter(notes.values())).world_size))

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from evergrad.checkpoint import storage
+from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.manifest import shard_name, shard_rank
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
-from evergrad.errors import TierError, UsageError, reason
+from evergrad.errors import TierError, UsageError
 
 __all__ = ["Local"]
 
@@ -61,7 +62,8 @@ class Local(Tier):
     def store(self, site: Site) -> Store:
         """The folder of a job and node below the path."""
         root = self.root(site.run_dir)
-        return _LocalStore(root, root / site.job / site.node, site.run_dir if self.path is None else None)
+        within = Path(os.path.realpath(root)).is_relative_to(os.path.realpath(site.run_dir))
+        return _LocalStore(root, root / site.job / site.node, site.run_dir if within else None)
 
 
 class _LocalStore(Store):
@@ -244,6 +246,5 @@ def _names(folder: Path) -> list[str]:
 
 
 def _tier_error(folder: Path, error: OSError) -> TierError:
-    what = reason(error)
     hint = " Free some space, or choose another path." if error.errno in _FULL else ""
-    return TierError(f"{error.filename or folder}: tier local: {what}.{hint}")
+    return TierError(f"{error.filename or folder}: tier local: {open_files_hint(error)}{hint}")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.arena import ArenaFiles
+from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
-from evergrad.errors import FormatError, TierError, reason
+from evergrad.errors import FormatError, TierError
 
 __all__ = ["Memory"]
 
@@ -51,8 +51,7 @@ class _MemoryStore(Store):
         try:
             storage.publish(work.files.manifest, manifest.to_bytes())
         except OSError as error:
-            what = reason(error)
-            raise TierError(f"{work.files.manifest}: cannot be written: {what}") from error
+            raise TierError(f"{work.files.manifest}: cannot be written: {open_files_hint(error)}") from error
 
     def find(self, rank: int | None = None) -> list[Copy]:
         return [copy for files in find_arenas(self._site.arenas, rank) if (copy := self._copy(files))]
