@@ -18,8 +18,10 @@ from evergrad.checkpoint.arena_folder import arenas_root, remove_orphans
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.finish.completion import Completion
+from evergrad.checkpoint.job import read_identity
 from evergrad.cli import main
-from evergrad.errors import CheckpointError, TierError
+from evergrad.errors import CheckpointError, EvergradError, TierError
+from unprivileged import Unprivileged
 
 SECONDS = 30.0
 STEPS = (1, 2, 3)
@@ -186,6 +188,138 @@ def test_what_is_passed_over_is_said_in_one_line(
     lines = [record.getMessage() for record in caplog.records] + capsys.readouterr().err.splitlines()
     assert any(said in line for line in lines), lines
     assert not any("\n" in line for line in lines)
+
+
+def by_a_folder(job: Job, kind: str) -> Path:
+    """Put a folder in the place of a file: of the record of an older version, if each has one."""
+    pattern = FILES[kind].replace("v0000000003", "v0000000002") if kind == "commit" else FILES[kind]
+    (path, *_) = sorted(path for path in job.folder.glob(pattern) if path.is_file())
+    path.unlink()
+    path.mkdir()
+    (path / "something").write_bytes(b"x")
+    return path
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_folder_in_the_place_of_a_small_file_hides_no_intact_version(
+    job: Job, kind: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = by_a_folder(job, kind), str(job.folder / "run")
+    with caplog.at_level(logging.WARNING):
+        assert restored(job.folder, "memory+local+persistent") == (3, [3, 2, 1])
+    told = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
+    if kind in ("job", "commit", "committed", "arena's run folder"):
+        assert len(told) == 1, told
+    for verb in (["ls", run, "--json"], ["show", run, "3"], ["lineage", run], ["verify", run, "1"], ["pin", run, "3"]):
+        assert main(["checkpoints", *verb]) in (0, 1), f"{verb}: {capsys.readouterr().err}"
+    said = capsys.readouterr().err.splitlines() + [record.getMessage() for record in caplog.records]
+    if kind in ("attempt", "tag", "history", "completion"):
+        assert any(path.name in line for line in said), said
+    assert not any(record.exc_info for record in caplog.records)
+    assert not any("Traceback" in line for line in said)
+
+
+def test_of_the_persistent_tier_alone_a_version_whose_record_is_a_folder_is_left_out(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = by_a_folder(job, "commit")
+    with caplog.at_level(logging.WARNING), checkpointer(job.folder, "persistent") as ck:
+        assert ck.restore(state(0)) == 3
+        assert [record.step for record in ck.versions()] == [3, 1]
+        for step in (4, 5, 6):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [
+        "COMMIT.json", "rank-00000.json", "rank-00000.safetensors",
+    ], "for a person to look at"  # fmt: skip
+    assert {record.getMessage() for record in caplog.records if path.name in record.getMessage()} == {
+        f"{path}: cannot be read: is a directory: step 2 (attempt 1) is left out"
+    }
+
+
+def test_while_a_tag_is_a_folder_nothing_is_retired(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    path = by_a_folder(job, "tag")
+    with checkpointer(job.folder, "local") as ck, caplog.at_level(logging.WARNING):
+        assert ck.restore(state(0)) == 3
+        for step in (4, 5, 6, 7):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+        assert 2 in [record.step for record in ck.versions()]
+    assert any(f"{path}: cannot be read: is a directory" in record.getMessage() for record in caplog.records)
+    with pytest.raises(EvergradError, match=r"best\.json: cannot be removed: is a directory"):
+        Pins(job.folder / "run").untag("best")
+
+
+def test_records_that_this_user_may_not_read_are_left_out_or_told_by_others(
+    unprivileged: Unprivileged, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = unprivileged.folder / "run"
+    with eg.Checkpointer(run, tiers=[eg.Local()], agent=False) as ck:
+        ck.save(1, state(1)).wait(timeout=SECONDS)
+    Pins(run).tag(eg.Version(1, 1), "best")
+    identity = json.loads((run / "job.json").read_bytes())["id"]
+    closed = [run / "catalogue", run / "job.json"]
+    for path in closed:
+        path.chmod(0)
+    with unprivileged, caplog.at_level(logging.WARNING):
+        assert [entry.version.step for entry in Catalogue(run).entries()] == [1]
+        assert Pins(run).tags() == {}
+        with pytest.raises(EvergradError, match="permission denied"):
+            Pins(run).pinned()
+    lines = [record.getMessage() for record in caplog.records]
+    assert (
+        f"{run / 'job.json'}: cannot be read (permission denied): by the other records this is job {identity}" in lines
+    )
+    assert any(line.startswith(f"{run / 'catalogue'}: cannot be read: permission denied") for line in lines)
+    shutil.rmtree(run / "attempts")
+    shutil.rmtree(run / "local")
+    with (
+        unprivileged,
+        pytest.raises(CheckpointError, match=r"permission denied\. Let this user read it\.$"),
+    ):
+        read_identity(run)
+    for path in closed:
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize("damage", ["halved", "zeroed", "a folder"])
+def test_lost_news_of_another_node_is_said_when_a_version_is_asked_for_by_name(
+    job: Job, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = job.folder / "run" / "complete" / "n9.jsonl"
+    Completion(job.folder / "run", "n9").note(eg.Version(3, 1), "local", 0, 1)
+    data = path.read_bytes()
+    if damage == "a folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(data[: len(data) // 2] if damage == "halved" else bytes(len(data)))
+    with caplog.at_level(logging.WARNING), checkpointer(job.folder, "memory+local") as ck:
+        assert ck.restore(state(0), version="3") == 3
+        told = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
+    count = len(data) // 2 if damage == "halved" else len(data)
+    wanted = "cannot be read: is a directory: left out"
+    if damage != "a folder":
+        wanted = f"ends within a line, after {count} bytes of it: that line is left out"
+    assert set(told) == {f"{path}: {wanted}"}
+
+
+def test_a_line_that_is_being_written_is_not_called_lost(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    run = job.folder / "run"
+    Completion(run, "n9").note(eg.Version(9, 1), "local", 0, 1)
+    path = run / "complete" / "n9.jsonl"
+    data = path.read_bytes()
+    reader = Completion(run, "n8")
+    path.write_bytes(data[:20])
+    reader.refresh()
+    with path.open("ab") as file:
+        file.write(data[20:])
+    reader.refresh()
+    assert reader.is_complete(eg.Version(9, 1), "local")
+    assert not [record for record in caplog.records if str(path) in record.getMessage()]
+    with path.open("ab") as file:
+        file.write(data[:20])
+    for _ in range(3):
+        reader.refresh()
+    assert len([record for record in caplog.records if str(path) in record.getMessage()]) == 1
 
 
 def test_damaged_news_of_other_nodes_is_left_out_in_one_line(job: Job, caplog: pytest.LogCaptureFixture) -> None:

@@ -112,7 +112,7 @@ class ArenaFiles:
         return self.folder / f"{shard_name(self.rank)}.{self.index}.digests"
 
     def read_ticket(self, *, strict: bool = False) -> Ticket | None:
-        """What is in the arena now; None if that cannot be told. If strict, `OSError` if there is one that is closed."""
+        """What is in the arena now; None if that cannot be told, or, if strict, `OSError` if it cannot be opened."""
         try:
             return Ticket.from_bytes(self.ticket.read_bytes())
         except OSError as error:

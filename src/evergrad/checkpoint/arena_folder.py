@@ -11,10 +11,10 @@ import xxhash
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
-from evergrad.checkpoint.job import Job, read_identity
+from evergrad.checkpoint.job import Job, read_identity, say_once
 from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.manifest import shard_rank
-from evergrad.errors import CheckpointError
+from evergrad.errors import CheckpointError, reason
 
 __all__ = ["LOCK", "arena_folder", "arenas_root", "find_arenas", "moved_to", "open_run_folder", "remove_orphans"]
 
@@ -40,14 +40,25 @@ def arena_folder(job: Job) -> Path:
                     f"{path}: is not a folder that only user {os.getuid()} can open. Remove it, or set EVERGRAD_SHM "
                     "to a tmpfs of your own."
                 )
-        home = root / job.id / "run"
-        place = _home_bytes(job.run_dir)
-        if not home.exists() or home.read_bytes() != place:  # made, or moved since
-            storage.publish(home, place)
+        _note_home(root / job.id / "run", _home_bytes(job.run_dir))
     except OSError as error:
         hint = "" if error.errno in (errno.EMFILE, errno.ENFILE) else " Set EVERGRAD_SHM to a tmpfs."
         raise CheckpointError(f"{folder}: no place for arenas: {open_files_hint(error)}{hint}") from error
     return folder
+
+
+def _note_home(home: Path, place: bytes) -> None:
+    """Note where the run folder of arenas is, made or moved since. Without the note they are never removed."""
+    try:
+        if home.read_bytes() == place:
+            return
+    except (FileNotFoundError, PermissionError):
+        pass  # replaced, if that may be
+    except IsADirectoryError as error:
+        what = f"cannot be read: {reason(error)}. Arenas of this job are not removed when its run folder is gone."
+        say_once(f"{home}: {what}")
+        return
+    storage.publish(home, place)
 
 
 def open_run_folder(job: Job) -> int:

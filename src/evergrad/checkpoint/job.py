@@ -20,12 +20,13 @@ from evergrad.errors import CheckpointError, FileAccessError, FormatError, reaso
 from evergrad.formats.durable import appearing, replacing
 from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = ["SCHEMA_VERSION", "Job", "node_name", "now", "read_identity", "safe_name"]
+__all__ = ["SCHEMA_VERSION", "Job", "node_name", "now", "read_identity", "safe_name", "say_once"]
 
 SCHEMA_VERSION = 1
 _log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _REBUILT = "rebuilt"
+_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,13 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z"
 
 
+def say_once(line: str) -> None:
+    """Warn of something that stays as it is, such as a record that cannot be read, once in this process."""
+    if line not in _said:
+        _said.add(line)
+        _log.warning("%s", line)
+
+
 def read_identity(folder: Path) -> str | None:
     """The identity that a run folder has, or None."""
     found = _read(folder / "job.json")
@@ -182,8 +190,14 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        hint = "" if error.errno in (errno.EMFILE, errno.ENFILE) else " Choose another run folder."
-        raise CheckpointError(f"{path}: cannot be read: {open_files_hint(error)}{hint}") from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise CheckpointError(f"{path}: cannot be read: {open_files_hint(error)}") from error
+        rebuilt = _rebuilt(path.parent)
+        if rebuilt is None:
+            raise CheckpointError(f"{path}: cannot be read: {reason(error)}. {_advice(error)}") from error
+        del rebuilt[_REBUILT]  # it may be sound: it is left as it is
+        say_once(f"{path}: cannot be read ({reason(error)}): by the other records this is job {rebuilt['id']}")
+        return rebuilt
     except ValueError as error:
         rebuilt = _rebuilt(path.parent)
         if rebuilt is None:
@@ -196,6 +210,15 @@ def _read(path: Path) -> dict[str, Any] | None:
         version = record.get("schema_version")
         raise CheckpointError(f"{path}: is of schema {version!r}, this Evergrad reads {SCHEMA_VERSION}")
     return record
+
+
+def _advice(error: OSError) -> str:
+    """Say how to go on without a record that cannot be read and that nothing else tells."""
+    if isinstance(error, PermissionError):
+        return "Let this user read it."
+    if isinstance(error, IsADirectoryError):
+        return "Move that folder away and put the record back, or choose another run folder."
+    return "Choose another run folder."
 
 
 def _is_identity(value: object) -> bool:

@@ -21,6 +21,7 @@ import xxhash
 from evergrad.checkpoint.job import now, safe_name
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
+from evergrad.errors import reason
 from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = ["FOLDER", "SCHEMA_VERSION", "History", "Journal", "ShardNote", "Verdict", "shard_digest"]
@@ -126,7 +127,10 @@ class Journal:
     def _files(self) -> Iterator[tuple[Path, list[bytes]]]:
         try:
             names = sorted(name for name in os.listdir(self._folder) if name.endswith(".jsonl"))
-        except OSError:
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("%s: cannot be read: %s. The history in it is left out.", self._folder, reason(error))
             return
         for name in names:
             path = self._folder / name

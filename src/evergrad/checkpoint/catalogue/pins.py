@@ -9,6 +9,7 @@ leaves what was there. Looking needs no lock, and costs a listing and a short re
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -66,19 +67,20 @@ class Pins:
 
     def is_damaged(self, name: str) -> bool:
         """True if there is a tag of that name which does not say what it stands for."""
-        return bool(_TAG.fullmatch(name)) and (self._tags / f"{name}.json").is_file() and name not in self.tags()
+        there = bool(_TAG.fullmatch(name)) and os.path.lexists(self._tags / f"{name}.json")
+        return there and name not in self.tags()
 
     def pinned(self, tags: Mapping[str, Version] | None = None) -> set[Version]:
         """The versions that must stay: pinned, or tagged. Without `tags` they are read; a damaged one is an error."""
-        found = {Version.parse(name) for name in _names(self._pins)}
+        found = {Version.parse(name) for name in _names(self._pins, strict=tags is None)}
         return {version for version in found if version is not None} | set(
             (self.tags(strict=True) if tags is None else tags).values()
         )
 
     def tags(self, *, strict: bool = False) -> dict[str, Version]:
-        """The tags, by name. One that is none is left out with a warning, or, if strict, an error."""
+        """The tags, by name. One that is none, or is closed, is left out with a warning, or, if strict, an error."""
         found = {}
-        for entry in _names(self._tags):
+        for entry in _names(self._tags, strict=strict):
             name, dot, ending = entry.rpartition(".")
             if not dot or ending != "json" or not _TAG.fullmatch(name):
                 continue
@@ -91,8 +93,8 @@ class Pins:
             except FileNotFoundError:
                 continue  # taken away meanwhile
             except OSError as error:
-                what = reason(error)
-                raise FileAccessError(path, f"cannot be read: {what}") from error
+                _left_out(path, error, strict=strict)
+                continue
             except (ValueError, KeyError, TypeError) as error:
                 if strict:
                     raise FileAccessError(path, f"is no tag: {said(error)}. Tag the version again.") from error
@@ -183,10 +185,18 @@ def _checked(name: str) -> str:
     return name
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: Path, *, strict: bool) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise FileAccessError(folder, f"cannot be read: {reason(error)}") from error
+        _left_out(folder, error, strict=strict)
+        return []
+
+
+def _left_out(path: Path, error: OSError, *, strict: bool) -> None:
+    """Warn that pins or tags are not known; an error if strict, or if this process can open no file at all."""
+    if strict or error.errno in (errno.EMFILE, errno.ENFILE):
+        raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
+    _log.warning("%s: cannot be read: %s. It is left out.", path, reason(error))

@@ -51,6 +51,10 @@ class Completion:
         """Whether the journal has to be made anew."""
         self._said = ""
         """Why it could not be, as was said last."""
+        self._unread: dict[str, bytes] = {}
+        """By journal: the end of a line that was not whole when it was last looked at."""
+        self._told: set[tuple[Path, str]] = set()
+        """What was said of other writers' journals."""
         self._remembered: Version | None = None
         self._catch_up()
 
@@ -93,8 +97,13 @@ class Completion:
         found = []
         with suppress(OSError):
             for path in self._folder.glob("*.committed"):
-                with suppress(OSError):
+                try:
                     found.append(Version.parse(path.read_bytes().decode("ascii", "replace").strip()))
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    _log.warning("%s: cannot be read: %s: left out", path, reason(error))
+                else:
                     if found[-1] is None:
                         _log.warning("%s: names no version: left out", path)
         return max((version for version in found if version is not None), key=Version.age, default=None)
@@ -105,8 +114,12 @@ class Completion:
         with suppress(OSError):
             for entry in os.scandir(self._folder):
                 if entry.name.endswith(".jsonl") and (self._own is None or entry.name != self._own.name):
-                    with suppress(OSError):
+                    try:
                         self._follow(Path(entry.path))
+                    except FileNotFoundError:
+                        pass  # made anew at this moment, or removed
+                    except OSError as error:
+                        self._say_unread(Path(entry.path), f"cannot be read: {reason(error)}: left out")
 
     def is_complete(self, version: Version, tier: str) -> bool:
         """Whether every rank's shard is there."""
@@ -181,6 +194,21 @@ class Completion:
             self._said = reason(error)
             _log.warning("%s: cannot be written now: %s", self._own, self._said)
 
+    def _say_unread(self, path: Path, what: str) -> None:
+        """Name a journal whose news is lost, once for each reason."""
+        if (path, what) not in self._told:
+            self._told.add((path, what))
+            _log.warning("%s: %s", path, what)
+
+    def _check_rest(self, path: Path, rest: bytes) -> None:
+        """Say that a journal ends within a line, unless its writer may be writing that at this moment.
+
+        Whoever only reads looks once, and says it at once; whoever looks again says it if it is the same as before.
+        """
+        before, self._unread[path.name] = self._unread.get(path.name), rest
+        if rest and (self._own is None or before == rest or b"\0" in rest):
+            self._say_unread(path, f"ends within a line, after {len(rest)} bytes of it: that line is left out")
+
     def _follow(self, path: Path) -> None:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -206,4 +234,5 @@ class Completion:
                 damaged += 1
         if damaged:
             _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
+        self._check_rest(path, data[whole:])
         self._read[path.name] = (status.st_ino, offset + whole)

@@ -9,12 +9,13 @@ from typing import TypeVar
 
 import xxhash
 
+from evergrad.checkpoint.job import say_once
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.tiers.buckets import Bucket
 from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, StoredShard
 from evergrad.checkpoint.tiers.contract import Copy
 from evergrad.checkpoint.version import Version
-from evergrad.errors import DamagedFile, FormatError, TierError
+from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError
 
 __all__ = ["Ledger", "together"]
 
@@ -49,6 +50,8 @@ class Ledger:
             try:
                 return self.commit(version)
             except FormatError as error:
+                if isinstance(error, FileAccessError):
+                    say_once(f"{error}: {version} is left out")
                 return error
 
         return dict(zip(versions, together(record, versions), strict=True))
@@ -63,7 +66,10 @@ class Ledger:
         return {item.name: item.size for item in self._bucket.items(version.name) if not item.is_folder}
 
     def commit(self, version: Version) -> Commit | None:
-        """The record of a version; None if it has none, `DamagedFile` if it is not sound."""
+        """The record of a version; None if it has none, `DamagedFile` if it is not sound.
+
+        `FileAccessError` if there is something that cannot be read, such as a folder of that name.
+        """
         known = self._commits.get(version)
         if known is not None:
             return known

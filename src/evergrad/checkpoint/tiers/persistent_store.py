@@ -27,7 +27,7 @@ from evergrad.checkpoint.tiers.fetching import fetch_shard
 from evergrad.checkpoint.tiers.frames import ENCODING, pack
 from evergrad.checkpoint.tiers.ledger import Ledger, together
 from evergrad.checkpoint.version import Version
-from evergrad.errors import DamagedFile, FormatError, TierError, reason, said
+from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError, reason, said
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.wording import install_hint
 
@@ -66,7 +66,7 @@ class PersistentStore(Store):
             why = f"schema {record['schema_version']!r}"
         except FileNotFoundError:
             return None, True
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, FileAccessError) as error:
             why = said(error)
         commits = [commit for commit in self._ledger.survey().values() if isinstance(commit, Commit)]
         owner = commits[-1].job if commits else None  # oldest first
@@ -138,7 +138,7 @@ class PersistentStore(Store):
             self._claim()
             try:
                 known = self._ledger.commit(version)
-            except DamagedFile as error:
+            except (DamagedFile, FileAccessError) as error:
                 _log.warning("%s: it is written again, from the manifests", error)
                 known = None
             if known is not None:
@@ -154,13 +154,18 @@ class PersistentStore(Store):
             try:
                 self._bucket.write(f"{version.name}/{COMMIT_NAME}", record.to_bytes())
             except (TierError, FileNotFoundError):
-                if self._ledger.commit(version) != record:  # else another node was first, and wrote the same
+                if not self._is_committed(record):  # else another node was first, and wrote the same
                     raise
             self._ledger.remember(record)
         try:
             self.tidy(version)
         except TierError as error:
             _log.warning("%s", error)
+
+    def _is_committed(self, record: Commit) -> bool:
+        with suppress(FileAccessError):
+            return self._ledger.commit(record.version) == record
+        return False
 
     def tidy(self, newest: Version) -> None:
         """Remove what crashes have left of this job's versions before a committed one."""
@@ -170,7 +175,7 @@ class PersistentStore(Store):
                 try:
                     if self._ledger.commit(version) is not None:
                         continue
-                except DamagedFile:
+                except (DamagedFile, FileAccessError):
                     left_alone.add(version)  # was committed once: for a person to look at
                     continue
                 names = self._ledger.names(version)
@@ -196,7 +201,7 @@ class PersistentStore(Store):
         record = f"{copy.version.name}/{shard_name(copy.rank)}.json"
         try:
             commit = self._ledger.commit(copy.version)
-        except DamagedFile:  # as if it had none: it can be written again
+        except (DamagedFile, FileAccessError):  # as if it had none: it can be written again
             commit = None
         if commit is None:
             return Manifest.from_bytes(self._bucket.read(record), self._bucket.label(record), digests=digests)
@@ -232,7 +237,7 @@ class PersistentStore(Store):
     def drop(self, copy: Copy) -> None:
         folder, stem = copy.version.name, shard_name(copy.rank)
         with self._told(f"{folder}/{stem}"):
-            with suppress(DamagedFile):
+            with suppress(DamagedFile, FileAccessError):
                 commit = self._ledger.commit(copy.version)
                 if commit is not None and commit.job != self._site.job:
                     raise TierError(f"{self._bucket.label(folder)}: belongs to job {commit.job}, and is left to it")
@@ -317,7 +322,7 @@ class PersistentStore(Store):
         for name in names:
             if name.endswith(".json"):
                 label = self._bucket.label(f"{version.name}/{name}")
-                with suppress(DamagedFile, FileNotFoundError):
+                with suppress(DamagedFile, FileAccessError, FileNotFoundError):
                     manifest = Manifest.from_bytes(self._bucket.read(f"{version.name}/{name}"), label, digests=False)
                     return manifest.job == self._site.job
         return self._is_ours
