@@ -64,6 +64,7 @@ def last_line(ran: JobRun) -> str:
         ("only join", "made 24 optimizer steps, but never called job.wrap, job.batches and job.step"),
         ("parameters outside", "group 1 of SGD has a parameter of shape (1, 8) whose gradient is not reduced"),
         ("unfreezes", "a parameter of shape (16, 8) whose gradient is not reduced"),
+        ("copy is wrapped", "found SGD with 4 parameters, none of them that model's"),
     ],
 )
 def test_a_script_that_leaves_out_a_call_is_stopped_by_a_line_that_names_it(use: Any, what: str, said: str) -> None:
@@ -85,7 +86,25 @@ def test_a_mistake_is_not_repeated_by_restarts(use: Any) -> None:
     assert not ran.events("spawn")
 
 
-@pytest.mark.parametrize("what", ["own optimizer", "own optimizer first", "makes optimizer state", "two nets"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_of_a_copy_is_refused_with_what_to_do_instead(use: Any, ranks: int) -> None:
+    ran = use("copy is wrapped", ranks=ranks)
+    assert ran.exit_code == 2, ran.stderr
+    assert "Build the optimizer from the wrapped model: model = job.wrap(model); optimizer = SGD(" in last_line(ran)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "own optimizer",
+        "own optimizer first",
+        "makes optimizer state",
+        "two nets",
+        "unused parameters outside",
+        "another optimizer",
+        "head only",
+    ],
+)
 def test_optimizers_that_are_the_scripts_own_affair_are_left_alone(use: Any, what: str) -> None:
     ran = use(what)
     ran.assert_finished()

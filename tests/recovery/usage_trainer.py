@@ -6,6 +6,7 @@ Every process that comes to the end prints a line `ended {…}` of JSON: what it
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import os
@@ -173,13 +174,19 @@ if what == "own optimizer first":  # before there is anything of the job to trai
     train_alone(nn.Linear(8, 1))
 if what == "unfreezes":
     net[0].requires_grad_(False)
-model = net if what.startswith("no wrap") else job.wrap(net)
+model = net if what.startswith("no wrap") else job.wrap(copy.deepcopy(net) if what == "copy is wrapped" else net)
 parts = [net.first, net.second] if isinstance(net, TwoNets) else [net]
 optimizers = [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in parts]
 own = nn.Linear(8, 1)
 own_optimizer = torch.optim.SGD(own.parameters(), lr=0.01)
 if what == "parameters outside":
     optimizers[0].add_param_group({"params": list(own.parameters())})
+if what == "unused parameters outside":  # that the loss does not reach
+    optimizers[0].add_param_group({"params": list(own.parameters())})
+if what == "another optimizer":
+    optimizers.append(torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=0.01))
+if what == "head only":
+    optimizers = [torch.optim.SGD(net[2].parameters(), lr=0.01)]
 if what == "makes optimizer state":  # as loading a state into it may do
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -47,7 +47,7 @@ from evergrad.recovery.snapshots import Snapshot, checked_tracked
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import Untracked
-from evergrad.recovery.usage import OptimizerCalls, refuse_model, refuse_parameters
+from evergrad.recovery.usage import OptimizerCalls, refuse_model, refuse_parameters, refuse_strangers
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
 from evergrad.wording import counted
@@ -350,8 +350,10 @@ class Job:
                 "job.step: no batch since the last step. It is called once a step, inside of 'for … in "
                 "job.batches(loader)'; give it all optimizers at once"
             )
-        if self._engine.gradients is not None and not self._course.index:  # once an epoch: some may be unfrozen there
-            refuse_parameters(optimizers, self._engine.gradients.parameters)
+        if not self._course.index:  # once an epoch: some may be unfrozen there
+            refuse_strangers(optimizers, self._trained.model)
+            if self._engine.gradients is not None:
+                refuse_parameters(optimizers, self._engine.gradients.parameters)
 
     def _is_save_due(self) -> bool:
         """Decide to save before the next step: after `every` steps, or when the checkpointer's policy wants it."""

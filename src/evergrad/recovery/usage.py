@@ -4,6 +4,7 @@
 |---|---|
 | gives `job.wrap` a model that is sharded, wrapped or not there yet | `job.wrap` |
 | calls `job.step` without `job.wrap`, or trains parameters that are not the wrapped model's | its first `job.step` |
+| gives `job.step` optimizers that have none of the wrapped model's parameters | the first `job.step` of an epoch |
 | runs backward through the wrapped model outside of `job.batches` | that backward |
 | calls `optimizer.step()` on the wrapped model, and not `job.step` | that call; between epochs the next `job.batches` |
 | calls `optimizer.step()` in `job.batches`, and wraps nothing | the end of the epoch |
@@ -27,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from evergrad.errors import UsageError
 from evergrad.wording import counted
 
-__all__ = ["OptimizerCalls", "refuse_model", "refuse_parameters"]
+__all__ = ["OptimizerCalls", "refuse_model", "refuse_parameters", "refuse_strangers"]
 
 _LOOP = (
     "A job trains by: model = job.wrap(model); for batch in job.batches(loader): …; loss.backward(); "
@@ -142,6 +143,21 @@ class OptimizerCalls:
             self.direct = type(optimizer).__qualname__
             self.in_all += 1
             self._noticed()
+
+
+def refuse_strangers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """`UsageError` if the optimizers of a step have no parameter of the wrapped model: it would stay as it is."""
+    wrapped = frozenset(map(id, model.parameters()))
+    found = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+    if any(id(parameter) in wrapped for parameter in found):
+        return
+    names = ", ".join(dict.fromkeys(type(each).__qualname__ for each in optimizers))
+    raise UsageError(
+        f"job.step: expected an optimizer with parameters of the model that job.wrap was given, found {names} with "
+        f"{counted(len(found), 'parameter')}, none of them that model's (they may be those of a copy): its steps would "
+        "leave the wrapped model as it is. Build the optimizer from the wrapped model: model = job.wrap(model); "
+        f"optimizer = {type(optimizers[0]).__qualname__}(model.parameters(), …)"
+    )
 
 
 def refuse_parameters(optimizers: Sequence[Optimizer], reduced: Iterable[torch.Tensor]) -> None:
