@@ -64,6 +64,8 @@ def last_line(ran: JobRun) -> str:
         ("only join", "made 24 optimizer steps, but never called job.wrap, job.batches and job.step"),
         ("parameters outside", "group 1 of SGD has a parameter of shape (1, 8) whose gradient is not reduced"),
         ("unfreezes", "a parameter of shape (16, 8) whose gradient is not reduced"),
+        ("updates by hand", "12 backward passes reduced gradients in it, and job.step was not called"),
+        ("first epoch only", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("copy is wrapped", "found SGD with 4 parameters, none of them that model's"),
     ],
 )
@@ -78,6 +80,34 @@ def test_a_missing_job_step_is_found_before_a_failure_or_a_spare_can_make_it_wor
     ran = use("optimizer.step", spares=1, failures="kill rank=1 step=5")
     assert ran.exit_code == 2, ran.stderr
     assert "Call job.step(optimizer) instead" in last_line(ran)
+
+
+@pytest.mark.parametrize("strategy", ["rollback", "forward"])
+def test_updates_by_hand_are_refused_when_a_spare_joins_too(use: Any, strategy: str) -> None:
+    ran = use("updates by hand", "--await-spare", 2, spares=1, failures="kill rank=1 step=0", strategy=strategy)
+    assert ran.exit_code == 2, ran.stderr
+    assert "job.step was not called" in last_line(ran)
+    assert [event["rank"] for event in ran.events("death") if event["how"] != "exit code 1"] == [1]
+
+
+@pytest.mark.parametrize("strategy", ["rollback", "forward"])
+def test_a_rank_that_dies_in_passes_that_go_into_no_step_is_replaced(use: Any, strategy: str) -> None:
+    """Those who live have no step to end, and still begin again where the spare does."""
+    ran = use("trailing passes", "--await-spare", 2, spares=1, failures="kill rank=1 step=2", strategy=strategy)
+    ran.assert_survived(1)
+    assert ran.summary["steps"] == 4
+    if strategy == "rollback":
+        whole = use("trailing passes")
+        whole.assert_finished()
+        assert {end["weights"] for end in ends(ran).values()} == {end["weights"] for end in ends(whole).values()}
+        assert ran.summary["exact"] is True
+
+
+@pytest.mark.parametrize("what", ["only accumulates", "updates by hand, breaks"])
+def test_an_epoch_may_have_no_step_if_nothing_was_reduced_or_it_was_left_early(use: Any, what: str) -> None:
+    ran = use(what)
+    ran.assert_finished()
+    assert ran.summary["steps"] == 0
 
 
 def test_a_mistake_is_not_repeated_by_restarts(use: Any) -> None:

@@ -211,12 +211,32 @@ for epoch in range(2):
             ended["losses"] = [loss_of(model, x, y).item() for x, y in job.batches(loader)]
         continue
     for x, y in loader if what == "no batches" else job.batches(loader):
+        if what == "trailing passes":  # five batches a step, each of them reduced: the last two of an epoch go into none
+            if job.batch_index % 5 == 0:
+                optimizers[0].zero_grad()
+            loss_of(model, x, y).backward()
+            if job.batch_index % 5 == 4:
+                job.step(*optimizers)
+            continue
         for optimizer in optimizers:
             optimizer.zero_grad()
         if what != "no batches":
             seen.append(job.batch_index)
+        if what == "only accumulates":
+            with model.no_sync():
+                loss_of(model, x, y).backward()
+            continue
         loss = loss_of(net if what == "wrapped is not called" else model, x, y)
         (loss + loss_of(own, x, y) if what == "parameters outside" else loss).backward()
+        if what.startswith("updates by hand"):
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter -= 0.01 * parameter.grad
+            if what == "updates by hand, breaks":
+                break
+            continue
+        if what == "first epoch only" and epoch == 1:
+            continue
         if what in ("optimizer.step", "no wrap, optimizer.step"):
             optimizers[0].step()
             continue

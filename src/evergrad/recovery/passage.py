@@ -33,6 +33,7 @@ from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import Untracked
 from evergrad.recovery.window import Given, Window
+from evergrad.wording import counted
 
 __all__ = ["Passage"]
 
@@ -57,6 +58,8 @@ class Passage:
     guarding: Guarding | None = None
     is_iterating: bool = False
     is_save_due: bool = False
+    _num_passes: int = 0
+    """How many backward passes of this epoch have reduced gradients on this rank, whatever became of them."""
     _must_follow: bool = False
     _compared: tuple[int, int] = (-1, 0)
     """The generation in which ranks were last compared because somebody had joined, and how often."""
@@ -77,11 +80,15 @@ class Passage:
             while course.epoch < call:  # the loop before was left early, on all ranks
                 course.close()
             self._end_joining()
+            self._num_passes, is_over = 0, False
             self._begin(source)
-            is_over = False
             while not is_over:
                 while (given := self._next()) is not None:
                     yield given.batch
+                if self.window.is_doomed:  # the script has not ended the step, and the others begin it again
+                    self.roll_back()
+                    continue
+                self._refuse_without_step()
                 self.end_step()
                 is_over = self._end()
             has_ended = True
@@ -94,6 +101,16 @@ class Passage:
             self.end_step()
             if has_ended:
                 self._take_fingerprint()
+
+    def _refuse_without_step(self) -> None:
+        """`UsageError` at the end of an epoch of which gradients were reduced, and none was used by the job."""
+        if self._num_passes and not self.engine.course.index:
+            self.stop(UsageError(
+                f"job.batches: the epoch is over, {counted(self._num_passes, 'backward pass', 'backward passes')} reduced "
+                "gradients in it, and job.step was not called: expected one job.step a step, found none. The job knows "
+                "nothing of updates that the script makes itself, and cannot repeat them when a rank is lost. Call "
+                "job.step(optimizer) after backward(); for a pass that is no part of the training use model.module"
+            ))  # fmt: skip
 
     def _skip(self, call: int) -> None:
         """Pass over an epoch that ended before this process came.
@@ -137,6 +154,7 @@ class Passage:
         """At the end of a backward pass, before it returns: all gradients on all ranks, or a decision."""
         engine, gradients, window = self.engine, self.engine.gradients, self.window
         assert gradients is not None
+        self._num_passes += 1
         while not window.is_doomed:
             try:
                 gradients.settle()

@@ -8,6 +8,7 @@
 | runs backward through the wrapped model outside of `job.batches` | that backward |
 | calls `optimizer.step()` on the wrapped model, and not `job.step` | that call; between epochs the next `job.batches` |
 | calls `optimizer.step()` in `job.batches`, and wraps nothing | the end of the epoch |
+| runs backward through the wrapped model in `job.batches`, and never calls `job.step` | the end of the epoch |
 | joins, and calls optimizers of its own only | the end of the job |
 
 An optimizer that has none of the wrapped model's parameters is the script's own affair, as long as there are steps of
