@@ -211,7 +211,7 @@ for epoch in range(2):
             ended["losses"] = [loss_of(model, x, y).item() for x, y in job.batches(loader)]
         continue
     for x, y in loader if what == "no batches" else job.batches(loader):
-        if what == "trailing passes":  # five batches a step, each of them reduced: the last two of an epoch go into none
+        if what == "trailing passes":  # five batches a step, each reduced: the last two of an epoch go into none
             if job.batch_index % 5 == 0:
                 optimizers[0].zero_grad()
             loss_of(model, x, y).backward()

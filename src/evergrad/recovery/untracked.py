@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -237,4 +236,13 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-    return pickle.dumps(state)
+    return _plain(state)
+
+
+def _plain(state: Any) -> Any:
+    """A copy of NumPy's state of a generator that can be compared: nested, with arrays as bytes."""
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_plain, state))
+    return state.tobytes() if isinstance(state, np.ndarray) else state
