@@ -214,6 +214,15 @@ def test_without_digests_anywhere_a_version_is_unverified_and_says_so(
     assert json.loads(capsys.readouterr().out)["versions"][0]["verdict"] == "unknown"
     assert main(["checkpoints", "show", run, "2"]) == 0
     assert "verified  unverified: digests were taken after a restart" in capsys.readouterr().out
+    main(["checkpoints", "report", run, "--out", str(tmp_path / "page.html")])
+    why = "digests were taken after a restart, with none from the time of the capture to compare"
+    assert f"Unverified: v0000000002-01: {why}." in capsys.readouterr().out
+    assert main(["checkpoints", "export", run, "2", str(tmp_path / "out.safetensors")]) == 0
+    assert capsys.readouterr().out.startswith(f"unverified: v0000000002-01 ({why})\n")
+    assert main(["checkpoints", "export", run, "2", str(tmp_path / "out.pt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unverified"] is True
+    assert main(["checkpoints", "export", run, "1", str(tmp_path / "one.pt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unverified"] is False
 
 
 def test_the_catalogue_knows_that_an_arena_without_digests_is_not_what_was_captured(tmp_path: Path, shm: Path) -> None:

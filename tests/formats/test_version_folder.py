@@ -17,6 +17,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shard import Shard
 from evergrad.cli import main
 from evergrad.errors import EvergradError, UnsupportedContent
+from evergrad.formats.version_records import record_bytes
 from evergrad.records import Check
 from evergrad.testing import FormatContract
 from version_folders import commit, copy_of, files, flip, saved, state, two_ranks
@@ -272,3 +273,28 @@ def test_the_verbs_take_a_version(version: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert main(["verify", str(version)]) == 1
     assert "model/half" in capsys.readouterr().out
+
+
+def test_digests_that_are_not_those_of_the_capture_are_unknown_and_never_ok(
+    version: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(version), "--strict"]) == 0
+    path = version / "rank-00000.json"
+    body = {name: value for name, value in json.loads(path.read_bytes()).items() if name != "check"}
+    path.write_bytes(record_bytes(body | {"unverified": True}))
+    assert Manifest.read(path).unverified
+    for place in (version, version / "rank-00000.safetensors"):
+        found = eg.verify(place)
+        assert found.verdict is Check.UNKNOWN
+        assert set(found.doubts) == {"rank-00000.safetensors"}
+        assert found["model/fc.weight"].checksum is Check.UNKNOWN
+        capsys.readouterr()
+        assert main(["verify", str(place)]) == 0
+        first, last = capsys.readouterr().out.splitlines()
+        assert first.startswith("unverified: rank-00000.safetensors (digests were taken after a restart, with none")
+        assert last.startswith("unknown: ")
+        assert last.endswith(", 0 of 5 tensors wrong, 4 without a digest from the time of the capture")
+        assert main(["verify", str(place), "--strict"]) == 1
+    shard = version / "rank-00000.safetensors"
+    flip(shard, shard.stat().st_size - 3)
+    assert eg.verify(version).verdict is Check.FAILED

@@ -73,6 +73,10 @@ def _print(verification: Verification, show_all: bool) -> None:
         print(f"not verified: {printable(name)} ({printable(what)})")
     if len(verification.unverified) > _SHOWN:
         print(f"not verified: {len(verification.unverified) - _SHOWN} more; --json names all")
+    for name, why in list(verification.doubts.items())[:_SHOWN]:
+        print(f"unverified: {printable(name)} ({printable(why)})")
+    if len(verification.doubts) > _SHOWN:
+        print(f"unverified: {len(verification.doubts) - _SHOWN} more; --json names all")
     print(printable(_summary(verification)))
 
 
@@ -98,7 +102,9 @@ def _summary(verification: Verification) -> str:
         told.append(f"{bad_parts} of {len(verification.container)} other parts wrong")
     if verification.unverified:
         told.append(f"{len(verification.unverified)} more not verified")
-    if unsealed:
+    if verification.doubts:
+        told.append(f"{unsealed} without a digest from the time of the capture")
+    elif unsealed:
         told.append(f"{unsealed} without a checksum" if unsealed < len(tensors) else "no checksums in this format")
     return f"{verification.verdict}: {verification.format}, {', '.join(told)}"
 

@@ -153,6 +153,11 @@ class Checkpoint(ABC):
         others = self.others.items()
         return {name: what for name, what in others if name not in walked and name.removesuffix("/.") not in walked}
 
+    @property
+    def doubts(self) -> Mapping[str, str]:
+        """Parts whose checksums do not tell that all is as it was saved, and why: `unknown` where they hold."""
+        return {}
+
     @abstractmethod
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         """The bits of the elements `start` to `stop`, in C order. The name and the range are valid."""

@@ -94,6 +94,11 @@ class CompositeCheckpoint(Checkpoint):
         part, inner = self._names[name]
         return part.checksum(inner)
 
+    @property
+    def doubts(self) -> Mapping[str, str]:
+        """Those of every part."""
+        return {name: why for part in self._parts for name, why in part.doubts.items()}
+
     def fingerprint(self, name: str) -> str | None:
         """As the part that holds it says; of a file that is no part, over all of its bytes."""
         if name in self._other_names:

@@ -70,13 +70,15 @@ class Verification:
     """Content that is listed and not read, by name: what its checksum says, `unknown` where it has none."""
     unverified: Mapping[str, str] = field(default_factory=dict)
     """The part of `others` of which nothing could be checked, by name, with what it is."""
+    doubts: Mapping[str, str] = field(default_factory=dict)
+    """Parts whose checksums do not tell that all is as it was saved, with the reason: `unknown` where they hold."""
 
     @property
     def verdict(self) -> Check:
         """The worst of all: `failed`, `degraded`, `unknown` (nothing wrong, not all had a checksum), `ok`."""
         if not self.tensors and not self.container and not self.others:
             return Check.UNKNOWN  # nothing was checked
-        checks = (*self.container.values(), *self.others.values())
+        checks = (*self.container.values(), *self.others.values(), *([Check.UNKNOWN] if self.doubts else []))
         return _worst_of(*(tensor.verdict for tensor in self.tensors), *checks)
 
     @property
@@ -100,6 +102,7 @@ class Verification:
             "container": {part: check.value for part, check in self.container.items()},
             **({"others": {name: check.value for name, check in self.others.items()}} if self.others else {}),
             **({"unverified": dict(self.unverified)} if self.unverified else {}),
+            **({"doubts": dict(self.doubts)} if self.doubts else {}),
         }
 
 
@@ -135,6 +138,7 @@ def verify(
             dict(opened.container_checks()),
             others,
             {name: unread[name] for name, check in others.items() if check is Check.UNKNOWN},
+            dict(opened.doubts),
         )
 
 

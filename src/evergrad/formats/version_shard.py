@@ -34,12 +34,15 @@ from evergrad.formats.version_records import (
 )
 from evergrad.records import Check
 
-__all__ = ["SHARD", "ShardCheckpoint", "manifest_beside", "open_shard"]
+__all__ = ["SHARD", "UNVERIFIED", "ShardCheckpoint", "manifest_beside", "open_shard"]
 
 SHARD = re.compile(r"(rank-(\d{5,9}))\.safetensors(\.zst)?")
 _BLOCK = 1 << 22  # a multiple of every element's size
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]
+
+UNVERIFIED = "digests were taken after a restart, with none from the time of the capture to compare"
+"""The reason for which a version is unverified."""
 
 
 class ShardCheckpoint(AddressedCheckpoint, Recorded):
@@ -60,7 +63,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         )
         self.manifest = manifest
         self._digests: Mapping[str, Place] | None = None
-        self._is_read = False
+        self._is_read = self._is_doubted = False
         self._follows = True
         self._seen: set[str] = set()
         self._changed: dict[str, str] = {}
@@ -73,12 +76,12 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         return super()._xor_bits(name, indices, patterns)
 
     def checksum(self, name: str) -> Check:
-        """Whether the bytes have the digest of the manifest; `unknown` if that cannot be believed."""
+        """Whether the bytes have the digest of the manifest; `unknown` if that cannot be believed or came later."""
         self._info(name)
         if self._table() is None:
             return Check.UNKNOWN
         stored = self._stored(name)  # none: the manifest is of other tensors
-        return Check.of(stored is not None and self._holds(name, stored))
+        return self._doubted(Check.of(stored is not None and self._holds(name, stored)))
 
     def container_checks(self) -> Mapping[str, Check]:
         """The header, the manifest and, where there is one, `COMMIT.json`."""
@@ -99,7 +102,17 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
             if manifest.number("size") != size or not 8 <= end <= size:
                 return Check.FAILED
             found = xxhash.xxh3_128_hexdigest(file.read(end))
-        return Check.of(found == manifest.body.get("header"))
+        return self._doubted(Check.of(found == manifest.body.get("header")))
+
+    @property
+    def doubts(self) -> Mapping[str, str]:
+        """The shard itself, if its digests are not those of the capture."""
+        self._table()
+        return {self.path.name: UNVERIFIED} if self._is_doubted else {}
+
+    def _doubted(self, check: Check) -> Check:
+        """A digest that holds proves nothing about the time before it was taken."""
+        return Check.UNKNOWN if check is Check.OK and self.doubts else check
 
     def records(self) -> list[Path]:
         """The manifest, those of ranks that share tensors of this one, and `COMMIT.json`."""
@@ -153,6 +166,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         if not self._is_read:
             manifest = self._manifest()
             self._digests = believed(manifest.digests) if manifest is not None else None
+            self._is_doubted = manifest is not None and bool(manifest.body.get("unverified"))
             self._is_read = True
         return self._digests
 

@@ -91,7 +91,7 @@ def _row(entry: CatalogueEntry) -> list[Cell]:
         Cell(size(entry.size_bytes), entry.size_bytes),
         Cell(entry.state, mark=_STATES[entry.state]),
         Cell(", ".join(entry.tiers)),
-        Cell(entry.verified, mark=_VERDICTS[entry.verified]),
+        Cell(_verified(entry), mark=_VERDICTS[entry.verified]),
         Cell("ok" if entry.guarded else "", mark="good" if entry.guarded else ""),
         Cell(kept),
         Cell(entry.parent or ""),
@@ -119,3 +119,7 @@ def _commands(seen: JobVersions) -> list[tuple[str, str]]:
         commands.append(("All that is known of the newest", f"evergrad checkpoints show {where} {name}"))
         commands.append(("The newest as one file", f"evergrad checkpoints export {where} {name} model.safetensors"))
     return commands
+
+
+def _verified(entry: CatalogueEntry) -> str:
+    return "unverified" if entry.unverified and entry.verified != "failed" else entry.verified

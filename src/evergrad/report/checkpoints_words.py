@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
+from evergrad.formats.version_shard import UNVERIFIED
 from evergrad.report.checkpoints_reading import JobVersions
 from evergrad.report.markup import literal
 from evergrad.wording import counted
@@ -37,7 +38,12 @@ def is_usable(entry: CatalogueEntry) -> bool:
 
 def problems(seen: JobVersions) -> list[str]:
     """What is wrong or not known, worst first, each in a sentence."""
-    return [*_failed(seen), *_incomplete(seen), *(f"Not seen: {literal(line.rstrip('.'))}." for line in seen.unseen)]
+    return [
+        *_failed(seen),
+        *_incomplete(seen),
+        *_unverified(seen),
+        *(f"Not seen: {literal(line.rstrip('.'))}." for line in seen.unseen),
+    ]
 
 
 def size(count: float) -> str:
@@ -78,6 +84,13 @@ def _incomplete(seen: JobVersions) -> Iterator[str]:
         others = [entry for entry in seen.entries if entry.state == state and entry is not newest]
         if others:
             yield f"{counted(len(others), 'more version')} {'is' if len(others) == 1 else 'are'} {words}."
+
+
+def _unverified(seen: JobVersions) -> Iterator[str]:
+    found = [entry.version.name for entry in seen.entries if entry.unverified and not entry.retired]
+    if found:
+        more = f" and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        yield f"Unverified: {', '.join(found[:_TOLD])}{more}: {UNVERIFIED}."
 
 
 def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:

@@ -38,6 +38,7 @@ def export(
 ) -> int:
     """Write the whole state of a version as one file: sharded tensors put together, every digest checked first."""
     from evergrad.checkpoint.catalogue.export import export_version
+    from evergrad.formats.version_shard import UNVERIFIED
 
     catalogue = catalogue_of(run_dir)
     seen = catalogue.look()
@@ -47,8 +48,10 @@ def export(
     done = export_version(entry, seen, out, format=format, rank=rank, where=where, overwrite=overwrite)
     if as_json:
         row = {"version": entry.version.name, "out": str(done.path), "format": done.format}
-        print_json({**row, "tensors": done.tensors, "total_bytes": done.size_bytes})
+        print_json({**row, "tensors": done.tensors, "total_bytes": done.size_bytes, "unverified": entry.unverified})
     else:
+        if entry.unverified:
+            print(printable(f"unverified: {entry.version.name} ({UNVERIFIED})"))
         told = f"{entry.version.name} as {done.format}, {done.tensors} tensors, {size(done.size_bytes)}"
         print(printable(f"{done.path}: {told}"))
     return 0

@@ -66,8 +66,10 @@ def _shards(entry: CatalogueEntry, seen: Survey) -> list[dict[str, Json]]:
 
 
 def _verified(entry: CatalogueEntry) -> str:
+    from evergrad.formats.version_shard import UNVERIFIED
+
     if verified(entry) == "unverified":
-        return "unverified: digests were taken after a restart, with none from the time of the capture to compare"
+        return f"unverified: {UNVERIFIED}"
     return f"{entry.verified} ({entry.verified_at})" if entry.verified_at else "never"
 
 
