@@ -64,6 +64,7 @@ def last_line(ran: JobRun) -> str:
         ("only join", "made 24 optimizer steps, but never called job.wrap, job.batches and job.step"),
         ("parameters outside", "group 1 of SGD has a parameter of shape (1, 8) whose gradient is not reduced"),
         ("unfreezes", "a parameter of shape (16, 8) whose gradient is not reduced"),
+        ("nests", "job.batches: an epoch is under way"),
         ("updates by hand", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("first epoch only", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("copy is wrapped", "found SGD with 4 parameters, none of them that model's"),
@@ -74,6 +75,25 @@ def test_a_script_that_leaves_out_a_call_is_stopped_by_a_line_that_names_it(use:
     assert ran.exit_code == 2, ran.stderr
     assert said in last_line(ran)
     assert "job.step" in last_line(ran) or "job.batches" in last_line(ran)
+    assert len(ran.stderr.strip().splitlines()) == 2, "where the logs are, and this line"
+
+
+def test_a_signal_to_a_process_that_ends_by_a_mistake_shows_no_traceback_either(use: Any) -> None:
+    ran = use("told to leave as it ends")
+    assert ran.exit_code == 2, ran.stderr
+    assert "job.step: no batch since the last step" in last_line(ran)
+    assert len(ran.stderr.strip().splitlines()) == 2, ran.stderr
+
+
+def test_the_traceback_of_a_mistake_is_in_the_log_alone(use: Any) -> None:
+    ran = use("no wrap")
+    assert ran.exit_code == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+    logs = "".join((ran.folder / "run" / "logs" / f"{uid}.log").read_text() for uid in (0, 1))
+    head, _, rest = logs.partition("Traceback (most recent call last):\n")
+    assert rest.startswith(f'  File "{SCRIPT}", line '), logs
+    assert "UsageError: job.step: no model was given to job.wrap" in rest
+    assert head == ""
 
 
 def test_a_missing_job_step_is_found_before_a_failure_or_a_spare_can_make_it_worse(use: Any) -> None:
@@ -110,10 +130,29 @@ def test_an_epoch_may_have_no_step_if_nothing_was_reduced_or_it_was_left_early(u
     assert ran.summary["steps"] == 0
 
 
-def test_a_mistake_is_not_repeated_by_restarts(use: Any) -> None:
-    ran = use("no wrap", "--checkpoints", "{folder}/ck")
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("no wrap", "job.step: no model was given to job.wrap"),
+        ("nests", "job.batches: an epoch is under way"),
+        ("joins twice", "eg.join: this process has joined already"),
+        ("every 0", "eg.join(every=0): expected a number of steps, 1 or more"),
+        ("tracks twice", "job.track(counter=…): this name is taken"),
+        ("guards nothing", "job.guard: expected once, after job.wrap"),
+    ],
+)
+def test_a_mistake_is_not_repeated_by_restarts(use: Any, what: str, said: str) -> None:
+    ran = use(what, "--checkpoints", "{folder}/ck")
     assert ran.exit_code == 2, ran.stderr
+    assert said in last_line(ran)
+    assert "Traceback" not in ran.stderr
     assert not ran.events("spawn")
+
+
+def test_a_mistake_that_a_spare_is_the_first_to_make_is_said_to_be_the_spares(use: Any) -> None:
+    ran = use("spare warms up", spares=1)
+    assert ran.exit_code == 2, ran.stderr
+    assert "spare 2: backward through the model of job.wrap without a batch of job.batches" in last_line(ran)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -271,6 +310,7 @@ def test_the_environment_has_what_job_rank_is_when_a_script_begins_again(use: An
         ("spare fails", "spare 2 died (exit code 7) before it called eg.join"),
         ("spare stays out", "spare 2 ended its script before it called eg.join"),
         ("init_process_group", "spare 2 died (exit code 1) before it called eg.join"),
+        ("spare fails later", "spare 2 died (exit code 7) before its first job.batches"),
     ],
 )
 def test_a_spare_that_ends_while_it_starts_is_reported(use: Any, what: str, said: str) -> None:
@@ -286,6 +326,20 @@ def test_of_many_spares_that_ended_the_last_line_names_three(tmp_path: Path) -> 
     summary = Summary("finished", 0, "", 3, 0, 1, 1.0, tmp_path, ended_spares=ended)
     assert f"; {ended[0]}; {ended[1]}; {ended[2]}; 2 other spares ended early)" in str(summary)
     assert summary.to_json()["ended_spares"] == [*ended]
+
+
+@pytest.mark.parametrize(("strategy", "exact"), [("rollback", True), ("forward", True), ("restart", False)])
+def test_a_spare_takes_the_place_of_a_rank_that_leaves_exactly_where_neighbours_keep_its_state(
+    use: Any, strategy: str, exact: bool
+) -> None:
+    ran = use(
+        "plain", "--checkpoints", "{folder}/ck", "--await-spare", 2, spares=1, failures="leave rank=1 step=5",
+        strategy=strategy,
+    )  # fmt: skip
+    ran.assert_finished()
+    assert ran.summary["exact"] is exact
+    if not exact:
+        assert "comes from its save of step 3" in ran.summary["inexact"]
 
 
 # What a loop may rely on.

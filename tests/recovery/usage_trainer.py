@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import evergrad as eg
+from evergrad.errors import UsageError
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.stores import StoreClient
 
@@ -164,8 +166,21 @@ if what == "RANK" and not is_distributed:
 checkpointer = None
 if options.checkpoints:
     checkpointer = eg.Checkpointer(options.checkpoints, agent=False, policy=options.policy)
-job = eg.join(checkpointer, every=3 if checkpointer and not options.policy else None)
+every = 3 if checkpointer and not options.policy else None
+job = eg.join(checkpointer, every=0 if what == "every 0" else every)
 ended["before"] = job.rank
+if what == "joins twice":
+    eg.join()
+if what == "spare fails later":
+    if job.rank < 0:
+        sys.exit(7)
+    while '"death"' not in Path(os.environ["EVERGRAD_TIMELINE"]).read_text():
+        time.sleep(0.01)
+if what == "tracks twice":
+    job.track(counter=nn.Linear(1, 1))
+    job.track(counter=nn.Linear(1, 1))
+if what == "guards nothing":
+    job.guard()
 net = MODELS.get(what, fresh)()
 if what == "only join":
     train_alone(net)
@@ -191,7 +206,12 @@ if what == "makes optimizer state":  # as loading a state into it may do
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizers[0].step()
-if what == "warms up":
+if what == "spare warms up" and job.rank >= 0:
+    host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
+    StoreClient(host, int(port), secret=None).wait(Keys.fatal)
+    while True:  # until the launcher ends it
+        time.sleep(1)
+if what in ("warms up", "spare warms up"):
     loss_of(model, *data[:4]).backward()
 if options.await_spare is not None and job.rank >= 0:
     host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
@@ -222,6 +242,8 @@ for epoch in range(2):
             optimizer.zero_grad()
         if what != "no batches":
             seen.append(job.batch_index)
+        if what == "nests":
+            next(iter(job.batches(loader)))
         if what == "only accumulates":
             with model.no_sync():
                 loss_of(model, x, y).backward()
@@ -256,6 +278,13 @@ for epoch in range(2):
         net[0].requires_grad_(True)
     if what == "between epochs" and epoch == 0:
         optimizers[0].step()
+if what == "told to leave as it ends":
+    try:
+        job.step(*optimizers)
+    except UsageError:
+        shown = sys.excepthook
+        sys.excepthook = lambda *error: (os.kill(os.getpid(), signal.SIGTERM), shown(*error))
+        raise
 ended |= {"rank": job.rank, "world_size": job.world_size, "applied": job.applied, "batches": seen, "master": is_master}
 if checkpointer is not None:
     checkpointer.close()

@@ -230,13 +230,11 @@ class Coordinator:
         rank = plan.rank_of(uid) if plan is not None else None
         if plan is None or rank is None or not goes_on:
             if self._outcome is None:
-                joined = self._notices.has_joined(uid)
+                had = {"joined": self._notices.has_joined(uid), "waited": self._notices.has_waited(uid)}
                 if code != 0:
-                    self._tell(
-                        "death", uid=uid, rank=rank, code=code, generation=self.generation, joined=joined, **fields
-                    )
+                    self._tell("death", uid=uid, rank=rank, code=code, generation=self.generation, **had, **fields)
                 elif uid not in self._roster.left:
-                    self._tell("spare_ended", uid=uid, joined=joined)
+                    self._tell("spare_ended", uid=uid, **had)
         elif code == 0:
             self._finish_if_all_have(plan)
         elif code == LEFT_TOGETHER:

@@ -26,6 +26,7 @@ from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
 from evergrad.recovery.own import Keeping, Own
 from evergrad.recovery.parcels import receive_state, send_state
+from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.transport import Group
 
 __all__ = ["Engine"]
@@ -65,6 +66,8 @@ class Engine:
     """The ranks of the deal whose gradients of the step under way are not in all of its buckets."""
     passed_in: int = 0
     """The generation in which the last step's point was passed by all; -1 if some passed it, and then it broke."""
+    is_stopped: bool = False
+    """Whether this process has made a mistake that ends the job."""
     leaving: bool = False
     """Whether this process has been asked to leave."""
     suspicious: bool = False
@@ -295,8 +298,12 @@ class Engine:
 
     def stop(self, error: UsageError) -> None:
         """Nobody can survive this mistake: let the launcher end the job and say why."""
+        self.is_stopped = True
         if isinstance(self.crew, Launched):
-            self.crew.client.set(Keys.fatal, f"rank {self.crew.plan.rank_of(self.crew.uid)}: {error}")
+            rank = self.crew.plan.rank_of(self.crew.uid)
+            who = f"spare {self.crew.uid}" if rank is None else f"rank {rank}"
+            keep_in_log(error, is_said=True)
+            self.crew.client.set(Keys.fatal, f"{who}: {error}")
 
     def _give_kept(self, group: Group, plan: Plan, uid: int, rank: int) -> None:
         kept = self.keeping.of(uid, plan.point - 1)

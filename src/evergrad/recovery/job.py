@@ -44,6 +44,7 @@ from evergrad.recovery.passage import Passage
 from evergrad.recovery.progress import Progress
 from evergrad.recovery.saving import Saves
 from evergrad.recovery.snapshots import Snapshot, checked_tracked
+from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import Untracked
@@ -96,7 +97,6 @@ class Job:
         )  # fmt: skip
         self._optimizer_calls = OptimizerCalls(self._stepped_directly)
         self._sampler_ranks = SamplerRanks(lambda: (max(self.rank, 0), self.world_size))
-        self._was_stopped = False
         self._has_said_size = False
         self._batch_index = -1
         self._calls = 0
@@ -210,10 +210,13 @@ class Job:
           after such a check. If it is so again it is applied all the same, or stops the job (`stop`, not finite).
         - A parameter beyond `range_factor` times the largest that its tensor ever had is reported.
         """
-        settings = GuardSettings(every=every, norm_factor=norm_factor, range_factor=range_factor, heal=heal, stop=stop)
         trained, passage = self._trained, self._passage
-        if trained.model is None or passage.guarding is not None or self._arrival.has_yielded:
-            raise UsageError("job.guard: expected once, after job.wrap and before the first batch")
+        with self._stopping():
+            settings = GuardSettings(
+                every=every, norm_factor=norm_factor, range_factor=range_factor, heal=heal, stop=stop
+            )
+            if trained.model is None or passage.guarding is not None or self._arrival.has_yielded:
+                raise UsageError("job.guard: expected once, after job.wrap and before the first batch")
         if self._engine.gradients is None:
             self._tell("unguarded", why="one rank: there is nobody to compare with")
             return
@@ -229,9 +232,10 @@ class Job:
 
         A gradient scaler that is tracked is used by `step`. What is tracked is copied at the beginning of every step.
         """
-        if again := [name for name in things if name in self._trained.tracked]:
-            raise UsageError(f"job.track({again[0]}=…): this name is taken")
-        self._trained.tracked |= checked_tracked(things)
+        with self._stopping():
+            if again := [name for name in things if name in self._trained.tracked]:
+                raise UsageError(f"job.track({again[0]}=…): this name is taken")
+            self._trained.tracked |= checked_tracked(things)
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """This rank's batches of one epoch; the same ones again after a rollback, dealt anew after a loss.
@@ -310,7 +314,7 @@ class Job:
             if is_member and self._course.step:
                 with suppress(RuntimeError):  # the store may be gone
                     self._progress.show(self._course, self._crew, at_once=True)
-            elif is_member and self._is_among_others and not self._was_stopped:
+            elif is_member and self._is_among_others and not self._engine.is_stopped:
                 self._tell_misuse()
         finally:
             self._crew.close()
@@ -326,9 +330,10 @@ class Job:
         try:
             yield
         except UsageError as error:
-            self._was_stopped = True
             if not self._arrival.waits:
                 self._engine.stop(error)
+            elif isinstance(self._crew, Launched):  # the ranks may not make it
+                keep_in_log(error, is_said=False)
             raise
 
     def _check_step(self, optimizers: tuple[Optimizer, ...]) -> None:
@@ -398,7 +403,7 @@ class Job:
         """One epoch for the script; whether it made its steps by the job is known at the end."""
         calls = self._optimizer_calls
         calls.others = 0
-        with closing(cast("Generator[Any, None, None]", batches)):
+        with self._stopping(), closing(cast("Generator[Any, None, None]", batches)):
             for batch in batches:
                 self._batch_index = self._course.index + len(self._window) - 1
                 yield batch
@@ -409,10 +414,11 @@ class Job:
     def _tell_misuse(self) -> None:
         """The script has come to its end without a step of the job: say so if optimizers were stepped all the same."""
         if why := self._optimizer_calls.unused(self._trained.model is not None):
-            print(f"evergrad: rank {self.rank}: {why}", file=sys.stderr)
-            if isinstance(self._crew, Launched):
+            if isinstance(self._crew, Launched):  # whose launcher says it
                 with suppress(RuntimeError):
                     self._crew.client.set(Keys.misuse, f"rank {self.rank}: {why}")
+            else:
+                print(f"evergrad: rank {self.rank}: {why}", file=sys.stderr)
 
     def _reduced(
         self,
@@ -456,6 +462,8 @@ class Job:
 
     def _asked_to_leave(self, number: int) -> None:
         """By a signal: leave before the next step, or at once where there is none to come, or if asked again."""
+        if self._engine.is_stopped:  # it ends already, by an error that it must not be kept from
+            return
         if self._engine.leaving or not self._passage.is_iterating:
             sys.exit(128 + number)
         self._engine.leaving = True

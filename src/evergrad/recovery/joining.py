@@ -39,6 +39,7 @@ from evergrad.recovery.saving import Saves
 from evergrad.recovery.sealing import Secret
 from evergrad.recovery.stores import StoreClient
 from evergrad.recovery.strategies import STRATEGIES
+from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.transport import Group
 from evergrad.timeline import Recorder
 from evergrad.wording import meant
@@ -66,16 +67,30 @@ def join(
     """
     global _joined  # noqa: PLW0603 (a process is part of one job)
     if _joined is not None:
-        raise UsageError("eg.join: this process has joined already. Keep what it returned")
-    if every is not None and checkpointer is None:
-        raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
+        with _joined._stopping():
+            raise UsageError("eg.join: this process has joined already. Keep what it returned")
     env = os.environ
-    saves = Saves(checkpointer, every) if checkpointer is not None else None
     make = _launched if "EVERGRAD_STORE" in env else _static if int(env.get("WORLD_SIZE", "1")) > 1 else _solo
-    job = make(env, saves, _mode(env, after_loss), seed)
+    try:
+        if every is not None and checkpointer is None:
+            raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
+        saves = Saves(checkpointer, every) if checkpointer is not None else None
+        job = make(env, saves, _mode(env, after_loss), seed)
+    except UsageError as error:
+        if make is _launched:
+            _stop(env, error)
+        raise
     _joined = job
     atexit.register(job.close)
     return job
+
+
+def _stop(env: Mapping[str, str], error: UsageError) -> None:
+    """A mistake in the call ends the whole job: every rank makes it, also after a restart."""
+    host, _, port = env["EVERGRAD_STORE"].rpartition(":")
+    secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
+    keep_in_log(error, is_said=True)
+    StoreClient(host, int(port), secret=secret).set(Keys.fatal, str(error))
 
 
 def _solo(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
@@ -130,23 +145,17 @@ def _launched(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed
 def _connected(
     env: Mapping[str, str], uid: int, strategy: str, tell: Callable[..., None], *, has_saves: bool
 ) -> Launched:
-    """This process at the launcher's store, where it says that it has joined. What cannot work ends the whole job."""
+    """This process at the launcher's store, where it says that it has joined."""
     host, _, port = env["EVERGRAD_STORE"].rpartition(":")
     secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
     page, beat_s = Page.inherited(env.get("EVERGRAD_PULSE", "")), float(env.get("EVERGRAD_BEAT_S", "0.25"))
-    try:
-        transport = Transport.of(env, confirms=strategy == "forward")
-    except UsageError as refused:
-        StoreClient(host, int(port), secret=secret).set(Keys.fatal, str(refused))
-        raise
-    crew = Launched(host, int(port), uid, secret=secret, tell=tell, page=page, beat_s=beat_s, transport=transport)
+    transport = Transport.of(env, confirms=strategy == "forward")
     if strategy == "restart" and not has_saves:
-        error = UsageError(
+        raise UsageError(
             "eg.join: strategy 'restart' goes back to the newest checkpoint, and there is no checkpointer: "
             "eg.join(checkpointer=ck, every=100), or another strategy"
         )
-        crew.client.set(Keys.fatal, str(error))
-        raise error
+    crew = Launched(host, int(port), uid, secret=secret, tell=tell, page=page, beat_s=beat_s, transport=transport)
     about = {"pid": os.getpid(), "checkpointer": has_saves, "node": env.get("EVERGRAD_NODE", "n0")}
     crew.client.set(Keys.joined(uid), json.dumps(about))
     return crew

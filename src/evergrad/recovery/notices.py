@@ -40,6 +40,10 @@ class Notices:
         """Whether this process has called `eg.join`."""
         return self._store.has(Keys.joined(uid))
 
+    def has_waited(self, uid: int) -> bool:
+        """Whether this process has come to its first `job.batches` as a spare."""
+        return self._store.has(Keys.waiting(uid))
+
     def has_checkpointer(self, uid: int) -> bool:
         """Whether it has joined with something to restart from."""
         joined = self._store.find(Keys.joined(uid))

@@ -69,7 +69,9 @@ class Passage:
     def epoch(self, source: Source, call: int) -> Iterator[Any]:
         """The batches of one epoch, which is the script's `call`-th."""
         if self.is_iterating:
-            raise UsageError("job.batches: an epoch is under way. One at a time: finish it, or break out of it, first")
+            self.stop(
+                UsageError("job.batches: an epoch is under way. One at a time: finish it, or break out of it, first")
+            )
         self.is_iterating, has_ended = True, False
         course = self.engine.course
         try:
@@ -107,8 +109,8 @@ class Passage:
         if self._num_passes and not self.engine.course.index:
             self.stop(UsageError(
                 f"job.batches: the epoch is over, {counted(self._num_passes, 'backward pass', 'backward passes')} "
-                "reduced gradients in it, and job.step was not called: expected one job.step a step, found none. The job knows "
-                "nothing of updates that the script makes itself, and cannot repeat them when a rank is lost. Call "
+                "reduced gradients in it, and job.step was not called: expected one job.step a step, found none. The job "
+                "knows nothing of updates that the script makes itself, and cannot repeat them when a rank is lost. Call "
                 "job.step(optimizer) after backward(); for a pass that is no part of the training use model.module"
             ))  # fmt: skip
 

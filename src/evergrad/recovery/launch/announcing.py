@@ -37,7 +37,7 @@ class Announcer:
         if event == "death":
             self._note_death(fields)
         elif event == "spare_ended":
-            self._note_spare(fields["uid"], "ended its script", joined=fields["joined"])
+            self._note_spare(fields, "ended its script")
         elif event == "plan":
             self._announce(fields)
 
@@ -46,13 +46,15 @@ class Announcer:
         how = fields["how"] if "stack" in fields else f"died ({fields['how']})"
         self._deaths[fields["uid"]] = who, how
         if fields["rank"] is None:
-            self._note_spare(fields["uid"], how, joined=fields["joined"], is_said=not fields.get("stack"))
+            self._note_spare(fields, how, is_said=not fields.get("stack"))
         if fields.get("stack"):
             self._relay.say(f"{who} {fields['how']}; it was last seen in\n{innermost(fields['stack'])}")
 
-    def _note_spare(self, uid: int, how: str, *, joined: bool, is_said: bool = True) -> None:
+    def _note_spare(self, fields: dict[str, Any], how: str, *, is_said: bool = True) -> None:
         """A process without a rank is gone, and takes nobody's place any more."""
-        when = "while it waited" if joined else "before it called eg.join"
+        uid, when = fields["uid"], "before it called eg.join"
+        if fields["joined"]:
+            when = "while it waited" if fields["waited"] else "before its first job.batches"
         self.ended_spares[uid] = f"{self._label_of(uid)} {how} {when}"
         if is_said:
             self._relay.say(f"{self.ended_spares[uid]}: it takes no rank's place. See logs/{uid}.log")
