@@ -109,9 +109,10 @@ class Passage:
         if self._num_passes and not self.engine.course.index:
             self.stop(UsageError(
                 f"job.batches: the epoch is over, {counted(self._num_passes, 'backward pass', 'backward passes')} "
-                "reduced gradients in it, and job.step was not called: expected one job.step a step, found none. The job "
-                "knows nothing of updates that the script makes itself, and cannot repeat them when a rank is lost. Call "
-                "job.step(optimizer) after backward(); for a pass that is no part of the training use model.module"
+                "reduced gradients in it, and job.step was not called: expected one job.step a step, found none. The "
+                "job knows nothing of updates that the script makes itself, and cannot repeat them when a rank is "
+                "lost. Call job.step(optimizer) after backward(); for a pass that is no part of the training use "
+                "model.module"
             ))  # fmt: skip
 
     def _skip(self, call: int) -> None:
