@@ -88,6 +88,8 @@ def join(
 def _stop(env: Mapping[str, str], error: UsageError) -> None:
     """A mistake in the call ends the whole job: every rank makes it, also after a restart."""
     host, _, port = env["EVERGRAD_STORE"].rpartition(":")
+    if "EVERGRAD_SECRET" not in env:  # no launcher has made this environment: there is nobody to tell
+        return
     secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
     keep_in_log(error, is_said=True)
     StoreClient(host, int(port), secret=secret).set(Keys.fatal, str(error))
