@@ -196,6 +196,34 @@ def test_an_agent_that_is_busy_is_not_ended(tmp_path: Path, shm: Path, monkeypat
         assert agents_of(shm) == [agent]
 
 
+def test_the_first_save_is_not_taken_for_one_of_an_earlier_process_by_an_agent_that_starts_slowly(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Python runs this file when it starts. Trainers can connect to the agent already when it calls asyncio.run.
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import asyncio, sys, time
+
+            if "agent" in sys.orig_argv:
+                run = asyncio.run
+
+                def run_later(main):
+                    time.sleep(1)
+                    return run(main)
+
+                asyncio.run = run_later
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with eg.Checkpointer(tmp_path / "run", linger_s=0) as ck:
+        ck.save(1, state(1)).wait(timeout=SECONDS)
+        (found,) = ck.versions()
+        assert not found.unverified
+    until(lambda: not agents_of(shm))
+
+
 @pytest.mark.usefixtures("quick")
 def test_one_that_cannot_be_ended_is_an_error_that_names_it_until_it_goes_on(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch

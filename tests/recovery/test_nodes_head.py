@@ -117,8 +117,8 @@ def test_an_exit_is_heard_once_and_orders_arrive_in_order(patient: Other) -> Non
 
 def test_what_a_beat_shows_of_processes_is_known_at_the_head(patient: Other) -> None:
     patient.come()
-    vital = Vital(2, 5, 0.1, 9.0, False, 0.0, 0.5, 1.0, 3, stack="in a loop")
-    patient.beat(0, vitals=(vital, Vital(99, 1, 0.0, 9.0, False, 0.0, 0.0, 0.0, 0)))
+    vital = Vital(2, 5, 0.1, False, 0.0, 0, 0.5, 1.0, 3, stack="in a loop")
+    patient.beat(0, vitals=(vital, Vital(99, 1, 0.0, False, 0.0, 0, 0.0, 0.0, 0)))
     until(patient.nodes.vitals)
     assert patient.nodes.vitals() == {2: vital}
     assert patient.nodes.stack(2) == "in a loop"

@@ -27,7 +27,7 @@ from evergrad.errors import RecoveryError
 __all__ = ["Page", "Pulse", "Vital", "innermost", "is_stopped"]
 
 _BYTES = 8192
-_BEATS, _BEAT_AT, _STEADY_SINCE, _WAITS_SINCE, _WAITED, _WAITS, _ASKS_SINCE, _TURN, _LENGTH = range(9)
+_BEATS, _BEAT_AT, _BEATS_WHEN_ASKED, _WAITS_SINCE, _WAITED, _WAITS, _ASKS_SINCE, _TURN, _LENGTH = range(9)
 _STACK = 128
 _FRAMES = 24
 _NAME = "evergrad-pulse"
@@ -44,11 +44,11 @@ class Vital:
     beats: int
     """How often it has beat; 0: it has not begun to, and nothing can be said of it."""
     silent_s: float
-    steady_s: float
-    """How long it has beaten without a pause: its interpreter has been free for so long."""
     is_stopped: bool
     asks_s: float
     """How long it has been waiting for an answer of the store; 0: it is not."""
+    asks_beats: int
+    """How often it has beat meanwhile: rarely, if it gets no processor or some call holds the interpreter."""
     waits_s: float
     """How long its main thread has been waiting for other ranks; 0: it is not."""
     waited_s: float
@@ -91,18 +91,15 @@ class Page:
             self._memory.close()
             os.close(fd)
 
-    def beat(self, stack: str, pause_s: float = 1.0) -> None:
-        """This process lives, and is there; if the last beat was longer ago than this, it was not in between."""
+    def beat(self, stack: str) -> None:
+        """This process lives, and is there."""
         text = stack.encode()[: _BYTES - _STACK]
         numbers = self._numbers
         numbers[_TURN] += 1  # odd: being written
         self._memory[_STACK : _STACK + len(text)] = text
         numbers[_LENGTH] = len(text)
         numbers[_TURN] += 1
-        now = time.monotonic()
-        if not numbers[_BEATS] or now - numbers[_BEAT_AT] > pause_s:
-            numbers[_STEADY_SINCE] = now
-        numbers[_BEAT_AT] = now
+        numbers[_BEAT_AT] = time.monotonic()
         numbers[_BEATS] += 1
 
     def forget(self) -> None:
@@ -124,6 +121,7 @@ class Page:
 
     def asks(self, begins: bool) -> None:
         """The store was asked something; or has answered."""
+        self._numbers[_BEATS_WHEN_ASKED] = self._numbers[_BEATS]
         self._numbers[_ASKS_SINCE] = time.monotonic() if begins else 0.0
 
     def read(self, uid: int, pid: int) -> Vital:
@@ -134,9 +132,9 @@ class Page:
             uid=uid,
             beats=int(numbers[_BEATS]),
             silent_s=now - numbers[_BEAT_AT],
-            steady_s=now - numbers[_STEADY_SINCE],
             is_stopped=is_stopped(pid),
             asks_s=now - asks if asks else 0.0,
+            asks_beats=int(numbers[_BEATS] - numbers[_BEATS_WHEN_ASKED]) if asks else 0,
             waits_s=now - waits if waits else 0.0,
             waited_s=numbers[_WAITED] + (now - waits if waits else 0.0),
             waits=int(numbers[_WAITS]),
@@ -184,7 +182,7 @@ class Pulse:
 
     def _beat(self) -> None:
         while not self._over.wait(self._every_s):
-            self._page.beat(self._look(), 4 * self._every_s)
+            self._page.beat(self._look())
 
     def _ask_on(self) -> None:
         with suppress(RuntimeError, RecoveryError):

@@ -102,7 +102,9 @@ class Vigil:
         patience = self._patience
         if vital.silent_s >= patience.silent_s and vital.is_stopped:
             return Finding(vital.uid, "stopped", f"has been stopped for {vital.silent_s:.1f} s", True)
-        if min(vital.asks_s, vital.steady_s) >= patience.silent_s and not vital.is_stopped:
+        # Counted in its own beats too: on a machine with too much to do, both the answer and the beats are late.
+        asked_s = min(vital.asks_s, vital.asks_beats * patience.beat_s)
+        if asked_s >= patience.silent_s and not vital.is_stopped:
             return Finding(vital.uid, "cut off", f"cannot reach the store for {vital.asks_s:.1f} s", True)
         if patience.hung_s and vital.silent_s >= patience.hung_s:
             return Finding(vital.uid, "hung", f"has shown no sign of life for {vital.silent_s:.0f} s", True)

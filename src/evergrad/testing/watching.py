@@ -96,16 +96,21 @@ def _ask(launcher: int, run: Path) -> list[tuple[int, str, str]]:
             handles.append(handle)
             state, parent = _looked_up(pid)  # after the handle: it cannot have become another's number since
             if parent == launcher and state != "Z":
-                found.append((uid, who, _STATES.get(state, state)))
-                signal.pidfd_send_signal(handle, signal.SIGABRT)
-                signal.pidfd_send_signal(handle, signal.SIGCONT)
+                found.append((handle, uid, who, _STATES.get(state, state)))
+    # The launcher would end the others when the first of them ends, before they have said where they are.
+    os.kill(launcher, signal.SIGSTOP)
+    for handle, *_ in found:
+        with suppress(OSError):
+            signal.pidfd_send_signal(handle, signal.SIGABRT)
+            signal.pidfd_send_signal(handle, signal.SIGCONT)
     limit = time.monotonic() + _ANSWERS_WITHIN_S
     left = list(handles)
     while left and (ready := _wait(left, limit - time.monotonic())):
         left = [handle for handle in left if handle not in ready]
+    os.kill(launcher, signal.SIGCONT)
     for handle in handles:
         os.close(handle)
-    return found
+    return [(uid, who, state) for _, uid, who, state in found]
 
 
 def _living(run: Path) -> list[tuple[int, str, int]]:

@@ -21,7 +21,7 @@ from typing import Any
 from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.board import Board
-from evergrad.checkpoint.events import Alive, Attached, Settled, read_event
+from evergrad.checkpoint.events import Alive, Attached, Refused, Settled, read_event
 from evergrad.checkpoint.finish.agent import agent_process, end_agent, socket_address, timeout_seconds
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
@@ -141,6 +141,8 @@ class AgentLink(Link):
         self._timeout_s = timeout_seconds()
         self._heard = 0
         """Lines that agents have said."""
+        self._answered = threading.Event()
+        """Set when an agent has answered `attach`."""
         self._ended: int | None = None
         """The process of an agent that this link has ended."""
         self._question = self._again = 0
@@ -159,7 +161,11 @@ class AgentLink(Link):
             "op": "attach", "attempt": attempt, "tiers": list(tiers), "modules": self._modules,
             "run_dir": str(self._job.run_dir),
         }  # fmt: skip
+        self._answered.clear()
         self._send(self._attach)
+        # An agent that has just been started takes all it finds for shards of an earlier process: unverified, and
+        # finished without modules. Capture nothing before it knows of this process; one that is stuck is not awaited.
+        self._answered.wait(self._timeout_s)
 
     def captured(self, rank: int, index: int, ticket: Ticket) -> None:
         # Never waits: a trainer must not stand still because an agent died. The next one is told, and finds it anyway.
@@ -193,6 +199,7 @@ class AgentLink(Link):
     def close(self) -> None:
         with self._lock:
             self._closed.set()
+            self._answered.set()
             self._hang_up()
             self._lock.notify_all()
 
@@ -246,6 +253,8 @@ class AgentLink(Link):
                             self._board.break_off(None)
                         silent, self._unheard = 0, False
                         event = read_event(line)
+                        if isinstance(event, Attached | Refused):
+                            self._answered.set()
                         if isinstance(event, Attached | Alive):
                             self.pid = event.pid
                             continue
