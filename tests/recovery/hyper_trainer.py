@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 import evergrad as eg
 
@@ -40,6 +40,7 @@ parser.add_argument("--generator-unused", action="store_true", help="it draws be
 parser.add_argument("--optimizers", type=int, default=1)
 parser.add_argument("--late-optimizer", action="store_true", help="made inside of the loop")
 parser.add_argument("--drift", action="store_true", help="a joiner's weights change after its first step")
+parser.add_argument("--own-split", action="store_true", help="each process takes other samples: no seed")
 parser.add_argument("--checkpoints", type=Path)
 parser.add_argument("--every", type=int, default=3)
 parser.add_argument("--until", type=int, help="leave the loop after so many steps")
@@ -50,7 +51,9 @@ options = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(1)
 features = torch.randn(64, 12)
-data = TensorDataset(features, (features.sum(1) > 0).long())
+data: Dataset[Any] = TensorDataset(features, (features.sum(1) > 0).long())
+if options.own_split:
+    data = random_split(data, [48, 16], torch.Generator().manual_seed(os.getpid()))[0]
 loader = DataLoader(data, batch_size=8, shuffle=True)
 net = nn.ModuleDict({
     "body": nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2)),

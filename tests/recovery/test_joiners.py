@@ -225,3 +225,38 @@ def test_flipped_bits_that_nobody_looks_for_make_a_run_diverge(launch: Launch) -
     fail = "flip rank=1 step=5 phase=optimizer where=model/** bits=mantissa"
     ran = launch("-n", 2, "--fail", fail, script=HYPER, arguments=[])
     assert (ran.code, summary_of(ran)["outcome"], summary_of(ran)["exact"]) == (6, "diverged", False), ran.said
+
+
+@pytest.mark.parametrize(
+    "where", ["where=model/** bits=mantissa", "where=model/parts.body.1.running_mean bits=mantissa"]
+)
+def test_a_run_whose_flipped_rank_dies_later_is_not_exact(launch: Launch, where: str) -> None:
+    """After its death all ranks are alike again, but its gradients have changed the others' weights."""
+    fails = ["--fail", f"flip rank=1 step=3 phase=optimizer {where}", "--fail", "kill rank=1 step=6"]
+    ran = launch("-n", 2, "--spares", 1, *fails, script=HYPER, arguments=[])
+    assert ran.code == 0, ran.said
+    assert summary_of(ran)["exact"] is False, ran.said
+    assert "were flipped on rank 1" in summary_of(ran)["inexact"], ran.said
+
+
+def test_flipped_buffers_make_a_run_inexact(launch: Launch) -> None:
+    fail = "flip rank=0 step=5 phase=optimizer where=model/parts.body.1.running_mean bits=mantissa"
+    ran = launch("-n", 2, "--fail", fail, script=HYPER, arguments=[])
+    assert (ran.code, summary_of(ran)["exact"]) == (0, False), ran.said
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["-n", 2, "--spares", 1, "--fail", "kill rank=1 step=5"],
+        ["-n", 2, "--min-ranks", 2, "--fail", "kill rank=1 step=5"],
+    ],
+)
+def test_a_process_that_has_built_another_dataset_leaves_a_doubt(
+    launch: Launch, tmp_path: Path, how: list[object]
+) -> None:
+    checkpoints = ["--checkpoints", str(tmp_path / "versions")] if "--min-ranks" in how else []
+    ran = launch(*how, script=HYPER, arguments=["--own-split", *checkpoints])
+    assert ran.code == 0, ran.said
+    assert summary_of(ran)["exact"] is None, ran.said
+    assert "another dataset (dataset.indices)" in summary_of(ran)["unverified"], ran.said

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery.loading import Batches, Order, Source
+from evergrad.recovery.loading import Batches, Order, Source, data_digests
 
 
 class Noisy(Dataset[tuple[int, float]]):
@@ -373,3 +373,59 @@ def test_what_cannot_be_dealt_again_is_refused(loader: Any, why: str) -> None:
 def test_an_order_that_ranks_cannot_share_is_refused(sampler: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         Source.of(DataLoader(Noisy(), sampler=sampler)).order(0)
+
+
+class Images(Dataset[Any]):
+    """A dataset of the user's own, from which no sample may be fetched."""
+
+    def __init__(self, pixels: Any, files: list[str]) -> None:
+        self.pixels, self.files, self._cache = pixels, files, {"seen": 3}
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError(index)
+
+
+def split(seed: int) -> Dataset[Any]:
+    images = Images(np.arange(600.0).reshape(100, 6), [f"{index}.png" for index in range(100)])
+    return torch.utils.data.random_split(images, [80, 20], torch.Generator().manual_seed(seed))[0]
+
+
+def test_datasets_are_told_apart_by_what_they_hold_without_fetching_a_sample() -> None:
+    first, again, other = map(data_digests, (split(1), split(1), split(2)))
+    assert first == again
+    assert {name for name in first if first[name] != other[name]} == {"dataset.indices"}
+    assert set(first) == {"dataset", "dataset.indices", "dataset.dataset", "dataset.dataset.pixels",
+                          "dataset.dataset.files"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.arange(50_000), torch.arange(50_000).flip(0)),
+        (torch.zeros(()), torch.ones(())),
+        (np.zeros((9, 2), np.float32), np.zeros((9, 2))),
+        (list(range(5000)), list(range(1, 5001))),
+        ("a text", "a test"),
+        ([("a.png", 0)], [("a.png", 1)]),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
+    ],
+)
+def test_contents_of_every_kind_are_compared(one: Any, other: Any) -> None:
+    make = lambda part: data_digests(Images(part, []))  # noqa: E731
+    assert make(one) == make(one)
+    assert make(one) != make(other)
+
+
+def test_a_dataset_that_nothing_is_known_of_has_no_digests_but_its_length() -> None:
+    class Odd(Dataset[int]):
+        __slots__ = ()
+
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    assert list(data_digests(Odd())) == ["dataset"]
+    assert data_digests(object()) == {}
+    assert Source.of(Tape()).data == {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evergrad.recovery import strategies as module
 from evergrad.recovery.membership import Plan, Point, Report, Verdict
-from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
+from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, is_rest, relaunched
 
 BEGIN, STEP, END, JOIN = Point.BEGIN, Point.STEP, Point.END, Point.JOIN
 PROCEED, RETRY, REDO, REPAIR, RESTART, LEAVE = Verdict
@@ -99,6 +99,14 @@ def test_where_one_has_finished_the_others_go_ahead(kind: Point, strategy: Strat
     assert plan.verdicts == {11: PROCEED, 12: PROCEED}
     assert (plan.members, plan.dead, plan.point, plan.kind) == ((11, 12), (13,), 10, END)
     assert not plan.joiners  # there is nothing left to do
+    assert is_rest(plan)
+    assert not is_exact(plan), "a rank has died"
+
+
+def test_ranks_that_do_not_hear_that_the_job_is_over_end_as_if_they_had() -> None:
+    plan = after(FOUR, all_at(FOUR, (11, 12), 9, END), finished={10, 13})
+    assert is_rest(plan)
+    assert is_exact(plan)
 
 
 def test_one_that_left_early_has_not_passed_what_lacks_gradients() -> None:
@@ -451,7 +459,7 @@ def simply_decided(
         elif unused and (uid in (*gone, *left) or uid in [old for _, old in plan.vacant]):
             seats.append((unused.pop(0), uid))
     is_new = [uid not in here for uid, _ in seats]
-    if not (repairs or way.restarts):
+    if not (repairs or way.restarts or True in [report.keeps_place for report in able.values()]):
         for uid in [uid for uid in spares if uid not in [seated for seated, _ in seats]]:
             if len(seats) < max_ranks:
                 seats.append((uid, uid))
@@ -524,6 +532,7 @@ def situations(draw: st.DrawFn) -> tuple[Plan, dict[int, Report], dict[str, Any]
                 leaves=kind is JOIN and draw(st.booleans()),
                 planned=is_planned, tries=draw(st.sampled_from([0, 0, 0, 1])),
                 back_to=draw(st.sampled_from([""] * 9 + ["v3"])),
+                keeps_place=draw(st.sampled_from([False] * 9 + [True])),
             )  # fmt: skip
         if fate.startswith("dead"):
             dead.add(uid)

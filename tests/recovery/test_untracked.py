@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,84 @@ def test_hyper_parameters_that_begin_anew_are_recognised_although_the_script_rea
         assert "".join(said).startswith(expected) if expected else not said
 
 
+@pytest.mark.parametrize(
+    ("rate", "from_step"),
+    [
+        (lambda counter: 0.01 if counter < 7 else 0.002, 4),  # no change before the restart, and one much later
+        (lambda counter: 0.01 if counter < 7 else 0.002, 10),
+        (lambda counter: 0.1 if counter == 7 else None, 4),
+        (lambda counter: 0.1 if counter == 7 else None, 10),
+        (lambda counter: 0.1 if counter == 2 else None, 10),  # multiplied once, in the opening too
+        (lambda counter: 0.1 if counter == 2 else None, 1),
+        (lambda counter: 1 / (1 + counter), 10),
+        (lambda counter: 1 / (1 + counter), 2),
+    ],
+)
+def test_a_counter_that_begins_anew_leaves_a_doubt_although_the_script_logs_where_the_job_is(
+    rate: Callable[[int], float | None], from_step: int
+) -> None:
+    """A number below 0.1 or above replaces the rate; 0.1 multiplies it, once."""
+    said: list[str] = []
+    optimizer = trained()
+
+    def set_rate(counter: int) -> None:
+        found = rate(counter)
+        group = optimizer.param_groups[0]
+        if found is not None:
+            group["lr"] = group["lr"] * found if found == 0.1 else found
+
+    opening = train(Untracked(said.append), optimizer, range(from_step), set_rate)
+    untracked = Untracked(said.append)
+    untracked.restored(from_step, optimizer.param_groups)
+
+    def code(step: int) -> None:
+        untracked.has_read_step = True  # to print it
+        set_rate(step - from_step)
+
+    train(untracked, optimizer, range(from_step, from_step + 12), code, opening)
+    assert len(said) == 1, said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group, step: group.update(lr=1 / (1 + step)),
+        lambda group, step: group.update(lr=0.1 * min(1.0, (step + 1) / 8)),  # a warm-up
+        lambda group, step: group.update(lr=group["lr"] * 0.9),  # no counter at all
+        lambda group, step: group.update(lr=0.5),  # never
+    ],
+)
+def test_hyper_parameters_that_no_new_counter_would_give_leave_no_doubt(
+    change: Callable[[dict[str, Any], int], None],
+) -> None:
+    said: list[str] = []
+    optimizer = trained()
+    opening = train(Untracked(said.append), optimizer, range(5), lambda step: change(optimizer.param_groups[0], step))
+    untracked = Untracked(said.append)
+    untracked.restored(5, optimizer.param_groups)
+
+    def code(step: int) -> None:
+        untracked.has_read_step = True
+        change(optimizer.param_groups[0], step)
+
+    train(untracked, optimizer, range(5, 20), code, opening)
+    assert not said
+
+
+def test_an_average_of_weights_that_is_tracked_is_no_source_of_hyper_parameters() -> None:
+    said: list[str] = []
+    optimizer = trained()
+    untracked = Untracked(said.append)
+    untracked.restored(3, optimizer.param_groups)
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+
+    def code(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 1 / (1 + step)
+
+    train(untracked, optimizer, range(3, 9), code, tracked={"ema": average})
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("is_tracked", [False, True])
 def test_hyper_parameters_from_nowhere_leave_a_doubt(is_tracked: bool) -> None:
     said: list[str] = []
@@ -198,3 +278,83 @@ def test_generators_of_loaders_and_of_tracked_things_are_left_out() -> None:
     loader = torch.utils.data.DataLoader(list(range(3)), generator=loader_generator)  # type: ignore[arg-type,var-annotated]
     names = {"kept": kept.generator, "g": loader_generator, "mine": mine, "system": random.SystemRandom(), "x": 3}
     assert find_generators([names], {"kept": kept}, [loader]) == [("mine", mine)]
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("empty", "rng")
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+
+def holders(one: Any) -> dict[str, Any]:
+    """Variables of a script that hold a generator in the ways that scripts do."""
+
+    class Holder:
+        def __init__(self, **given: Any) -> None:
+            self.__dict__.update(given)
+
+    class OfClass:
+        shared = one
+
+    def closure() -> Any:
+        return one
+
+    def default(rng: Any = one) -> Any:
+        return rng
+
+    def batches() -> Any:
+        while True:
+            yield one
+
+    running = batches()
+    next(running)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    net[1].gen = one
+    return {
+        "attribute": (Holder(rng=one), "attribute.rng"),
+        "transform": (Holder(transform=Holder(rng=one)), "transform.transform.rng"),
+        "net": (net, "net.1.gen"),
+        "closure": (closure, "closure.one"),
+        "default": (default, "default()"),
+        "partial": (functools.partial(default, one), "partial()"),
+        "table": ({"noise": [1, one]}, "table['noise'][1]"),
+        "slots": (Slotted(one), "slots.rng"),
+        "kind": (OfClass(), "kind.shared"),
+        "method": (one.random if hasattr(one, "random") else one.get_state, "method"),
+        "running": (running, "running.one"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_generators_are_found_wherever_a_script_keeps_them(kind: str) -> None:
+    makers = {"torch": torch.Generator, "numpy": np.random.default_rng, "python": random.Random}
+    one: Any = makers[kind]()
+    for name, (thing, expected) in holders(one).items():
+        assert find_generators([{name: thing}], {}, []) == [(expected, one)], name
+
+
+def test_the_search_for_generators_ends_and_calls_nothing_of_the_scripts() -> None:
+    class Trap:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise ValueError("asked")
+
+    ring: list[Any] = []
+    ring.append(ring)
+    one = random.Random(1)
+    dead = weakref.proxy(random.Random(2))
+    names = {"trap": Trap(), "ring": ring, "dead": dead, "rows": [object() for _ in range(100_000)], "rng": one}
+    assert find_generators([names], {}, []) == [("rng", one)]
+
+
+def test_generators_of_loaders_that_are_not_the_jobs_are_left_out_and_those_of_their_data_are_not() -> None:
+    class Data(list[int]):
+        noise = None
+
+    data = Data(range(3))
+    data.noise = mine = np.random.default_rng(1)  # type: ignore[assignment]
+    loader = torch.utils.data.DataLoader(data, generator=torch.Generator(), shuffle=True)  # type: ignore[var-annotated]
+    assert find_generators([{"validation": loader}], {}, []) == [("validation.dataset.noise", mine)]

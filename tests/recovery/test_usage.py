@@ -377,6 +377,25 @@ def test_a_loader_that_keeps_its_own_place_says_that_the_job_cannot_grow(use: An
     assert ran.stderr.count("evergrad: a spare waits to join, and cannot: Endless keeps its own place") == 1
 
 
+def test_a_rank_that_makes_fewer_epochs_is_named_as_the_reason(use: Any) -> None:
+    ran = use("rank 0 ends early")
+    ran.assert_finished()
+    assert ran.summary["exact"] is False
+    assert "had ended the script before the others" in ran.summary["inexact"], ran.summary
+    assert "ended" in ran.stderr.partition("before the others")[0], ran.stderr
+
+
+@pytest.mark.parametrize("failure", ["leave rank=1 step=4", "kill rank=1 step=4"])
+def test_a_loss_does_not_let_more_ranks_in_than_a_loader_that_keeps_its_own_place_was_begun_with(
+    use: Any, failure: str
+) -> None:
+    ran = use("endless", ranks=2, spares=2, options=["--max-ranks", 4, "--fail", failure])
+    ran.assert_finished()
+    plans = [event["members"] for event in ran.events("plan")]
+    assert len(plans) == 2, ran.stderr
+    assert [len(members) for members in plans] == [2, 2], "one spare takes the place, and the other one waits on"
+
+
 def test_a_model_without_other_ranks_is_a_ddp_to_whoever_asks() -> None:
     net = nn.Linear(3, 2)
     model = Unwrapped(net)

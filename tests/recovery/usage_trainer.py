@@ -270,9 +270,11 @@ for epoch in range(2):
             own_optimizer.step()
         if what == "endless":
             time.sleep(0.01)
-            if "cannot_grow" in Path(os.environ["EVERGRAD_TIMELINE"]).read_text():  # one rank, so it may
+            if job.world_size > 1 and job.applied >= 12:
                 break
-    if what == "endless":
+            if job.world_size == 1 and "cannot_grow" in Path(os.environ["EVERGRAD_TIMELINE"]).read_text():
+                break  # one rank, so it may
+    if what == "endless" or (what == "rank 0 ends early" and job.rank == 0):
         break
     if what == "unfreezes":
         net[0].requires_grad_(True)

@@ -85,8 +85,8 @@ def test_without_a_fault_nothing_spreads_and_no_guard_speaks_up(tmp_path: Path, 
 def test_a_flipped_weight_is_one_element_of_one_layer_until_the_first_step(
     tmp_path: Path, first_trial: MakeTrial
 ) -> None:
-    # Which element is hit depends on the folder of the toys: hit one that has an effect. The bias of the first layer has
-    # none, because batch normalisation subtracts it.
+    # Which element is hit depends on the folder of the toys: hit one that has an effect. The bias of the first layer
+    # has none, because batch normalisation subtracts it.
     trial = first_trial(fault="bitflip:bits=sign", where="model/*.weight")
     seen = run(tmp_path, replace(trial, rules=Rules(watch=("spread",))))
     assert values(seen, "elements")[0] == pytest.approx(1 / 74, rel=1e-5)

@@ -25,8 +25,8 @@ EPILOG = (
     "A script that calls eg.join() survives failures; any other one runs as under torchrun, until one rank fails. "
     "Ctrl-C and SIGTERM are passed on to every process.\n\n"
     "Exit codes: 0 finished, also after losses · 1 the script failed · 2 usage · 4 too few ranks left and nothing to "
-    "restart from · 5 this node has lost the head · 75 all ranks were asked to leave · "
-    "130, 143 interrupted by SIGINT, SIGTERM."
+    "restart from · 5 this node has lost the head · 6 the ranks' final states differ · "
+    "75 all ranks were asked to leave · 130, 143 interrupted by SIGINT, SIGTERM."
 )
 
 

@@ -189,7 +189,7 @@ class Arrival:
             return
         engine.course.set_own_loader(None)  # the giver's is not this rank's
         if uid not in plan.takes:
-            engine.note_inexact(f"from generation {plan.generation} on a rank has part that has its own random numbers")
+            engine.note_inexact(f"in generation {plan.generation} a rank has joined with random numbers of its own")
             return
         rank = plan.takes[uid]
         step = self.saves.restore_own(self.trained.model, rank) if self.saves is not None else None

@@ -51,6 +51,8 @@ class Course:
         self._batches: Batches | None = None
         self._fetched = 0
         self._loader_state: Any = None
+        self._known_data: dict[str, str] = {}
+        """Digests of the dataset of whoever gave this process the state."""
 
     @property
     def source(self) -> Source:
@@ -175,6 +177,12 @@ class Course:
         """The loader, if only it knows where it is."""
         return self._source.loader if self._source is not None and self._source.opaque else None
 
+    @property
+    def differing_data(self) -> str:
+        """The first part of the dataset that was another one where the state comes from; empty if none is known."""
+        mine = self.source.data
+        return next((name for name, one in self._known_data.items() if mine.get(name, one) != one), "")
+
     def set_own_loader(self, state: Any) -> None:
         """Where this rank's own loader is to go on."""
         self._loader_state = state
@@ -187,6 +195,7 @@ class Course:
             "is_begun": self.is_begun,
             "layout": self.layout,
             "opening": list(self.opening),
+            "data": dict(self._source.data) if self._source is not None else {},
             "deal": self.deal.state_dict() if self.deal is not None and self.is_begun else None,
             "order": self._order.state_dict() if self._order is not None and self._is_shared else None,
             "loader": own.state_dict() if own is not None else None,
@@ -199,7 +208,8 @@ class Course:
             setattr(self, name, int(state[name]))
         self.is_begun = bool(state["is_begun"])
         self.layout = state["layout"]
-        self.opening = list(state.get("opening", []))  # versions of earlier releases have none
+        self.opening = list(state.get("opening", []))  # versions of earlier releases have none of these two
+        self._known_data = dict(state.get("data", {}))
         self.deal = Epoch.from_state(state["deal"]) if state["deal"] is not None else None
         self._order = Order.from_state(state["order"]) if state["order"] is not None else None
         self._is_shared = self._order is not None and self.is_begun

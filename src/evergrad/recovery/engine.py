@@ -200,6 +200,7 @@ class Engine:
             planned=planned,
             tries=self.tries,
             back_to=back_to,
+            keeps_place=self.own.loader is not None,
         )
         self.tell("report", generation=plan.generation, point=report.point, kind=str(kind), step=report.step,
                   done=len(report.done), buckets=report.buckets, reason=why)  # fmt: skip

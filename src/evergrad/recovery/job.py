@@ -446,7 +446,7 @@ class Job:
             trained.optimizers.meet((overlapped,))
             trained.optimizers.overlap = gradients.overlap
         self._sites.watch(gradients.module, self._site)
-        self._sites.expose(trained.live)
+        self._sites.expose(trained.live, self._engine.note_inexact)
         if not self._arrival.waits and self._crew.plan.generation == 0:
             try:
                 gradients.broadcast(self._crew.group(), 0)

@@ -25,22 +25,24 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import distributed
 from torch.utils import data as torch_data
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError, UsageError
 from evergrad.recovery.dealing import Epoch
 
-__all__ = ["Batches", "Order", "SamplerRanks", "Source"]
+__all__ = ["Batches", "Order", "SamplerRanks", "Source", "data_digests"]
 
 # Batches come in the order of the books: `in_order` is left at its default, whatever the loader says.
 _PASSED_ON = (
@@ -57,6 +59,8 @@ _PASSED_ON = (
 )
 _SAMPLERS: Any = torch_data.distributed
 _TOO_MANY = 1_000
+_DEPTH, _MOST_DIGESTS, _ROWS, _ITEMS = 3, 64, 64, 1024
+"""How far a dataset is searched for data, and how much of it is compared."""
 _ADVICE = "Pass a DataLoader over a map-style dataset, or a loader with state_dict and load_state_dict"
 
 
@@ -183,6 +187,11 @@ class Source:
         self.batch_size, self.pad, self.drop_last = batch_size, pad, drop_last
         self._dealt = _Dealt()
         self._inner: DataLoader[Any] | None = None
+
+    @cached_property
+    def data(self) -> dict[str, str]:
+        """Digests of samples of the dataset's contents, by name; empty for an opaque loader."""
+        return {} if self.opaque else data_digests(self.loader.dataset)
 
     @classmethod
     def of(cls, loader: Any) -> Source:
@@ -351,3 +360,59 @@ def _end_workers(iterator: object) -> None:
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
+
+
+def data_digests(dataset: Any) -> dict[str, str]:
+    """Digests of the arrays and sequences that a dataset holds: of their lengths and of some of their elements.
+
+    Different digests prove different data, such as the indices of a random split that was made without a seed. Equal
+    ones prove nothing. No sample is fetched.
+
+    >>> sorted(data_digests(torch.utils.data.Subset([4, 5, 6], [2, 0])))
+    ['dataset', 'dataset.dataset', 'dataset.indices']
+    """
+    found: dict[str, str] = {}
+    left: list[tuple[str, Any, int]] = [("dataset", dataset, 0)]
+    while left and len(found) < _MOST_DIGESTS:
+        name, thing, depth = left.pop(0)
+        if type(thing) is tuple and not _is_plain(thing[:1]):
+            left += [(f"{name}[{index}]", part, depth) for index, part in enumerate(thing[:_MOST_DIGESTS])]
+        elif (sample := _sample_of(thing)) is not None:
+            found[name] = xxhash.xxh3_64_hexdigest(sample)
+        elif depth < _DEPTH and isinstance(parts := getattr(thing, "__dict__", None), dict):
+            if isinstance(thing, Dataset):
+                found[name] = xxhash.xxh3_64_hexdigest(repr((type(thing).__qualname__, _length_of(thing))).encode())
+            left += [(f"{name}.{key}", part, depth + 1) for key, part in parts.items() if not key.startswith("_")]
+    return found
+
+
+def _sample_of(thing: Any) -> bytes | None:
+    """Some of the elements of an array or of a sequence of plain values, as bytes; None for anything else."""
+    if isinstance(thing, torch.Tensor | np.ndarray):
+        rows = [thing] if not thing.ndim else [thing[row] for row in _spread(len(thing), _ROWS)]
+        firsts = [row.reshape(-1)[:_ROWS].tolist() for row in rows]
+        return repr((str(thing.dtype), tuple(thing.shape), firsts)).encode()
+    if isinstance(thing, str | bytes):
+        return repr((len(thing), thing[:_ITEMS], thing[-_ITEMS:])).encode()
+    if isinstance(thing, list | tuple | range):
+        some = [thing[index] for index in _spread(len(thing), _ITEMS)]
+        return repr((len(thing), some)).encode() if _is_plain(some) else None
+    return None
+
+
+def _spread(length: int, most: int) -> range:
+    return range(0, length, max(1, length // most))
+
+
+def _is_plain(items: Sequence[Any]) -> bool:
+    return all(
+        isinstance(item, int | float | str | bytes | None) or (isinstance(item, list | tuple) and _is_plain(item))
+        for item in items
+    )
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None

@@ -95,6 +95,8 @@ class Report:
     """How often the step under way has been done again by common consent, because its result was suspicious."""
     back_to: str = ""
     """The version that all have agreed to go back to, because what they have cannot be trusted."""
+    keeps_place: bool = False
+    """Whether only its loader knows its place in the data, so that a new rank cannot be given a share."""
 
     @property
     def begun_at(self) -> int:

@@ -29,6 +29,7 @@ from evergrad.recovery.loading import Source
 from evergrad.recovery.membership import LEFT_TOGETHER, Fingerprint, Keys, Point, Verdict
 from evergrad.recovery.progress import Progress
 from evergrad.recovery.saving import Saves
+from evergrad.recovery.strategies import is_rest
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import Untracked
@@ -61,6 +62,7 @@ class Passage:
     _num_passes: int = 0
     """How many backward passes of this epoch have reduced gradients on this rank, whatever became of them."""
     _must_follow: bool = False
+    _is_rest_noted: bool = False
     _compared: tuple[int, int] = (-1, 0)
     """The generation in which ranks were last compared because somebody had joined, and how often."""
     _fingerprint: Fingerprint | None = None
@@ -224,6 +226,8 @@ class Passage:
         course.open(source, self.arrival.seed, crew.rank, crew.world_size)
         engine.own.loader = course.own_loader
         engine.members = crew.plan.members
+        if not course.is_begun:
+            self._note_missing_ranks()
         while not course.is_begun:
             engine.begin_step()
             try:
@@ -239,6 +243,22 @@ class Passage:
                 course.is_begun = True
             else:
                 course.share_again()
+
+    def _note_missing_ranks(self) -> None:
+        """Say that some ranks have finished, if the present generation is what they left of the job, and goes on."""
+        engine, plan = self.engine, self.engine.crew.plan
+        if not is_rest(plan) or self._is_rest_noted:
+            return
+        self._is_rest_noted = True
+        num_ended = len(plan.previous) - len(plan.members)
+        why = (
+            f"{counted(num_ended, 'rank')} had ended the script before the others, which begin epoch "
+            f"{engine.course.epoch}: all processes have to call job.batches equally often, also where a snapshot of "
+            "the script's own lets it skip epochs"
+        )
+        engine.note_inexact(why)
+        if engine.crew.rank == 0:
+            print(f"evergrad: {why}", file=sys.stderr)
 
     def _end(self) -> bool:
         """Pass the last point of an epoch: nobody leaves before all have applied its last step. Whether it is over."""
@@ -293,6 +313,12 @@ class Passage:
             return
         how = "went on from a checkpoint" if arrival.has_restored else "joined"
         self._watch_generators(f"and began anew where rank {self.engine.crew.rank} {how} at step {arrival.took_up}")
+        if part := self.engine.course.differing_data:
+            self.engine.note_unverified(
+                f"rank {self.engine.crew.rank}, which {how} at step {arrival.took_up}, has built another dataset "
+                f"({part}) than the process whose state it has: seed before the dataset is built, "
+                "torch.manual_seed(…) for torch.utils.data.random_split"
+            )
         if arrival.has_restored:
             self.untracked.restored(arrival.took_up, self.trained.optimizers.groups())
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 from evergrad.recovery.membership import Plan, Point, Report, Verdict
 
-__all__ = ["STRATEGIES", "Stop", "Strategy", "decide", "is_exact", "relaunched"]
+__all__ = ["STRATEGIES", "Stop", "Strategy", "decide", "is_exact", "is_rest", "relaunched"]
 
 Strategy = Literal["rollback", "forward", "restart"]
 STRATEGIES: tuple[Strategy, ...] = ("rollback", "forward", "restart")
@@ -53,7 +53,8 @@ def decide(
     Every member has reported, has finished (it exited with 0) or is dead; one that died after its report is dead.
     Spares are those that wait, in the order in which they are called. A plan to relaunch has no members yet: they are
     whoever lives, and new processes up to the number of ranks that the job began with. Below `max_ranks` (0: never)
-    spares get places of their own. The work is linear in the number of ranks and spares.
+    spares get places of their own, unless the ranks' loaders keep their own places in the data. The work is
+    linear in the number of ranks and spares.
     """
     assert set(plan.members) <= reports.keys() | finished | dead, "somebody may still report"
     present = {uid: reports[uid] for uid in plan.members if uid in reports and uid not in finished and uid not in dead}
@@ -68,7 +69,7 @@ def decide(
     is_planned = not gone and all(report.planned for report in present.values())
     way = _way(plan, present, able, strategy, is_planned=is_planned)
     seats = _seats(plan, present.keys() - left, (*gone, *left), spares)
-    if not (way.repairs or way.restarts):
+    if not (way.repairs or way.restarts or any(report.keeps_place for report in able.values())):
         seated = {seat.uid for seat in seats}
         waiting = [uid for uid in spares if uid not in seated]
         seats += [_Seat(uid, uid, is_new=True) for uid in waiting[: max(0, max_ranks - len(seats))]]
@@ -125,8 +126,16 @@ def relaunched(plan: Plan, num_ranks: int, spares: Sequence[int], start: Callabl
 
 def is_exact(plan: Plan) -> bool:
     """Whether training goes on as if nothing had been lost: every place is taken, with all that was there."""
+    if is_rest(plan) and not plan.dead:  # nothing is left to be trained, unless the script begins another epoch
+        return True
     whole = plan.restart or all(uid in plan.keepers for uid in plan.joiners)
     return whole and len(plan.members) == len(plan.previous) and Verdict.REPAIR not in plan.verdicts.values()
+
+
+def is_rest(plan: Plan) -> bool:
+    """Whether these are the ranks that had not heard that the last point was passed, when others had finished."""
+    ended = set(plan.previous) - set(plan.members) - set(plan.dead) - set(plan.left)
+    return plan.kind is Point.END and bool(ended) and set(plan.verdicts.values()) == {Verdict.PROCEED}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,34 @@ reports what nobody can verify:
 | state | found because |
 |---|---|
 | a scheduler of one of the job's optimizers | it is stepped, and was not where the job is when the job went on |
-| hyper-parameters that the script sets | it has not asked the job where it is; or the job began with the same ones |
+| hyper-parameters that the script sets | nothing shows that they come from where the job is, and not from a counter |
 | generators in its variables and objects | numbers are drawn after the state was taken up, or when a step is redone |
+
+A counter of the script begins at 0 again. If the first hyper-parameters that the script sets after a restore are others
+than those that the job began with, they do not come from such a counter. Hyper-parameters that change later for the
+first time could: that a script reads `job.applied`, to log it say, is no proof.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
+import inspect
 import random
 import sys
+import sysconfig
+import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -33,6 +45,14 @@ from evergrad.recovery.snapshots import is_scaler
 __all__ = ["Untracked", "find_generators", "find_schedulers", "hyper_parameters_digest"]
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_MANY_OBJECTS = 40_000
+"""So many objects of the script are searched for generators, the nearest first: up to about 20 ms."""
+_FIRST_ITEMS = 64
+"""So many items of each list or dict."""
+_LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None), Path, LRScheduler, Optimizer)
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_modules"}
+"""Attributes that every module has: tensors and hooks."""
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @dataclass(slots=True)
@@ -58,14 +78,20 @@ class Untracked:
         self._epoch = -1
         self._hyper = ""
         """The hyper-parameters after the last step, as a digest; empty if they are not known."""
+        self._numbers: list[float] = []
+        """The same as numbers."""
+        self._is_opening = False
+        """True in the first steps of the job."""
+        self._is_by_job = False
+        """True if the script has set hyper-parameters that no counter that began anew would give."""
         self._schedulers: list[_Scheduler] | None = None
         self._generators: list[tuple[str, Any, Any]] = []
         self._where = ""
 
     def restored(self, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """This process goes on from a checkpoint, and its script's own code begins to count now."""
-        self._since, self._schedulers, self.has_read_step = step, None, False
-        self._hyper = hyper_parameters_digest(groups) if groups else ""
+        self._since, self._schedulers, self.has_read_step, self._is_by_job = step, None, False, False
+        self._hyper, self._numbers = hyper_parameters_digest(groups) if groups else "", _numbers_of(groups)
 
     def watch_generators(self, where: str, tracked: Mapping[str, Any], loaders: Iterable[Any]) -> None:
         """Report if numbers are drawn from the script's own generators from now on; `where` says what happened now."""
@@ -80,8 +106,9 @@ class Untracked:
     ) -> None:
         """A step is about to be applied: look at what the script has done since the last one."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        if step == len(opening) < OPENING:
-            opening.append(hyper_parameters_digest(groups))
+        self._is_opening = step == len(opening) < OPENING
+        if self._is_opening:
+            opening.append(self._change(groups))
         self._look_at_generators()
         if self._since < 0:
             return
@@ -91,15 +118,16 @@ class Untracked:
                 _Scheduler(one, one.last_epoch, one.last_epoch) for one in find_schedulers(optimizers, tracked)
             ]
         moved = self._look_at_schedulers(epoch)
-        if self._since >= 0 and not moved and not any(not is_scaler(thing) for thing in tracked.values()):
+        if self._since >= 0 and not moved and not any(map(_may_give_hyper_parameters, tracked.values())):
             self._look_at_hyper_parameters(step, opening, groups)
         self._epoch = epoch
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
         """A step was applied: from here on the script prepares the next one."""
         self.has_read_step = False
-        if self._since >= 0:
-            self._hyper = hyper_parameters_digest([group for one in optimizers for group in one.param_groups])
+        if self._since >= 0 or self._is_opening:
+            groups = [group for one in optimizers for group in one.param_groups]
+            self._hyper, self._numbers = hyper_parameters_digest(groups), _numbers_of(groups)
 
     def _look_at_schedulers(self, epoch: int) -> bool:
         """Report the first untracked scheduler that is stepped and began anew; True if any was stepped."""
@@ -120,19 +148,37 @@ class Untracked:
         return moved
 
     def _look_at_hyper_parameters(self, step: int, opening: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
-        now, index = hyper_parameters_digest(groups), step - self._went_on_at[0]
-        if not self._hyper or now == self._hyper:
+        index = step - self._went_on_at[0]
+        if not self._hyper or index == step or hyper_parameters_digest(groups) == self._hyper:
             return
-        if step != index < len(opening) and opening[index] == now:
+        known = opening[: self._went_on_at[0]]  # later ones were made after this restore
+        if index < len(known) and _repeats(self._change(groups), index, known):
             self._doubt(
                 f"step {step}, after the job went on from step {self._since}, has the hyper-parameters that step "
                 f"{index} had, so a counter of the script seems to have begun anew: compute them from job.applied"
             )
-        elif not self.has_read_step:
+            return
+        self._is_by_job = self._is_by_job or index < len(known)
+        if not self.has_read_step:
             self._doubt(
                 f"the script has set hyper-parameters for step {step}, after the job went on from step {self._since}, "
                 "and nobody knows from what: compute them from job.applied, or give job.track what they come from"
             )
+        elif not self._is_by_job:
+            self._doubt(
+                f"the script has set hyper-parameters for step {step}, and none in the first steps after the job went "
+                f"on from step {self._since}: they may come from job.applied, or from a counter that began anew. Use a "
+                "scheduler, and job.track(scheduler=scheduler)"
+            )
+
+    def _change(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """The hyper-parameters of a step, and by what they were multiplied since the last one: two digests."""
+        now = _numbers_of(groups)
+        factors = ""
+        if len(now) == len(self._numbers) and now != self._numbers:
+            ratios = [f"{new / old:.9g}" if old else repr(new) for new, old in zip(now, self._numbers, strict=True)]
+            factors = hashlib.blake2b(" ".join(ratios).encode(), digest_size=8).hexdigest()
+        return f"{hyper_parameters_digest(groups)} {factors}"
 
     def _look_at_generators(self) -> None:
         for name, generator, state in self._generators:
@@ -159,6 +205,36 @@ def hyper_parameters_digest(groups: Sequence[Mapping[str, Any]]) -> str:
     return found.hexdigest()
 
 
+def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The numbers among the hyper-parameters of parameter groups."""
+    found: list[float] = []
+    for group in groups:
+        for key in sorted(key for key in group if key != "params"):
+            value = group[key].tolist() if isinstance(group[key], torch.Tensor) else group[key]
+            found += [float(one) for one in (value if isinstance(value, list | tuple) else [value]) if _is_number(one)]
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _repeats(change: str, index: int, opening: Sequence[str]) -> bool:
+    """True if a counter that began anew would have changed the hyper-parameters like this, so many steps later."""
+    values, factors = change.split(" ")
+    known, known_factors = opening[index].split(" ")
+    if values == known:
+        return True
+    # A factor that is the same in every step needs no counter.
+    every = {each.split(" ")[1] for each in opening[1:]}
+    return bool(factors) and factors == known_factors and (len(opening) < OPENING or len(every) > 1)
+
+
+def _may_give_hyper_parameters(tracked: Any) -> bool:
+    """True if a script may compute hyper-parameters from this, which a restore brings back."""
+    return not (is_scaler(tracked) or isinstance(tracked, nn.Module))
+
+
 def find_schedulers(optimizers: Sequence[Optimizer], tracked: Mapping[str, Any]) -> list[Any]:
     """All schedulers of these optimizers in this process that are neither tracked nor parts of tracked ones."""
     wanted = {id(optimizer.param_groups) for optimizer in optimizers}
@@ -180,9 +256,10 @@ def find_schedulers(optimizers: Sequence[Optimizer], tracked: Mapping[str, Any])
 def find_generators(
     namespaces: Iterable[Mapping[str, Any]], tracked: Mapping[str, Any], loaders: Iterable[Any]
 ) -> list[tuple[str, Any]]:
-    """The generators among these variables, and in attributes of the script's own objects, by name.
+    """The generators that these variables and the loaders' datasets reach, by name; the script's objects are searched.
 
-    Those of the job's loaders are left out, because the job deals the data; so are those that tracked things hold.
+    Those of data loaders and of their samplers are left out, because the job deals the data; so are those that tracked
+    things hold.
     """
     ours: list[Any] = [
         torch.default_generator,
@@ -192,23 +269,99 @@ def find_generators(
     for loader in loaders:
         ours += [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
     known = {id(one) for one in ours} | {id(part) for thing in tracked.values() for part in _parts(thing)}
-    found: dict[int, tuple[str, Any]] = {}
-
-    def take(name: str, thing: Any) -> bool:
-        is_one = isinstance(thing, _GENERATORS) and not isinstance(thing, random.SystemRandom)
-        if is_one and id(thing) not in known:
-            found.setdefault(id(thing), (name, thing))
-        return is_one
-
-    for names in namespaces:
-        for name, thing in list(names.items()):
-            if not take(name, thing) and type(thing).__module__ == "__main__":
-                for inner, part in list(getattr(thing, "__dict__", {}).items()):
-                    take(f"{name}.{inner}", part)
+    left: deque[tuple[str, Any]] = deque()
     for loader in loaders:
-        for inner, part in list(getattr(getattr(loader, "dataset", None), "__dict__", {}).items()):
-            take(f"dataset.{inner}", part)
-    return list(found.values())
+        left.append(("dataset", getattr(loader, "dataset", None)))
+    for names in namespaces:
+        left += [(name, thing) for name, thing in list(names.items()) if not name.startswith("__")]
+    found, seen, kept = [], set(known), []
+    num_left = _MANY_OBJECTS
+    while left:
+        name, thing = left.popleft()
+        if issubclass(type(thing), _LEAVES) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        kept.append(thing)  # else another object may get its number
+        if issubclass(type(thing), _GENERATORS):
+            if not isinstance(thing, random.SystemRandom):
+                found.append((name, thing))
+            continue
+        with suppress(Exception):  # of properties of a user's object; a search must not end the training
+            more = [(name + label, part) for label, part in _reached_from(thing)][:num_left]
+            num_left -= len(more)
+            left += more
+    return found
+
+
+def _reached_from(thing: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that one of the script's own objects holds, each with what is added to its name."""
+    match thing:
+        case dict() | types.MappingProxyType():
+            yield from ((f"[{key!r}]", part) for key, part in [*thing.items()][:_FIRST_ITEMS])
+        case list() | tuple() | set() | frozenset() | deque():
+            yield from ((f"[{index}]", part) for index, part in enumerate([*thing][:_FIRST_ITEMS]))
+        case types.ModuleType() | type():
+            if _is_of_script(thing):
+                yield from ((f".{name}", part) for name, part in [*vars(thing).items()] if not name.startswith("__"))
+        case types.FunctionType():
+            if _is_of_script(thing):
+                cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
+                yield from ((f".{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell))
+                yield from (
+                    ("()", part) for part in (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+                )
+        case types.MethodType() | types.BuiltinMethodType():
+            yield "", thing.__self__
+        case types.GeneratorType():
+            yield from ((f".{name}", part) for name, part in (inspect.getgeneratorlocals(thing) or {}).items())
+        case functools.partial():
+            yield from (("()", part) for part in (thing.func, *thing.args, *thing.keywords.values()))
+    yield from _attributes(thing)
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, in its dict and in slots, without those of the job and of a loader's sampling."""
+    kind = type(thing)
+    if kind.__module__.partition(".")[0] in ("builtins", "evergrad"):
+        return
+    names = getattr(thing, "__dict__", None)
+    if isinstance(thing, torch.utils.data.DataLoader):
+        names = {"dataset": thing.dataset}
+    elif isinstance(thing, torch.utils.data.Sampler):
+        names = {}
+    if isinstance(names, dict):
+        for name, part in [*names.items()]:
+            if name == "_modules" and isinstance(thing, nn.Module):
+                yield from ((f".{child}", module) for child, module in [*part.items()])
+            elif name not in _OF_MODULES:
+                yield f".{name}", part
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            slot = base.__dict__.get(name)
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield f".{name}", slot.__get__(thing)
+                except AttributeError:  # nothing is in it
+                    continue
+    if _is_of_script(kind):
+        yield "", kind  # attributes of the class
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_of_script(thing: Any) -> bool:
+    """True for a module of the user's, and for what such a module defines; not for those of libraries."""
+    module = thing if isinstance(thing, types.ModuleType) else sys.modules.get(getattr(thing, "__module__", None) or "")
+    if module is None or module.__name__.partition(".")[0] == "evergrad":
+        return False
+    file = getattr(module, "__file__", None)
+    return module.__name__ == "__main__" or (file is not None and not file.startswith(_LIBRARIES))
 
 
 def _namespaces() -> Iterator[Mapping[str, Any]]:

@@ -69,6 +69,8 @@ class LiveActs:
         Without `send` all that is found is on this machine.
         """
         self._tell, self._find, self._send, self.live = tell, find, send, live
+        self.flipped: Callable[[str], None] = lambda _: None
+        """Called with a sentence after bits were flipped."""
         self.pace: Pace | None = None
         """How slow this rank is, if it is."""
 
@@ -110,11 +112,14 @@ class LiveActs:
         if self.live is None:
             raise UsageError(f"failure '{failure}': this job has no state yet. Expected a model: job.wrap(model)")
         fault = fault_of(failure.fault, failure.bits)
-        for hit in flip(self.live(), fault, count=failure.count or 1, where=failure.where, seed=seed):
+        hits = flip(self.live(), fault, count=failure.count or 1, where=failure.where, seed=seed)
+        for hit in hits:
             told = hit.to_json()
             bit = hit.bits[0] if len(hit.bits) == 1 else list(hit.bits)
             values = {"before": told["old_value"], "after": told["new_value"]}
             self._tell("flipped", rank=rank, path=hit.tensor, index=hit.index, bit=bit, **values, seed=seed)
+        if hits:
+            self.flipped(f"bits of {hits[0].tensor} were flipped on rank {rank} by the failure '{failure}'")
 
 
 class Pace:

@@ -36,10 +36,13 @@ class Sites:
             self._acts = LiveActs(tell, find=lambda ranks: _find(crew, ranks), send=lambda *how: _send(crew, *how))
             self._trigger = Trigger(failures, claim=claim, acts=self._acts)
 
-    def expose(self, live: Live) -> None:
-        """The state that soft errors hit: path → tensor, the tensors themselves, asked for when one is due."""
+    def expose(self, live: Live, flipped: Callable[[str], None]) -> None:
+        """The state that soft errors hit: path → tensor, the tensors themselves, asked for when one is due.
+
+        `flipped` is called with a sentence after each.
+        """
         if self._acts is not None:
-            self._acts.live = live
+            self._acts.live, self._acts.flipped = live, flipped
 
     def is_armed(self, step: int) -> bool:
         """Whether anything might happen now, in this step; cheap enough to be asked at every site."""

@@ -72,6 +72,9 @@ class Announcer:
             self._relay.say(f"{', '.join(joined)}: generation {generation} goes on with {ranks}")
         if not fields["exact"] and not self.inexact:
             self.inexact = f"generation {generation} went on with {ranks}, by {self._strategy}"
+            if fields["ended"]:
+                ended = ", ".join(map(self._label_of, fields["ended"]))
+                self.inexact += f": {ended} had ended the script before the others"
 
     def _deaths_of(self, uids: list[int]) -> list[str]:
         """One text for each way to be lost: a node that is gone has many ranks."""
