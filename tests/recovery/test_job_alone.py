@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -281,6 +282,27 @@ def test_an_unknown_batch_mode_is_refused(join: Join, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=r"EVERGRAD_AFTER_LOSS='shrnik': .* Did you mean 'shrink'\?"):
         join()
     assert join(after_loss="constant").world_size == 1, "an argument counts for more than the environment"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("runs/x", r"found 'runs/x'\. Make one of a folder: eg\.join\(eg\.Checkpointer\('runs/x'\), every=100\)"),
+        (Path("x"), r"found PosixPath\('x'\)\. Make one of a folder: eg\.join\(eg\.Checkpointer\('x'\)"),
+        (eg.Checkpointer, "found the class Checkpointer"),
+        (nn.Linear(1, 1), "found Linear"),
+        (5, "found 5"),
+    ],
+)
+def test_what_is_no_checkpointer_is_refused_where_the_job_is_joined(join: Join, given: Any, found: str) -> None:
+    with pytest.raises(UsageError, match=f"eg.join: expected a Checkpointer, {found}"):
+        join(given)
+
+
+def test_a_seed_that_is_no_whole_number_is_refused(join: Join) -> None:
+    with pytest.raises(UsageError, match=r"eg\.join\(seed=…\): expected a whole number, found 'a'"):
+        join(seed="a")
+    assert join(seed=np.int64(3)).world_size == 1
 
 
 def test_torchrun_without_a_checkpointer_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,7 @@ def test_an_epoch_may_have_no_step_if_nothing_was_reduced_or_it_was_left_early(u
         ("nests", "job.batches: an epoch is under way"),
         ("joins twice", "eg.join: this process has joined already"),
         ("every 0", "eg.join(every=0): expected a number of steps, 1 or more"),
+        ("joins with a path", "eg.join: expected a Checkpointer, found 'runs/x'"),
         ("tracks twice", "job.track(counter=…): this name is taken"),
         ("guards nothing", "job.guard: expected once, after job.wrap"),
     ],

@@ -167,7 +167,8 @@ checkpointer = None
 if options.checkpoints:
     checkpointer = eg.Checkpointer(options.checkpoints, agent=False, policy=options.policy)
 every = 3 if checkpointer and not options.policy else None
-job = eg.join(checkpointer, every=0 if what == "every 0" else every)
+wrong: Any = "runs/x" if what == "joins with a path" else checkpointer
+job = eg.join(wrong, every=0 if what == "every 0" else every)
 ended["before"] = job.rank
 if what == "joins twice":
     eg.join()

@@ -17,8 +17,12 @@ the job too. So is a script that calls no optimizer: it evaluates.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -27,9 +31,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.errors import UsageError
-from evergrad.wording import counted
+from evergrad.wording import counted, meant, shown
 
-__all__ = ["OptimizerCalls", "refuse_model", "refuse_parameters", "refuse_strangers"]
+__all__ = [
+    "OptimizerCalls",
+    "described",
+    "refuse_model",
+    "refuse_parameters",
+    "refuse_strangers",
+    "refusing_wrong_arguments",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _LOOP = (
     "A job trains by: model = job.wrap(model); for batch in job.batches(loader): …; loss.backward(); "
@@ -46,6 +60,39 @@ _SHARDED = {
 }
 _PACKAGES = ("deepspeed", "fairscale", "torch")
 _REPLICATED = ("DistributedDataParallel", "DataParallel")
+
+
+def refusing_wrong_arguments(
+    name: str, stopping: Callable[..., AbstractContextManager[None]], expected: str = ""
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a call whose arguments the function does not take a `UsageError`, raised within `stopping(*arguments)`.
+
+    A TypeError that comes from within the function is left as it is. `expected` is the call to advise; the signature by
+    default.
+    """
+
+    def around(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def call(*arguments: _P.args, **named: _P.kwargs) -> _R:
+            try:
+                return function(*arguments, **named)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise
+            with stopping(*arguments):
+                raise _wrong_call(name, function, arguments, named, expected)
+
+        return call
+
+    return around
+
+
+def described(thing: object) -> str:
+    """Return what was found where something else was expected: its kind, or a text or a number itself."""
+    if isinstance(thing, type):
+        return f"the class {thing.__qualname__}"
+    is_short = thing is None or isinstance(thing, str | int | float | os.PathLike)
+    return shown(thing) if is_short else type(thing).__qualname__
 
 
 def refuse_model(model: object) -> None:
@@ -174,6 +221,23 @@ def refuse_parameters(optimizers: Sequence[Optimizer], reduced: Iterable[torch.T
                         "that job.wrap was given, or required no gradient then. Put all that is trained into one "
                         "module, and wrap that"
                     )
+
+
+def _wrong_call(
+    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any], expected: str
+) -> UsageError:
+    """The error of a call with these arguments, which the function does not take."""
+    signature = inspect.signature(function)
+    known = [one for one in signature.parameters if one != "self"]
+    try:
+        signature.bind(*arguments, **named)
+        why = "wrong arguments"
+    except TypeError as error:
+        why = str(error)
+    unknown = next((one for one in named if one not in known), "")
+    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values() if one.name != "self"]
+    expected = expected or f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
+    return UsageError(f"{name}: {why}.{meant(unknown, known) if unknown else ''} Expected {expected}")
 
 
 def _sharded(where: str, kind: str) -> UsageError:
