@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,37 @@ def test_an_epoch_inside_of_an_epoch_is_refused(job: Job) -> None:
     with pytest.raises(UsageError, match="an epoch is under way"):
         next(job.batches(loader))
     assert len(list(outer)) == BATCHES - 1
+
+
+def test_the_batches_of_one_call_are_one_epoch_and_a_second_loop_over_them_is_refused(job: Job) -> None:
+    batches = job.batches(DataLoader(data(), batch_size=4))
+    assert iter(iter(batches)) is batches
+    assert len(list(batches)) == BATCHES
+    assert next(batches, None) is None
+    with pytest.raises(UsageError, match=r"Call job\.batches\(loader\) anew for each epoch"):
+        list(batches)
+    with pytest.raises(TypeError):
+        len(batches)  # type: ignore[arg-type] (not known before the epoch begins, and other after a loss)
+
+
+def test_batches_that_are_taken_in_parts_may_be_asked_once_too_often(job: Job) -> None:
+    batches = job.batches(DataLoader(data(), batch_size=4))
+    parts = []
+    while part := list(islice(batches, 4)):
+        parts.append(len(part))
+    assert parts == [4, BATCHES - 4]
+    batches = job.batches(DataLoader(data(), batch_size=4))
+    next(batches)
+    assert len(list(batches)) == BATCHES - 1
+
+
+def test_a_call_whose_batches_are_never_taken_is_an_epoch_too(job: Job) -> None:
+    loader = DataLoader(data(), batch_size=4, shuffle=True)
+    job.batches(loader)
+    mine = [numbers.tolist() for _, numbers in job.batches(loader)]
+    sampler = DistributedSampler(loader.dataset, num_replicas=1, rank=0)
+    sampler.set_epoch(1)
+    assert mine == [numbers.tolist() for _, numbers in DataLoader(data(), batch_size=4, sampler=sampler)]
 
 
 # Gradient scalers.

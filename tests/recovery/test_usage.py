@@ -65,6 +65,7 @@ def last_line(ran: JobRun) -> str:
         ("parameters outside", "group 1 of SGD has a parameter of shape (1, 8) whose gradient is not reduced"),
         ("unfreezes", "a parameter of shape (16, 8) whose gradient is not reduced"),
         ("nests", "job.batches: an epoch is under way"),
+        ("one call of batches", "job.batches: the batches of one call are one epoch, and this one is over"),
         ("updates by hand", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("first epoch only", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("copy is wrapped", "found SGD with 4 parameters, none of them that model's"),

@@ -224,6 +224,7 @@ if what == "DistributedSampler":
 elif what == "endless":
     loader = Endless()
 seen: list[int] = []
+kept = job.batches(loader) if what == "one call of batches" else None
 for epoch in range(2):
     if what == "DistributedSampler":
         loader.sampler.set_epoch(epoch)
@@ -231,7 +232,7 @@ for epoch in range(2):
         with torch.no_grad():
             ended["losses"] = [loss_of(model, x, y).item() for x, y in job.batches(loader)]
         continue
-    for x, y in loader if what == "no batches" else job.batches(loader):
+    for x, y in loader if what == "no batches" else kept or job.batches(loader):
         if what == "trailing passes":  # five batches a step, each reduced: the last two of an epoch go into none
             if job.batch_index % 5 == 0:
                 optimizers[0].zero_grad()

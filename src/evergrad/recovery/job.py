@@ -48,7 +48,7 @@ from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import Untracked
-from evergrad.recovery.usage import OptimizerCalls, refuse_model, refuse_parameters, refuse_strangers
+from evergrad.recovery.usage import EpochBatches, OptimizerCalls, refuse_model, refuse_parameters, refuse_strangers
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
 from evergrad.wording import counted
@@ -240,15 +240,15 @@ class Job:
     def batches(self, loader: Any) -> Iterator[Any]:
         """This rank's batches of one epoch; the same ones again after a rollback, dealt anew after a loss.
 
-        The loader's batch size is that of one rank. Each call is one epoch: on a joiner those that are over yield
-        nothing.
+        The loader's batch size is that of one rank. Each call is one epoch, whose batches can be iterated once: on a
+        joiner those that are over yield nothing.
         """
         call, self._calls = self._calls, self._calls + 1
         with self._stopping():
             if id(loader) not in self._sources:  # one for each, so that persistent workers persist
                 self._sources[id(loader)] = Source.of(loader)
             self._optimizer_calls.refuse_direct("outside of job.batches")
-        return self._epoch(self._passage.epoch(self._sources[id(loader)], call))
+        return EpochBatches(self._epoch(self._passage.epoch(self._sources[id(loader)], call)), self._stopping)
 
     def step(self, *optimizers: Optimizer) -> bool:
         """Apply the step, if all ranks have its gradients; False if it has to be done again, or a scaler skipped it."""
@@ -399,7 +399,7 @@ class Job:
             with self._stopping():
                 self._optimizer_calls.refuse_direct("inside of job.batches")
 
-    def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _epoch(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         """One epoch for the script; whether it made its steps by the job is known at the end."""
         calls = self._optimizer_calls
         calls.others = 0

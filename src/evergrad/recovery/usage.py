@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -34,6 +34,7 @@ from evergrad.errors import UsageError
 from evergrad.wording import counted, meant, shown
 
 __all__ = [
+    "EpochBatches",
     "OptimizerCalls",
     "described",
     "refuse_model",
@@ -191,6 +192,40 @@ class OptimizerCalls:
             self.direct = type(optimizer).__qualname__
             self.in_all += 1
             self._noticed()
+
+
+class EpochBatches(Iterator[Any]):
+    """What `job.batches` returns: the batches of one epoch, which can be iterated once.
+
+    A DataLoader begins anew with each `for`; an iterator that has ended gives nothing, and an epoch would have no step.
+    """
+
+    def __init__(self, batches: Generator[Any, None, None], stopping: Callable[[], AbstractContextManager[None]]):
+        self._batches, self._stopping = batches, stopping
+        self._has_begun = self._has_ended = self._is_taken_in_parts = False
+
+    def __iter__(self) -> EpochBatches:
+        if self._has_ended and not self._is_taken_in_parts:
+            with self._stopping():
+                raise UsageError(
+                    "job.batches: the batches of one call are one epoch, and this one is over: a second loop over them "
+                    "would get none. Call job.batches(loader) anew for each epoch: for batch in job.batches(loader)"
+                )
+        if self._has_begun and not self._has_ended:  # as by islice, which asks again at the end
+            self._is_taken_in_parts = True
+        return self
+
+    def __next__(self) -> Any:
+        self._has_begun = True
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._has_ended = True
+            raise
+
+    def close(self) -> None:
+        """Leave the epoch. Twice is fine."""
+        self._batches.close()
 
 
 def refuse_strangers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
