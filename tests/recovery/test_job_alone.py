@@ -329,6 +329,119 @@ def test_options_that_are_not_ddps_to_choose_are_refused(job: Job, option: str) 
     job.wrap(nn.Linear(2, 2))  # a refused model is not the job's
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"foo": 1}, r"job\.wrap\(foo=…\): expected an option of job\.wrap or of DistributedDataParallel: hooks, "),
+        ({"bucket_cap_md": 1}, r"Did you mean 'bucket_cap_mb'\?"),
+        ({"find_unused_parameter": True}, r"Did you mean 'find_unused_parameters'\?"),
+        ({"module": 1}, r"job\.wrap\(module=…\)"),
+        ({"hooks": "x"}, r"job\.wrap\(hooks=…\): expected a list of wrappers .*, found 'x'"),
+        ({"hooks": len}, "found builtin_function_or_method"),
+        ({"hooks": [1]}, "found list"),
+    ],
+)
+def test_options_that_neither_the_job_nor_ddp_has_are_refused(job: Job, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        job.wrap(nn.Linear(2, 2), **options)
+    job.wrap(nn.Linear(2, 2), bucket_cap_mb=1, hooks=[lambda hook: hook])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda job: job.track(nn.Linear(1, 1)),
+            r"job.track: too many positional arguments. Expected job.track\(sched",
+        ),
+        (
+            lambda job: job.guard(evry=1),
+            r"job.guard: got an unexpected keyword argument 'evry'. Did you mean 'every'\?",
+        ),
+        (lambda job: job.wrap(), r"job.wrap: missing a required .*'model'. Expected job.wrap\(model, \*, hooks=\(\), "),
+        (lambda job: job.batches(), r"missing a required argument: 'loader'. Expected job.batches\(loader\)"),
+        (
+            lambda job: job.step(optimizer=1),
+            r"job.step: got an unexpected keyword argument 'optimizer'. Expected job.s",
+        ),
+    ],
+)
+def test_arguments_that_a_call_does_not_take_are_refused_with_those_that_it_does(
+    job: Job, call: Callable[[Any], object], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        call(job)
+
+
+@pytest.mark.parametrize("wrong", ["evry", "strategy"])
+def test_a_keyword_that_join_does_not_have_is_refused(join: Join, wrong: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"eg\.join: .*'{wrong}'.* Expected eg\.join\(checkpointer=None, every=None, "
+    ):
+        join(**{wrong: 10})
+
+
+def test_a_type_error_from_within_a_call_is_left_as_it_is(job: Job) -> None:
+    class Odd(Count):
+        def state_dict(self) -> dict[str, Any]:
+            raise TypeError("of the script's own")
+
+    with pytest.raises(TypeError, match="of the script's own"):
+        job.track(odd=Odd())
+
+
+class Mine:
+    """An optimizer that is none of torch's, and has no parameter groups."""
+
+    def step(self) -> None:
+        raise AssertionError("it must not be called")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda one: [one], r"found list. Give it all of them, and no list: job.step\(\*optimizers\)"),
+        (lambda one: torch.optim.lr_scheduler.StepLR(one, 3), "found StepLR. A scheduler goes into job.track"),
+        (lambda one: torch.amp.GradScaler("cpu"), "found GradScaler. A gradient scaler goes into job.track"),
+        (lambda one: None, "found None. Give it what updates"),
+        (lambda one: "x", "found 'x'"),
+        (lambda one: nn.Linear(1, 1), "found Linear. Give it the optimizer of that model's parameters"),
+        (lambda one: torch.ones(()), r"found Tensor. Call loss.backward\(\) before it"),
+        (type, "found the class SGD"),
+        (lambda one: Mine(), "found Mine. One of your own is a subclass of torch.optim.Optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(job: Job, wrong: Callable[[Any], Any], said: str) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        with pytest.raises(UsageError, match=f"job.step: expected a torch.optim.Optimizer, {said}"):
+            job.step(wrong(optimizer))
+        break
+    assert job.applied == 0
+
+
+def test_an_optimizer_and_a_closure_are_refused(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        with pytest.raises(UsageError, match=r"found function\. It takes no closure"):
+            job.step(optimizer, lambda: 1.0)  # type: ignore[arg-type]
+        break
+
+
+def test_an_optimizer_that_is_given_twice_is_refused(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        with pytest.raises(UsageError, match="expected each optimizer once, found SGD, SGD, one of them twice"):
+            job.step(optimizer, optimizer)
+        assert job.step(optimizer)
+
+
 def test_what_has_no_state_cannot_be_tracked(job: Job) -> None:
     with pytest.raises(UsageError, match=r"job\.track\(names=…\): a list has no state_dict"):
         job.track(names=[1, 2])

@@ -168,7 +168,8 @@ if options.checkpoints:
     checkpointer = eg.Checkpointer(options.checkpoints, agent=False, policy=options.policy)
 every = 3 if checkpointer and not options.policy else None
 wrong: Any = "runs/x" if what == "joins with a path" else checkpointer
-job = eg.join(wrong, every=0 if what == "every 0" else every)
+unknown: dict[str, Any] = {"evry": 3} if what == "joins with a wrong keyword" else {}
+job = eg.join(wrong, every=0 if what == "every 0" else every, **unknown)
 ended["before"] = job.rank
 if what == "joins twice":
     eg.join()
@@ -180,6 +181,8 @@ if what == "spare fails later":
 if what == "tracks twice":
     job.track(counter=nn.Linear(1, 1))
     job.track(counter=nn.Linear(1, 1))
+if what == "tracks without a name":
+    job.track(nn.Linear(1, 1))  # type: ignore[call-arg]
 if what == "guards nothing":
     job.guard()
 net = MODELS.get(what, fresh)()
@@ -264,6 +267,8 @@ for epoch in range(2):
         if what in ("optimizer.step", "no wrap, optimizer.step"):
             optimizers[0].step()
             continue
+        if what == "steps a list":
+            job.step(optimizers)  # type: ignore[arg-type]
         if job.step(*optimizers) and what == "both steps" and job.applied == 2:
             optimizers[0].step()
         if what == "own optimizer":

@@ -48,14 +48,27 @@ from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import Untracked
-from evergrad.recovery.usage import EpochBatches, OptimizerCalls, refuse_model, refuse_parameters, refuse_strangers
+from evergrad.recovery.usage import (
+    EpochBatches,
+    OptimizerCalls,
+    refuse_model,
+    refuse_no_optimizers,
+    refuse_options,
+    refuse_parameters,
+    refuse_strangers,
+    refusing_wrong_arguments,
+)
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
 from evergrad.wording import counted
 
 __all__ = ["Job"]
 
-_REFUSED = ("process_group", "static_graph", "gradient_as_bucket_view", "delay_all_reduce_named_params", "device_mesh")
+
+@contextmanager
+def _stopping(job: Job, *_: object) -> Iterator[None]:
+    with job._stopping():
+        yield
 
 
 class Job:
@@ -148,6 +161,7 @@ class Job:
         deal = self._course.deal
         return deal is not None and self._course.index + len(self._window) >= deal.num_batches
 
+    @refusing_wrong_arguments("job.wrap", _stopping)
     def wrap(
         self,
         model: nn.Module,
@@ -174,8 +188,7 @@ class Job:
                     "job.wrap: a model is wrapped already. Put several into one module whose forward runs them"
                 )
             refuse_model(model)
-            if wrong := [name for name in _REFUSED if options.get(name)]:
-                raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
+            refuse_options(hooks, options)
             if overlap:
                 refuse_overlap(optimizer, after_loss=self._after_loss, find_unused_parameters=find_unused_parameters,
                                tracked=trained.tracked)  # fmt: skip
@@ -192,6 +205,7 @@ class Job:
             return Unwrapped(model)
         return self._reduced(model, optimizer if overlap else None, hooks, find_unused_parameters, options)
 
+    @refusing_wrong_arguments("job.guard", _stopping)
     def guard(
         self,
         every: int = 50,
@@ -227,6 +241,7 @@ class Job:
         passage.guarding = self._arrival.guarding = Guarding(settings, self._engine, trained.model, self._tell)
         self._tell("guard", **settings.to_json())
 
+    @refusing_wrong_arguments("job.track", _stopping, "job.track(scheduler=scheduler): each thing by a name")
     def track(self, **things: Any) -> None:
         """What else a joiner and a rollback must bring along: schedulers, scalers, averages, counters.
 
@@ -237,6 +252,7 @@ class Job:
                 raise UsageError(f"job.track({again[0]}=…): this name is taken")
             self._trained.tracked |= checked_tracked(things)
 
+    @refusing_wrong_arguments("job.batches", _stopping)
     def batches(self, loader: Any) -> Iterator[Any]:
         """This rank's batches of one epoch; the same ones again after a rollback, dealt anew after a loss.
 
@@ -250,6 +266,7 @@ class Job:
             self._optimizer_calls.refuse_direct("outside of job.batches")
         return EpochBatches(self._epoch(self._passage.epoch(self._sources[id(loader)], call)), self._stopping)
 
+    @refusing_wrong_arguments("job.step", _stopping, "job.step(optimizer)")
     def step(self, *optimizers: Optimizer) -> bool:
         """Apply the step, if all ranks have its gradients; False if it has to be done again, or a scaler skipped it."""
         engine, passage, course = self._engine, self._passage, self._course
@@ -299,6 +316,7 @@ class Job:
             engine.broke_at = None
         return was_applied
 
+    @refusing_wrong_arguments("job.close", _stopping)
     def close(self) -> None:
         """Leave the job. Done at exit by itself; twice is fine."""
         self._departure.close()
@@ -338,8 +356,7 @@ class Job:
 
     def _check_step(self, optimizers: tuple[Optimizer, ...]) -> None:
         """`UsageError` if a step that is made now would not be one of the job."""
-        if not optimizers:
-            raise UsageError("job.step: expected the optimizer, or all of them")
+        refuse_no_optimizers(optimizers)
         if self._trained.model is None:
             raise UsageError(
                 "job.step: no model was given to job.wrap, so no gradients are reduced, and each rank would train a "

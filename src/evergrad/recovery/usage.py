@@ -19,18 +19,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.errors import UsageError
+from evergrad.recovery.snapshots import is_scaler
 from evergrad.wording import counted, meant, shown
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "OptimizerCalls",
     "described",
     "refuse_model",
+    "refuse_no_optimizers",
+    "refuse_options",
     "refuse_parameters",
     "refuse_strangers",
     "refusing_wrong_arguments",
@@ -61,6 +65,9 @@ _SHARDED = {
 }
 _PACKAGES = ("deepspeed", "fairscale", "torch")
 _REPLICATED = ("DistributedDataParallel", "DataParallel")
+_REFUSED = ("process_group", "static_graph", "gradient_as_bucket_view", "delay_all_reduce_named_params", "device_mesh")
+_METHODS = ("step", "state_dict", "load_state_dict")
+_OWN = ("hooks", "find_unused_parameters", "optimizer", "overlap")
 
 
 def refusing_wrong_arguments(
@@ -123,6 +130,40 @@ def refuse_model(model: object) -> None:
         raise UsageError(
             "job.wrap: the model has no parameter that requires a gradient, so there is nothing to train. Leave "
             "job.wrap out where a script only evaluates"
+        )
+
+
+def refuse_options(hooks: object, options: Mapping[str, object]) -> None:
+    """`UsageError` for options of `job.wrap` that neither the job nor DDP has, or that DDP has no choice of here."""
+    ddp = [name for name in inspect.signature(DistributedDataParallel).parameters if name != "module"]
+    if unknown := next((name for name in options if name not in ddp), ""):
+        offered = [*_OWN, *(name for name in ddp if name not in (*_OWN, *_REFUSED))]
+        raise UsageError(
+            f"job.wrap({unknown}=…): expected an option of job.wrap or of DistributedDataParallel: "
+            f"{', '.join(offered)}.{meant(unknown, offered)}"
+        )
+    if wrong := [name for name in _REFUSED if options.get(name)]:
+        raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
+    if isinstance(hooks, str) or not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
+        raise UsageError(
+            f"job.wrap(hooks=…): expected a list of wrappers around a comm hook, [fp16_compress_wrapper], found "
+            f"{described(hooks)}"
+        )
+
+
+def refuse_no_optimizers(given: Sequence[Any]) -> None:
+    """`UsageError` if what `job.step` is given is no optimizer, or one of them twice."""
+    if not given:
+        raise UsageError("job.step: expected the optimizer, or all of them")
+    for one in given:
+        has_groups = isinstance(getattr(one, "param_groups", None), list)
+        if isinstance(one, type) or not has_groups or not all(callable(getattr(one, name, None)) for name in _METHODS):
+            raise UsageError(f"job.step: expected a torch.optim.Optimizer, found {described(one)}. {_instead_of(one)}")
+    if len(set(map(id, given))) < len(given):
+        names = ", ".join(type(one).__qualname__ for one in given)
+        raise UsageError(
+            f"job.step: expected each optimizer once, found {names}, one of them twice: it would make two updates of "
+            "the same gradients"
         )
 
 
@@ -263,16 +304,36 @@ def _wrong_call(
 ) -> UsageError:
     """The error of a call with these arguments, which the function does not take."""
     signature = inspect.signature(function)
-    known = [one for one in signature.parameters if one != "self"]
+    parameters = [one for one in signature.parameters.values() if one.name != "self"]
+    known = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     try:
         signature.bind(*arguments, **named)
         why = "wrong arguments"
     except TypeError as error:
         why = str(error)
     unknown = next((one for one in named if one not in known), "")
-    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values() if one.name != "self"]
+    plain = [one.replace(annotation=one.empty) for one in parameters]
     expected = expected or f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
     return UsageError(f"{name}: {why}.{meant(unknown, known) if unknown else ''} Expected {expected}")
+
+
+def _instead_of(thing: Any) -> str:
+    """Return what to do for somebody who has given this to `job.step` in place of an optimizer."""
+    if isinstance(thing, list | tuple):
+        return "Give it all of them, and no list: job.step(*optimizers)"
+    if isinstance(getattr(thing, "optimizer", None), Optimizer):
+        return "A scheduler goes into job.track(scheduler=scheduler): if job.step(optimizer): scheduler.step()"
+    if is_scaler(thing):
+        return "A gradient scaler goes into job.track(scaler=scaler), and job.step(optimizer) uses it"
+    if isinstance(thing, torch.Tensor):
+        return "Call loss.backward() before it, and then job.step(optimizer)"
+    if isinstance(thing, nn.Module):
+        return "Give it the optimizer of that model's parameters: job.step(optimizer)"
+    if inspect.isroutine(thing):
+        return "It takes no closure: compute the loss and call backward() before it, and then job.step(optimizer)"
+    if callable(getattr(thing, "step", None)):
+        return "One of your own is a subclass of torch.optim.Optimizer, with param_groups and state_dict"
+    return "Give it what updates the model's parameters: job.step(optimizer)"
 
 
 def _sharded(where: str, kind: str) -> UsageError:
