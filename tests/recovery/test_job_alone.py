@@ -432,6 +432,31 @@ def test_an_optimizer_and_a_closure_are_refused(job: Job) -> None:
         break
 
 
+def test_a_step_without_any_gradient_is_refused_also_without_other_ranks(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    net.bias.requires_grad_(False)
+    for index, (x, _) in enumerate(job.batches(DataLoader(data(), batch_size=4))):
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        if index == 2:
+            with pytest.raises(UsageError, match=r"no parameter of the optimizer has a gradient.* Call loss\.backward"):
+                job.step(optimizer)
+            break
+        loss.backward()
+        assert job.step(optimizer), "a frozen parameter is no reason"
+    assert job.applied == 2
+
+
+def test_of_several_optimizers_one_may_have_no_gradient(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    job.wrap(net)
+    first, second = (torch.optim.SGD([one], lr=0.1) for one in net.parameters())
+    for _ in job.batches(DataLoader(data(), batch_size=4)):
+        net.weight.sum().backward()
+        assert job.step(first, second)
+
+
 def test_an_optimizer_that_is_given_twice_is_refused(job: Job) -> None:
     net = nn.Linear(5, 1)
     model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)

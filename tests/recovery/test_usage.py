@@ -65,6 +65,8 @@ def last_line(ran: JobRun) -> str:
         ("parameters outside", "group 1 of SGD has a parameter of shape (1, 8) whose gradient is not reduced"),
         ("unfreezes", "a parameter of shape (16, 8) whose gradient is not reduced"),
         ("nests", "job.batches: an epoch is under way"),
+        ("no backward", "Call loss.backward() before job.step"),
+        ("no backward, zeros", "Either loss.backward() was not called for it, or it ran under no_sync()"),
         ("one call of batches", "job.batches: the batches of one call are one epoch, and this one is over"),
         ("updates by hand", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("first epoch only", "12 backward passes reduced gradients in it, and job.step was not called"),
@@ -202,7 +204,9 @@ def test_a_script_that_never_joins_is_said_to_have_run_as_under_torchrun(use: An
 
 
 def test_one_rank_alone_may_train_without_the_job_but_is_told_of_a_direct_step(use: Any) -> None:
-    use("only join", ranks=1).assert_finished()
+    ran = use("only join", ranks=1)
+    ran.assert_finished()
+    assert "finished (0 steps of the job: job.step was never called, 0 failures survived, " in last_line(ran)
     assert use("optimizer.step", ranks=1).exit_code == 2
 
 

@@ -244,7 +244,7 @@ for epoch in range(2):
                 job.step(*optimizers)
             continue
         for optimizer in optimizers:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=what != "no backward, zeros")
         if what != "no batches":
             seen.append(job.batch_index)
         if what == "nests":
@@ -254,7 +254,8 @@ for epoch in range(2):
                 loss_of(model, x, y).backward()
             continue
         loss = loss_of(net if what == "wrapped is not called" else model, x, y)
-        (loss + loss_of(own, x, y) if what == "parameters outside" else loss).backward()
+        if not what.startswith("no backward") or job.batch_index == 0:
+            (loss + loss_of(own, x, y) if what == "parameters outside" else loss).backward()
         if what.startswith("updates by hand"):
             with torch.no_grad():
                 for parameter in net.parameters():

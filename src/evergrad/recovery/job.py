@@ -56,7 +56,9 @@ from evergrad.recovery.usage import (
     refuse_options,
     refuse_parameters,
     refuse_strangers,
+    refuse_without_gradients,
     refusing_wrong_arguments,
+    unreduced,
 )
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
@@ -277,16 +279,10 @@ class Job:
             passage.roll_back()
             return False
         if engine.gradients is not None and self._window.reduced < len(self._window):
-            never = not getattr(engine.gradients.module, "_lazy_init_ran", True)
-            passage.stop(UsageError(
-                "job.step: the model that job.wrap returned was never called, so no gradients are reduced. Compute the "
-                "loss by it, and not by the module that job.wrap was given: model = job.wrap(model); model(x)"
-                if never else
-                "job.step: the last backward has reduced no gradients. Either it ran under no_sync(), or the loss was "
-                "not computed by the model that job.wrap returned, or it does not reach all parameters: "
-                "job.wrap(model, find_unused_parameters=True)"
-            ))  # fmt: skip
+            passage.stop(unreduced(engine.gradients.module))
         if engine.gradients is None:  # alone: no backward pass ends in a point
+            with self._stopping():
+                refuse_without_gradients(optimizers)
             engine.pass_point(Point.STEP)
         known = self._trained.optimizers.known
         self._untracked.before_step(course.step, course.epoch, course.opening, known, self._trained.tracked)

@@ -44,7 +44,9 @@ __all__ = [
     "refuse_options",
     "refuse_parameters",
     "refuse_strangers",
+    "refuse_without_gradients",
     "refusing_wrong_arguments",
+    "unreduced",
 ]
 
 _P = ParamSpec("_P")
@@ -297,6 +299,35 @@ def refuse_parameters(optimizers: Sequence[Optimizer], reduced: Iterable[torch.T
                         "that job.wrap was given, or required no gradient then. Put all that is trained into one "
                         "module, and wrap that"
                     )
+
+
+def refuse_without_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """`UsageError` where no parameter of these optimizers has a gradient: without other ranks nothing else tells."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if all(parameter.grad is None for group in groups for parameter in group["params"]):
+        raise UsageError(
+            "job.step: no parameter of the optimizer has a gradient, so the step would change nothing. Call "
+            "loss.backward() before job.step, and optimizer.zero_grad() before backward()"
+        )
+
+
+def unreduced(model: DistributedDataParallel) -> UsageError:
+    """Return the error of a step of which not all backward passes have reduced gradients, with the likely cause."""
+    if not getattr(model, "_lazy_init_ran", True):
+        return UsageError(
+            "job.step: the model that job.wrap returned was never called, so no gradients are reduced. Compute the "
+            "loss by it, and not by the module that job.wrap was given: model = job.wrap(model); model(x)"
+        )
+    if all(parameter.grad is None for parameter in model.parameters()):
+        return UsageError(
+            "job.step: no backward pass has run through the wrapped model since the last step, or since its gradients "
+            "were set to None. Call loss.backward() before job.step"
+        )
+    return UsageError(
+        "job.step: no gradients of the last batch were reduced. Either loss.backward() was not called for it, or it "
+        "ran under no_sync(), or the loss was not computed by the model that job.wrap returned, or it does not reach all "
+        "parameters: job.wrap(model, find_unused_parameters=True)"
+    )
 
 
 def _wrong_call(
