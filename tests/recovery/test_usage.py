@@ -81,6 +81,21 @@ def test_a_script_that_leaves_out_a_call_is_stopped_by_a_line_that_names_it(use:
     assert len(ran.stderr.strip().splitlines()) == 2, "where the logs are, and this line"
 
 
+@pytest.mark.parametrize("wraps", [0, 1])
+def test_a_model_that_one_rank_only_wraps_is_refused_instead_of_waiting_for_the_others(use: Any, wraps: int) -> None:
+    ran = use(f"only rank {wraps} wraps")
+    assert ran.exit_code == 2, ran.stderr
+    said = f"job.wrap: rank {wraps} has called it, and rank {1 - wraps} has begun job.batches without it"
+    assert said in last_line(ran)
+
+
+def test_a_model_may_be_wrapped_after_an_epoch_without_one(use: Any) -> None:
+    ran = use("wraps later")
+    ran.assert_finished()
+    ran.assert_equal_weights()
+    assert ran.summary["steps"] == 24
+
+
 def test_a_signal_to_a_process_that_ends_by_a_mistake_shows_no_traceback_either(use: Any) -> None:
     ran = use("told to leave as it ends")
     assert ran.exit_code == 2, ran.stderr

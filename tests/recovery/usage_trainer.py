@@ -193,7 +193,11 @@ if what == "own optimizer first":  # before there is anything of the job to trai
     train_alone(nn.Linear(8, 1))
 if what == "unfreezes":
     net[0].requires_grad_(False)
-model = net if what.startswith("no wrap") else job.wrap(copy.deepcopy(net) if what == "copy is wrapped" else net)
+if what == "wraps later":
+    for _ in job.batches(DataLoader(data, batch_size=4)):
+        pass
+is_left_out = what.startswith("no wrap") or what == f"only rank {1 - job.rank} wraps"
+model = net if is_left_out else job.wrap(copy.deepcopy(net) if what == "copy is wrapped" else net)
 parts = [net.first, net.second] if isinstance(net, TwoNets) else [net]
 optimizers = [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in parts]
 own = nn.Linear(8, 1)

@@ -114,7 +114,7 @@ class Job:
         self._sampler_ranks = SamplerRanks(lambda: (max(self.rank, 0), self.world_size))
         self._has_said_size = False
         self._batch_index = -1
-        self._calls = 0
+        self._calls = self._begun = 0
         self._sources: dict[int, Source] = {}
 
     @property
@@ -416,6 +416,9 @@ class Job:
         """One epoch for the script; whether it made its steps by the job is known at the end."""
         calls = self._optimizer_calls
         calls.others = 0
+        if self._trained.model is None:
+            self._refuse_part_wrapped(wraps=False)
+        self._begun += 1
         with self._stopping(), closing(cast("Generator[Any, None, None]", batches)):
             for batch in batches:
                 self._batch_index = self._course.index + len(self._window) - 1
@@ -423,6 +426,25 @@ class Job:
         if self._is_among_others and not self._course.step and self._trained.model is None:
             with self._stopping():
                 calls.refuse_epoch()
+
+    def _refuse_part_wrapped(self, *, wraps: bool) -> None:
+        """`UsageError` if one rank calls `job.wrap` before an epoch that another one begins without it.
+
+        Each would wait for the other one in another collective. Each says what it does, and then looks for the others:
+        so whoever is later finds it.
+        """
+        crew, epoch = self._crew, self._begun
+        if not isinstance(crew, Launched) or self._arrival.waits or crew.plan.generation or crew.world_size == 1:
+            return
+        mine, theirs = (Keys.wrapped, Keys.unwrapped) if wraps else (Keys.unwrapped, Keys.wrapped)
+        crew.client.set(mine(epoch), str(self.rank))
+        if (other := crew.client.find(theirs(epoch))) is not None:
+            with_it, without = (self.rank, int(other)) if wraps else (int(other), self.rank)
+            with self._stopping():
+                raise UsageError(
+                    f"job.wrap: rank {with_it} has called it, and rank {without} has begun job.batches without it: "
+                    "they would wait for each other. Call model = job.wrap(model) on every rank, before the loop"
+                )
 
     def _tell_misuse(self) -> None:
         """The script has come to its end without a step of the job: say so if optimizers were stepped all the same."""
@@ -461,10 +483,14 @@ class Job:
         self._sites.watch(gradients.module, self._site)
         self._sites.expose(trained.live)
         if not self._arrival.waits and self._crew.plan.generation == 0:
+            self._refuse_part_wrapped(wraps=True)
             try:
                 gradients.broadcast(self._crew.group(), 0)
             except GroupBroken as error:
-                self._passage.stop(UsageError(f"a rank was lost before training began ({error}): start the job again"))
+                self._passage.stop(UsageError(
+                    f"a rank was lost before training began ({error}): start the job again. If that repeats it, see "
+                    "that every rank calls job.wrap"
+                ))  # fmt: skip
         return gradients.module
 
     def _let_go(self) -> None:
