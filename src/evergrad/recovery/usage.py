@@ -2,8 +2,12 @@
 
 | the script | is stopped at |
 |---|---|
+| gives a call an argument that it does not have, or one of a wrong kind | that call |
 | gives `job.wrap` a model that is sharded, wrapped or not there yet | `job.wrap` |
+| calls `job.wrap` on some ranks only | `job.wrap`, or the first batch of the others |
 | calls `job.step` without `job.wrap`, or trains parameters that are not the wrapped model's | its first `job.step` |
+| calls `job.step` without a backward pass since the last one | that `job.step` |
+| loops again over the batches of one call of `job.batches` | the second loop |
 | gives `job.step` optimizers that have none of the wrapped model's parameters | the first `job.step` of an epoch |
 | runs backward through the wrapped model outside of `job.batches` | that backward |
 | calls `optimizer.step()` on the wrapped model, and not `job.step` | that call; between epochs the next `job.batches` |
@@ -325,8 +329,8 @@ def unreduced(model: DistributedDataParallel) -> UsageError:
         )
     return UsageError(
         "job.step: no gradients of the last batch were reduced. Either loss.backward() was not called for it, or it "
-        "ran under no_sync(), or the loss was not computed by the model that job.wrap returned, or it does not reach all "
-        "parameters: job.wrap(model, find_unused_parameters=True)"
+        "ran under no_sync(), or the loss was not computed by the model that job.wrap returned, or it does not reach "
+        "all parameters: job.wrap(model, find_unused_parameters=True)"
     )
 
 
