@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.errors import UsageError
 from evergrad.recovery.snapshots import is_scaler
-from evergrad.wording import counted, meant, shown
+from evergrad.wording import counted, listed, meant, shown
 
 __all__ = [
     "EpochBatches",
@@ -145,8 +145,8 @@ def refuse_options(hooks: object, options: Mapping[str, object]) -> None:
     if unknown := next((name for name in options if name not in ddp), ""):
         offered = [*_OWN, *(name for name in ddp if name not in (*_OWN, *_REFUSED))]
         raise UsageError(
-            f"job.wrap({unknown}=…): expected an option of job.wrap or of DistributedDataParallel: "
-            f"{', '.join(offered)}.{meant(unknown, offered)}"
+            f"job.wrap({unknown}=…): expected {listed(_OWN)}, or an option of DistributedDataParallel such as "
+            f"bucket_cap_mb.{meant(unknown, offered)}"
         )
     if wrong := [name for name in _REFUSED if options.get(name)]:
         raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
