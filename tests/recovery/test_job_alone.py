@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -283,6 +285,27 @@ def test_an_unknown_batch_mode_is_refused(join: Join, monkeypatch: pytest.Monkey
     assert join(after_loss="constant").world_size == 1, "an argument counts for more than the environment"
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("runs/x", r"found 'runs/x'\. Make one of a folder: eg\.join\(eg\.Checkpointer\('runs/x'\), every=100\)"),
+        (Path("x"), r"found PosixPath\('x'\)\. Make one of a folder: eg\.join\(eg\.Checkpointer\('x'\)"),
+        (eg.Checkpointer, "found the class Checkpointer"),
+        (nn.Linear(1, 1), "found Linear"),
+        (5, "found 5"),
+    ],
+)
+def test_what_is_no_checkpointer_is_refused_where_the_job_is_joined(join: Join, given: Any, found: str) -> None:
+    with pytest.raises(UsageError, match=f"eg.join: expected a Checkpointer, {found}"):
+        join(given)
+
+
+def test_a_seed_that_is_no_whole_number_is_refused(join: Join) -> None:
+    with pytest.raises(UsageError, match=r"eg\.join\(seed=…\): expected a whole number, found 'a'"):
+        join(seed="a")
+    assert join(seed=np.int64(3)).world_size == 1
+
+
 def test_torchrun_without_a_checkpointer_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
@@ -304,6 +327,144 @@ def test_options_that_are_not_ddps_to_choose_are_refused(job: Job, option: str) 
     with pytest.raises(UsageError, match=rf"job\.wrap\({option}=…\)"):
         job.wrap(nn.Linear(2, 2), **{option: True})
     job.wrap(nn.Linear(2, 2))  # a refused model is not the job's
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"foo": 1}, r"job\.wrap\(foo=…\): expected .*hooks.*, or an option of DistributedDataParallel"),
+        ({"bucket_cap_md": 1}, r"Did you mean 'bucket_cap_mb'\?"),
+        ({"find_unused_parameter": True}, r"Did you mean 'find_unused_parameters'\?"),
+        ({"module": 1}, r"job\.wrap\(module=…\)"),
+        ({"hooks": "x"}, r"job\.wrap\(hooks=…\): expected a list of wrappers .*, found 'x'"),
+        ({"hooks": len}, "found builtin_function_or_method"),
+        ({"hooks": [1]}, "found list"),
+    ],
+)
+def test_options_that_neither_the_job_nor_ddp_has_are_refused(job: Job, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        job.wrap(nn.Linear(2, 2), **options)
+    job.wrap(nn.Linear(2, 2), bucket_cap_mb=1, hooks=[lambda hook: hook])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda job: job.track(nn.Linear(1, 1)),
+            r"job.track: too many positional arguments. Expected job.track\(sched",
+        ),
+        (
+            lambda job: job.guard(evry=1),
+            r"job.guard: got an unexpected keyword argument 'evry'. Did you mean 'every'\?",
+        ),
+        (lambda job: job.wrap(), r"job.wrap: missing a required .*'model'. Expected job.wrap\(model, \*, hooks=\(\), "),
+        (lambda job: job.batches(), r"missing a required argument: 'loader'. Expected job.batches\(loader\)"),
+        (
+            lambda job: job.step(optimizer=1),
+            r"job.step: got an unexpected keyword argument 'optimizer'. Expected job.s",
+        ),
+    ],
+)
+def test_arguments_that_a_call_does_not_take_are_refused_with_those_that_it_does(
+    job: Job, call: Callable[[Any], object], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        call(job)
+
+
+@pytest.mark.parametrize("wrong", ["evry", "strategy"])
+def test_a_keyword_that_join_does_not_have_is_refused(join: Join, wrong: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"eg\.join: .*'{wrong}'.* Expected eg\.join\(checkpointer=None, every=None, "
+    ):
+        join(**{wrong: 10})
+
+
+def test_a_type_error_from_within_a_call_is_left_as_it_is(job: Job) -> None:
+    class Odd(Count):
+        def state_dict(self) -> dict[str, Any]:
+            raise TypeError("of the script's own")
+
+    with pytest.raises(TypeError, match="of the script's own"):
+        job.track(odd=Odd())
+
+
+class Mine:
+    """An optimizer that is none of torch's, and has no parameter groups."""
+
+    def step(self) -> None:
+        raise AssertionError("it must not be called")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda one: [one], r"found list. Give it all of them, and no list: job.step\(\*optimizers\)"),
+        (lambda one: torch.optim.lr_scheduler.StepLR(one, 3), "found StepLR. A scheduler goes into job.track"),
+        (lambda one: torch.amp.GradScaler("cpu"), "found GradScaler. A gradient scaler goes into job.track"),
+        (lambda one: None, "found None. Give it what updates"),
+        (lambda one: "x", "found 'x'"),
+        (lambda one: nn.Linear(1, 1), "found Linear. Give it the optimizer of that model's parameters"),
+        (lambda one: torch.ones(()), r"found Tensor. Call loss.backward\(\) before it"),
+        (type, "found the class SGD"),
+        (lambda one: Mine(), "found Mine. One of your own is a subclass of torch.optim.Optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(job: Job, wrong: Callable[[Any], Any], said: str) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        with pytest.raises(UsageError, match=f"job.step: expected a torch.optim.Optimizer, {said}"):
+            job.step(wrong(optimizer))
+        break
+    assert job.applied == 0
+
+
+def test_an_optimizer_and_a_closure_are_refused(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        with pytest.raises(UsageError, match=r"found function\. It takes no closure"):
+            job.step(optimizer, lambda: 1.0)  # type: ignore[arg-type]
+        break
+
+
+def test_a_step_without_any_gradient_is_refused_also_without_other_ranks(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    net.bias.requires_grad_(False)
+    for index, (x, _) in enumerate(job.batches(DataLoader(data(), batch_size=4))):
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        if index == 2:
+            with pytest.raises(UsageError, match=r"no parameter of the optimizer has a gradient.* Call loss\.backward"):
+                job.step(optimizer)
+            break
+        loss.backward()
+        assert job.step(optimizer), "a frozen parameter is no reason"
+    assert job.applied == 2
+
+
+def test_of_several_optimizers_one_may_have_no_gradient(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    job.wrap(net)
+    first, second = (torch.optim.SGD([one], lr=0.1) for one in net.parameters())
+    for _ in job.batches(DataLoader(data(), batch_size=4)):
+        net.weight.sum().backward()
+        assert job.step(first, second)
+
+
+def test_an_optimizer_that_is_given_twice_is_refused(job: Job) -> None:
+    net = nn.Linear(5, 1)
+    model, optimizer = job.wrap(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, _ in job.batches(DataLoader(data(), batch_size=4)):
+        model(x).sum().backward()
+        with pytest.raises(UsageError, match="expected each optimizer once, found SGD, SGD, one of them twice"):
+            job.step(optimizer, optimizer)
+        assert job.step(optimizer)
 
 
 def test_what_has_no_state_cannot_be_tracked(job: Job) -> None:
@@ -361,6 +522,37 @@ def test_an_epoch_inside_of_an_epoch_is_refused(job: Job) -> None:
     with pytest.raises(UsageError, match="an epoch is under way"):
         next(job.batches(loader))
     assert len(list(outer)) == BATCHES - 1
+
+
+def test_the_batches_of_one_call_are_one_epoch_and_a_second_loop_over_them_is_refused(job: Job) -> None:
+    batches = job.batches(DataLoader(data(), batch_size=4))
+    assert iter(iter(batches)) is batches
+    assert len(list(batches)) == BATCHES
+    assert next(batches, None) is None
+    with pytest.raises(UsageError, match=r"Call job\.batches\(loader\) anew for each epoch"):
+        list(batches)
+    with pytest.raises(TypeError):
+        len(batches)  # type: ignore[arg-type] (not known before the epoch begins, and other after a loss)
+
+
+def test_batches_that_are_taken_in_parts_may_be_asked_once_too_often(job: Job) -> None:
+    batches = job.batches(DataLoader(data(), batch_size=4))
+    parts = []
+    while part := list(islice(batches, 4)):
+        parts.append(len(part))
+    assert parts == [4, BATCHES - 4]
+    batches = job.batches(DataLoader(data(), batch_size=4))
+    next(batches)
+    assert len(list(batches)) == BATCHES - 1
+
+
+def test_a_call_whose_batches_are_never_taken_is_an_epoch_too(job: Job) -> None:
+    loader = DataLoader(data(), batch_size=4, shuffle=True)
+    job.batches(loader)
+    mine = [numbers.tolist() for _, numbers in job.batches(loader)]
+    sampler = DistributedSampler(loader.dataset, num_replicas=1, rank=0)
+    sampler.set_epoch(1)
+    assert mine == [numbers.tolist() for _, numbers in DataLoader(data(), batch_size=4, sampler=sampler)]
 
 
 # Gradient scalers.

@@ -65,6 +65,9 @@ def last_line(ran: JobRun) -> str:
         ("parameters outside", "group 1 of SGD has a parameter of shape (1, 8) whose gradient is not reduced"),
         ("unfreezes", "a parameter of shape (16, 8) whose gradient is not reduced"),
         ("nests", "job.batches: an epoch is under way"),
+        ("no backward", "Call loss.backward() before job.step"),
+        ("no backward, zeros", "Either loss.backward() was not called for it, or it ran under no_sync()"),
+        ("one call of batches", "job.batches: the batches of one call are one epoch, and this one is over"),
         ("updates by hand", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("first epoch only", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("copy is wrapped", "found SGD with 4 parameters, none of them that model's"),
@@ -76,6 +79,21 @@ def test_a_script_that_leaves_out_a_call_is_stopped_by_a_line_that_names_it(use:
     assert said in last_line(ran)
     assert "job.step" in last_line(ran) or "job.batches" in last_line(ran)
     assert len(ran.stderr.strip().splitlines()) == 2, "where the logs are, and this line"
+
+
+@pytest.mark.parametrize("wraps", [0, 1])
+def test_a_model_that_one_rank_only_wraps_is_refused_instead_of_waiting_for_the_others(use: Any, wraps: int) -> None:
+    ran = use(f"only rank {wraps} wraps")
+    assert ran.exit_code == 2, ran.stderr
+    said = f"job.wrap: rank {wraps} has called it, and rank {1 - wraps} has begun job.batches without it"
+    assert said in last_line(ran)
+
+
+def test_a_model_may_be_wrapped_after_an_epoch_without_one(use: Any) -> None:
+    ran = use("wraps later")
+    ran.assert_finished()
+    ran.assert_equal_weights()
+    assert ran.summary["steps"] == 24
 
 
 def test_a_signal_to_a_process_that_ends_by_a_mistake_shows_no_traceback_either(use: Any) -> None:
@@ -137,6 +155,10 @@ def test_an_epoch_may_have_no_step_if_nothing_was_reduced_or_it_was_left_early(u
         ("nests", "job.batches: an epoch is under way"),
         ("joins twice", "eg.join: this process has joined already"),
         ("every 0", "eg.join(every=0): expected a number of steps, 1 or more"),
+        ("joins with a wrong keyword", "eg.join: got an unexpected keyword argument 'evry'. Did you mean 'every'?"),
+        ("tracks without a name", "job.track: too many positional arguments. Expected job.track(scheduler=scheduler)"),
+        ("steps a list", "job.step: expected a torch.optim.Optimizer, found list"),
+        ("joins with a path", "eg.join: expected a Checkpointer, found 'runs/x'"),
         ("tracks twice", "job.track(counter=…): this name is taken"),
         ("guards nothing", "job.guard: expected once, after job.wrap"),
     ],
@@ -197,7 +219,9 @@ def test_a_script_that_never_joins_is_said_to_have_run_as_under_torchrun(use: An
 
 
 def test_one_rank_alone_may_train_without_the_job_but_is_told_of_a_direct_step(use: Any) -> None:
-    use("only join", ranks=1).assert_finished()
+    ran = use("only join", ranks=1)
+    ran.assert_finished()
+    assert "finished (0 steps of the job: job.step was never called, 0 failures survived, " in last_line(ran)
     assert use("optimizer.step", ranks=1).exit_code == 2
 
 

@@ -167,7 +167,9 @@ checkpointer = None
 if options.checkpoints:
     checkpointer = eg.Checkpointer(options.checkpoints, agent=False, policy=options.policy)
 every = 3 if checkpointer and not options.policy else None
-job = eg.join(checkpointer, every=0 if what == "every 0" else every)
+wrong: Any = "runs/x" if what == "joins with a path" else checkpointer
+unknown: dict[str, Any] = {"evry": 3} if what == "joins with a wrong keyword" else {}
+job = eg.join(wrong, every=0 if what == "every 0" else every, **unknown)
 ended["before"] = job.rank
 if what == "joins twice":
     eg.join()
@@ -179,6 +181,8 @@ if what == "spare fails later":
 if what == "tracks twice":
     job.track(counter=nn.Linear(1, 1))
     job.track(counter=nn.Linear(1, 1))
+if what == "tracks without a name":
+    job.track(nn.Linear(1, 1))  # type: ignore[call-arg]
 if what == "guards nothing":
     job.guard()
 net = MODELS.get(what, fresh)()
@@ -189,7 +193,11 @@ if what == "own optimizer first":  # before there is anything of the job to trai
     train_alone(nn.Linear(8, 1))
 if what == "unfreezes":
     net[0].requires_grad_(False)
-model = net if what.startswith("no wrap") else job.wrap(copy.deepcopy(net) if what == "copy is wrapped" else net)
+if what == "wraps later":
+    for _ in job.batches(DataLoader(data, batch_size=4)):
+        pass
+is_left_out = what.startswith("no wrap") or what == f"only rank {1 - job.rank} wraps"
+model = net if is_left_out else job.wrap(copy.deepcopy(net) if what == "copy is wrapped" else net)
 parts = [net.first, net.second] if isinstance(net, TwoNets) else [net]
 optimizers = [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in parts]
 own = nn.Linear(8, 1)
@@ -223,6 +231,7 @@ if what == "DistributedSampler":
 elif what == "endless":
     loader = Endless()
 seen: list[int] = []
+kept = job.batches(loader) if what == "one call of batches" else None
 for epoch in range(2):
     if what == "DistributedSampler":
         loader.sampler.set_epoch(epoch)
@@ -230,7 +239,7 @@ for epoch in range(2):
         with torch.no_grad():
             ended["losses"] = [loss_of(model, x, y).item() for x, y in job.batches(loader)]
         continue
-    for x, y in loader if what == "no batches" else job.batches(loader):
+    for x, y in loader if what == "no batches" else kept or job.batches(loader):
         if what == "trailing passes":  # five batches a step, each reduced: the last two of an epoch go into none
             if job.batch_index % 5 == 0:
                 optimizers[0].zero_grad()
@@ -239,7 +248,7 @@ for epoch in range(2):
                 job.step(*optimizers)
             continue
         for optimizer in optimizers:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=what != "no backward, zeros")
         if what != "no batches":
             seen.append(job.batch_index)
         if what == "nests":
@@ -249,7 +258,8 @@ for epoch in range(2):
                 loss_of(model, x, y).backward()
             continue
         loss = loss_of(net if what == "wrapped is not called" else model, x, y)
-        (loss + loss_of(own, x, y) if what == "parameters outside" else loss).backward()
+        if not what.startswith("no backward") or job.batch_index == 0:
+            (loss + loss_of(own, x, y) if what == "parameters outside" else loss).backward()
         if what.startswith("updates by hand"):
             with torch.no_grad():
                 for parameter in net.parameters():
@@ -262,6 +272,8 @@ for epoch in range(2):
         if what in ("optimizer.step", "no wrap, optimizer.step"):
             optimizers[0].step()
             continue
+        if what == "steps a list":
+            job.step(optimizers)  # type: ignore[arg-type]
         if job.step(*optimizers) and what == "both steps" and job.applied == 2:
             optimizers[0].step()
         if what == "own optimizer":

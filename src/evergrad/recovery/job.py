@@ -48,14 +48,29 @@ from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import Untracked
-from evergrad.recovery.usage import OptimizerCalls, refuse_model, refuse_parameters, refuse_strangers
+from evergrad.recovery.usage import (
+    EpochBatches,
+    OptimizerCalls,
+    refuse_model,
+    refuse_no_optimizers,
+    refuse_options,
+    refuse_parameters,
+    refuse_strangers,
+    refuse_without_gradients,
+    refusing_wrong_arguments,
+    unreduced,
+)
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
 from evergrad.wording import counted
 
 __all__ = ["Job"]
 
-_REFUSED = ("process_group", "static_graph", "gradient_as_bucket_view", "delay_all_reduce_named_params", "device_mesh")
+
+@contextmanager
+def _stopping(job: Job, *_: object) -> Iterator[None]:
+    with job._stopping():
+        yield
 
 
 class Job:
@@ -99,7 +114,7 @@ class Job:
         self._sampler_ranks = SamplerRanks(lambda: (max(self.rank, 0), self.world_size))
         self._has_said_size = False
         self._batch_index = -1
-        self._calls = 0
+        self._calls = self._begun = 0
         self._sources: dict[int, Source] = {}
 
     @property
@@ -148,6 +163,7 @@ class Job:
         deal = self._course.deal
         return deal is not None and self._course.index + len(self._window) >= deal.num_batches
 
+    @refusing_wrong_arguments("job.wrap", _stopping)
     def wrap(
         self,
         model: nn.Module,
@@ -174,8 +190,7 @@ class Job:
                     "job.wrap: a model is wrapped already. Put several into one module whose forward runs them"
                 )
             refuse_model(model)
-            if wrong := [name for name in _REFUSED if options.get(name)]:
-                raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
+            refuse_options(hooks, options)
             if overlap:
                 refuse_overlap(optimizer, after_loss=self._after_loss, find_unused_parameters=find_unused_parameters,
                                tracked=trained.tracked)  # fmt: skip
@@ -192,6 +207,7 @@ class Job:
             return Unwrapped(model)
         return self._reduced(model, optimizer if overlap else None, hooks, find_unused_parameters, options)
 
+    @refusing_wrong_arguments("job.guard", _stopping)
     def guard(
         self,
         every: int = 50,
@@ -227,6 +243,7 @@ class Job:
         passage.guarding = self._arrival.guarding = Guarding(settings, self._engine, trained.model, self._tell)
         self._tell("guard", **settings.to_json())
 
+    @refusing_wrong_arguments("job.track", _stopping, "job.track(scheduler=scheduler): each thing by a name")
     def track(self, **things: Any) -> None:
         """What else a joiner and a rollback must bring along: schedulers, scalers, averages, counters.
 
@@ -237,19 +254,21 @@ class Job:
                 raise UsageError(f"job.track({again[0]}=…): this name is taken")
             self._trained.tracked |= checked_tracked(things)
 
+    @refusing_wrong_arguments("job.batches", _stopping)
     def batches(self, loader: Any) -> Iterator[Any]:
         """This rank's batches of one epoch; the same ones again after a rollback, dealt anew after a loss.
 
-        The loader's batch size is that of one rank. Each call is one epoch: on a joiner those that are over yield
-        nothing.
+        The loader's batch size is that of one rank. Each call is one epoch, whose batches can be iterated once: on a
+        joiner those that are over yield nothing.
         """
         call, self._calls = self._calls, self._calls + 1
         with self._stopping():
             if id(loader) not in self._sources:  # one for each, so that persistent workers persist
                 self._sources[id(loader)] = Source.of(loader)
             self._optimizer_calls.refuse_direct("outside of job.batches")
-        return self._epoch(self._passage.epoch(self._sources[id(loader)], call))
+        return EpochBatches(self._epoch(self._passage.epoch(self._sources[id(loader)], call)), self._stopping)
 
+    @refusing_wrong_arguments("job.step", _stopping, "job.step(optimizer)")
     def step(self, *optimizers: Optimizer) -> bool:
         """Apply the step, if all ranks have its gradients; False if it has to be done again, or a scaler skipped it."""
         engine, passage, course = self._engine, self._passage, self._course
@@ -260,16 +279,10 @@ class Job:
             passage.roll_back()
             return False
         if engine.gradients is not None and self._window.reduced < len(self._window):
-            never = not getattr(engine.gradients.module, "_lazy_init_ran", True)
-            passage.stop(UsageError(
-                "job.step: the model that job.wrap returned was never called, so no gradients are reduced. Compute the "
-                "loss by it, and not by the module that job.wrap was given: model = job.wrap(model); model(x)"
-                if never else
-                "job.step: the last backward has reduced no gradients. Either it ran under no_sync(), or the loss was "
-                "not computed by the model that job.wrap returned, or it does not reach all parameters: "
-                "job.wrap(model, find_unused_parameters=True)"
-            ))  # fmt: skip
+            passage.stop(unreduced(engine.gradients.module))
         if engine.gradients is None:  # alone: no backward pass ends in a point
+            with self._stopping():
+                refuse_without_gradients(optimizers)
             engine.pass_point(Point.STEP)
         known = self._trained.optimizers.known
         self._untracked.before_step(course.step, course.epoch, course.opening, known, self._trained.tracked)
@@ -299,6 +312,7 @@ class Job:
             engine.broke_at = None
         return was_applied
 
+    @refusing_wrong_arguments("job.close", _stopping)
     def close(self) -> None:
         """Leave the job. Done at exit by itself; twice is fine."""
         self._departure.close()
@@ -338,8 +352,7 @@ class Job:
 
     def _check_step(self, optimizers: tuple[Optimizer, ...]) -> None:
         """`UsageError` if a step that is made now would not be one of the job."""
-        if not optimizers:
-            raise UsageError("job.step: expected the optimizer, or all of them")
+        refuse_no_optimizers(optimizers)
         if self._trained.model is None:
             raise UsageError(
                 "job.step: no model was given to job.wrap, so no gradients are reduced, and each rank would train a "
@@ -399,10 +412,13 @@ class Job:
             with self._stopping():
                 self._optimizer_calls.refuse_direct("inside of job.batches")
 
-    def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _epoch(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         """One epoch for the script; whether it made its steps by the job is known at the end."""
         calls = self._optimizer_calls
         calls.others = 0
+        if self._trained.model is None:
+            self._refuse_part_wrapped(wraps=False)
+        self._begun += 1
         with self._stopping(), closing(cast("Generator[Any, None, None]", batches)):
             for batch in batches:
                 self._batch_index = self._course.index + len(self._window) - 1
@@ -410,6 +426,25 @@ class Job:
         if self._is_among_others and not self._course.step and self._trained.model is None:
             with self._stopping():
                 calls.refuse_epoch()
+
+    def _refuse_part_wrapped(self, *, wraps: bool) -> None:
+        """`UsageError` if one rank calls `job.wrap` before an epoch that another one begins without it.
+
+        Each would wait for the other one in another collective. Each says what it does, and then looks for the others:
+        so whoever is later finds it.
+        """
+        crew, epoch = self._crew, self._begun
+        if not isinstance(crew, Launched) or self._arrival.waits or crew.plan.generation or crew.world_size == 1:
+            return
+        mine, theirs = (Keys.wrapped, Keys.unwrapped) if wraps else (Keys.unwrapped, Keys.wrapped)
+        crew.client.set(mine(epoch), str(self.rank))
+        if (other := crew.client.find(theirs(epoch))) is not None:
+            with_it, without = (self.rank, int(other)) if wraps else (int(other), self.rank)
+            with self._stopping():
+                raise UsageError(
+                    f"job.wrap: rank {with_it} has called it, and rank {without} has begun job.batches without it: "
+                    "they would wait for each other. Call model = job.wrap(model) on every rank, before the loop"
+                )
 
     def _tell_misuse(self) -> None:
         """The script has come to its end without a step of the job: say so if optimizers were stepped all the same."""
@@ -448,10 +483,14 @@ class Job:
         self._sites.watch(gradients.module, self._site)
         self._sites.expose(trained.live, self._engine.note_inexact)
         if not self._arrival.waits and self._crew.plan.generation == 0:
+            self._refuse_part_wrapped(wraps=True)
             try:
                 gradients.broadcast(self._crew.group(), 0)
             except GroupBroken as error:
-                self._passage.stop(UsageError(f"a rank was lost before training began ({error}): start the job again"))
+                self._passage.stop(UsageError(
+                    f"a rank was lost before training began ({error}): start the job again. If that repeats it, see "
+                    "that every rank calls job.wrap"
+                ))  # fmt: skip
         return gradients.module
 
     def _let_go(self) -> None:

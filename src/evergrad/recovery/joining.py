@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import operator
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,8 +43,9 @@ from evergrad.recovery.stores import StoreClient
 from evergrad.recovery.strategies import STRATEGIES
 from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.transport import Group
+from evergrad.recovery.usage import described, refusing_wrong_arguments
 from evergrad.timeline import Recorder
-from evergrad.wording import meant
+from evergrad.wording import meant, shown
 
 __all__ = ["join"]
 
@@ -50,6 +53,18 @@ _MODES: tuple[BatchMode, ...] = get_args(BatchMode)
 _joined: Job | None = None
 
 
+@contextmanager
+def _stopping(*_: object) -> Iterator[None]:
+    """A mistake in the call ends the whole job: every rank makes it, also after a restart."""
+    try:
+        yield
+    except UsageError as error:
+        if "EVERGRAD_STORE" in os.environ:
+            _stop(os.environ, error)
+        raise
+
+
+@refusing_wrong_arguments("eg.join", _stopping)
 def join(
     checkpointer: Checkpointer | None = None,
     every: int | None = None,
@@ -71,22 +86,30 @@ def join(
             raise UsageError("eg.join: this process has joined already. Keep what it returned")
     env = os.environ
     make = _launched if "EVERGRAD_STORE" in env else _static if int(env.get("WORLD_SIZE", "1")) > 1 else _solo
-    try:
+    with _stopping():
+        _refuse_wrong_types(checkpointer, seed)
         if every is not None and checkpointer is None:
             raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
         saves = Saves(checkpointer, every) if checkpointer is not None else None
-        job = make(env, saves, _mode(env, after_loss), seed)
-    except UsageError as error:
-        if make is _launched:
-            _stop(env, error)
-        raise
+        job = make(env, saves, _mode(env, after_loss), operator.index(seed))
     _joined = job
     atexit.register(job.close)
     return job
 
 
+def _refuse_wrong_types(checkpointer: object, seed: object) -> None:
+    if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
+        folder = shown(os.fspath(checkpointer)) if isinstance(checkpointer, str | os.PathLike) else '"checkpoints"'
+        raise UsageError(
+            f"eg.join: expected a Checkpointer, found {described(checkpointer)}. Make one of a folder: "
+            f"eg.join(eg.Checkpointer({folder}), every=100)"
+        )
+    if not hasattr(seed, "__index__"):
+        raise UsageError(f"eg.join(seed=…): expected a whole number, found {described(seed)}")
+
+
 def _stop(env: Mapping[str, str], error: UsageError) -> None:
-    """A mistake in the call ends the whole job: every rank makes it, also after a restart."""
+    """Tell the launcher of a mistake."""
     host, _, port = env["EVERGRAD_STORE"].rpartition(":")
     if "EVERGRAD_SECRET" not in env:  # no launcher has made this environment: there is nobody to tell
         return

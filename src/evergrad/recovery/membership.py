@@ -298,6 +298,16 @@ class Keys:
         """The plan of a generation; once it is there it never changes."""
         return f"plan/{generation}"
 
+    @staticmethod
+    def wrapped(epoch: int) -> str:
+        """A rank that has called `job.wrap` before this epoch, at the beginning of the job."""
+        return f"wrapped/{epoch}"
+
+    @staticmethod
+    def unwrapped(epoch: int) -> str:
+        """A rank that has begun this epoch without `job.wrap`, at the beginning of the job."""
+        return f"unwrapped/{epoch}"
+
     misuse = "misuse"
     """Which calls the script leaves out, so that its training counts for nothing, if that is known only at the end."""
 

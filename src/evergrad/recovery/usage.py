@@ -2,8 +2,12 @@
 
 | the script | is stopped at |
 |---|---|
+| gives a call an argument that it does not have, or one of a wrong kind | that call |
 | gives `job.wrap` a model that is sharded, wrapped or not there yet | `job.wrap` |
+| calls `job.wrap` on some ranks only | `job.wrap`, or the first batch of the others |
 | calls `job.step` without `job.wrap`, or trains parameters that are not the wrapped model's | its first `job.step` |
+| calls `job.step` without a backward pass since the last one | that `job.step` |
+| loops again over the batches of one call of `job.batches` | the second loop |
 | gives `job.step` optimizers that have none of the wrapped model's parameters | the first `job.step` of an epoch |
 | runs backward through the wrapped model outside of `job.batches` | that backward |
 | calls `optimizer.step()` on the wrapped model, and not `job.step` | that call; between epochs the next `job.batches` |
@@ -17,19 +21,40 @@ the job too. So is a script that calls no optimizer: it evaluates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import inspect
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.errors import UsageError
-from evergrad.wording import counted
+from evergrad.recovery.snapshots import is_scaler
+from evergrad.wording import counted, listed, meant, shown
 
-__all__ = ["OptimizerCalls", "refuse_model", "refuse_parameters", "refuse_strangers"]
+__all__ = [
+    "EpochBatches",
+    "OptimizerCalls",
+    "described",
+    "refuse_model",
+    "refuse_no_optimizers",
+    "refuse_options",
+    "refuse_parameters",
+    "refuse_strangers",
+    "refuse_without_gradients",
+    "refusing_wrong_arguments",
+    "unreduced",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _LOOP = (
     "A job trains by: model = job.wrap(model); for batch in job.batches(loader): …; loss.backward(); "
@@ -46,6 +71,42 @@ _SHARDED = {
 }
 _PACKAGES = ("deepspeed", "fairscale", "torch")
 _REPLICATED = ("DistributedDataParallel", "DataParallel")
+_REFUSED = ("process_group", "static_graph", "gradient_as_bucket_view", "delay_all_reduce_named_params", "device_mesh")
+_METHODS = ("step", "state_dict", "load_state_dict")
+_OWN = ("hooks", "find_unused_parameters", "optimizer", "overlap")
+
+
+def refusing_wrong_arguments(
+    name: str, stopping: Callable[..., AbstractContextManager[None]], expected: str = ""
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a call whose arguments the function does not take a `UsageError`, raised within `stopping(*arguments)`.
+
+    A TypeError that comes from within the function is left as it is. `expected` is the call to advise; the signature by
+    default.
+    """
+
+    def around(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def call(*arguments: _P.args, **named: _P.kwargs) -> _R:
+            try:
+                return function(*arguments, **named)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise
+            with stopping(*arguments):
+                raise _wrong_call(name, function, arguments, named, expected)
+
+        return call
+
+    return around
+
+
+def described(thing: object) -> str:
+    """Return what was found where something else was expected: its kind, or a text or a number itself."""
+    if isinstance(thing, type):
+        return f"the class {thing.__qualname__}"
+    is_short = thing is None or isinstance(thing, str | int | float | os.PathLike)
+    return shown(thing) if is_short else type(thing).__qualname__
 
 
 def refuse_model(model: object) -> None:
@@ -75,6 +136,40 @@ def refuse_model(model: object) -> None:
         raise UsageError(
             "job.wrap: the model has no parameter that requires a gradient, so there is nothing to train. Leave "
             "job.wrap out where a script only evaluates"
+        )
+
+
+def refuse_options(hooks: object, options: Mapping[str, object]) -> None:
+    """`UsageError` for options of `job.wrap` that neither the job nor DDP has, or that DDP has no choice of here."""
+    ddp = [name for name in inspect.signature(DistributedDataParallel).parameters if name != "module"]
+    if unknown := next((name for name in options if name not in ddp), ""):
+        offered = [*_OWN, *(name for name in ddp if name not in (*_OWN, *_REFUSED))]
+        raise UsageError(
+            f"job.wrap({unknown}=…): expected {listed(_OWN)}, or an option of DistributedDataParallel such as "
+            f"bucket_cap_mb.{meant(unknown, offered)}"
+        )
+    if wrong := [name for name in _REFUSED if options.get(name)]:
+        raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
+    if isinstance(hooks, str) or not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
+        raise UsageError(
+            f"job.wrap(hooks=…): expected a list of wrappers around a comm hook, [fp16_compress_wrapper], found "
+            f"{described(hooks)}"
+        )
+
+
+def refuse_no_optimizers(given: Sequence[Any]) -> None:
+    """`UsageError` if what `job.step` is given is no optimizer, or one of them twice."""
+    if not given:
+        raise UsageError("job.step: expected the optimizer, or all of them")
+    for one in given:
+        has_groups = isinstance(getattr(one, "param_groups", None), list)
+        if isinstance(one, type) or not has_groups or not all(callable(getattr(one, name, None)) for name in _METHODS):
+            raise UsageError(f"job.step: expected a torch.optim.Optimizer, found {described(one)}. {_instead_of(one)}")
+    if len(set(map(id, given))) < len(given):
+        names = ", ".join(type(one).__qualname__ for one in given)
+        raise UsageError(
+            f"job.step: expected each optimizer once, found {names}, one of them twice: it would make two updates of "
+            "the same gradients"
         )
 
 
@@ -146,6 +241,40 @@ class OptimizerCalls:
             self._noticed()
 
 
+class EpochBatches(Iterator[Any]):
+    """What `job.batches` returns: the batches of one epoch, which can be iterated once.
+
+    A DataLoader begins anew with each `for`; an iterator that has ended gives nothing, and an epoch would have no step.
+    """
+
+    def __init__(self, batches: Generator[Any, None, None], stopping: Callable[[], AbstractContextManager[None]]):
+        self._batches, self._stopping = batches, stopping
+        self._has_begun = self._has_ended = self._is_taken_in_parts = False
+
+    def __iter__(self) -> EpochBatches:
+        if self._has_ended and not self._is_taken_in_parts:
+            with self._stopping():
+                raise UsageError(
+                    "job.batches: the batches of one call are one epoch, and this one is over: a second loop over them "
+                    "would get none. Call job.batches(loader) anew for each epoch: for batch in job.batches(loader)"
+                )
+        if self._has_begun and not self._has_ended:  # as by islice, which asks again at the end
+            self._is_taken_in_parts = True
+        return self
+
+    def __next__(self) -> Any:
+        self._has_begun = True
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._has_ended = True
+            raise
+
+    def close(self) -> None:
+        """Leave the epoch. Twice is fine."""
+        self._batches.close()
+
+
 def refuse_strangers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """`UsageError` if the optimizers of a step have no parameter of the wrapped model: it would stay as it is."""
     wrapped = frozenset(map(id, model.parameters()))
@@ -174,6 +303,72 @@ def refuse_parameters(optimizers: Sequence[Optimizer], reduced: Iterable[torch.T
                         "that job.wrap was given, or required no gradient then. Put all that is trained into one "
                         "module, and wrap that"
                     )
+
+
+def refuse_without_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """`UsageError` where no parameter of these optimizers has a gradient: without other ranks nothing else tells."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if all(parameter.grad is None for group in groups for parameter in group["params"]):
+        raise UsageError(
+            "job.step: no parameter of the optimizer has a gradient, so the step would change nothing. Call "
+            "loss.backward() before job.step, and optimizer.zero_grad() before backward()"
+        )
+
+
+def unreduced(model: DistributedDataParallel) -> UsageError:
+    """Return the error of a step of which not all backward passes have reduced gradients, with the likely cause."""
+    if not getattr(model, "_lazy_init_ran", True):
+        return UsageError(
+            "job.step: the model that job.wrap returned was never called, so no gradients are reduced. Compute the "
+            "loss by it, and not by the module that job.wrap was given: model = job.wrap(model); model(x)"
+        )
+    if all(parameter.grad is None for parameter in model.parameters()):
+        return UsageError(
+            "job.step: no backward pass has run through the wrapped model since the last step, or since its gradients "
+            "were set to None. Call loss.backward() before job.step"
+        )
+    return UsageError(
+        "job.step: no gradients of the last batch were reduced. Either loss.backward() was not called for it, or it "
+        "ran under no_sync(), or the loss was not computed by the model that job.wrap returned, or it does not reach "
+        "all parameters: job.wrap(model, find_unused_parameters=True)"
+    )
+
+
+def _wrong_call(
+    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any], expected: str
+) -> UsageError:
+    """The error of a call with these arguments, which the function does not take."""
+    signature = inspect.signature(function)
+    parameters = [one for one in signature.parameters.values() if one.name != "self"]
+    known = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    try:
+        signature.bind(*arguments, **named)
+        why = "wrong arguments"
+    except TypeError as error:
+        why = str(error)
+    unknown = next((one for one in named if one not in known), "")
+    plain = [one.replace(annotation=one.empty) for one in parameters]
+    expected = expected or f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
+    return UsageError(f"{name}: {why}.{meant(unknown, known) if unknown else ''} Expected {expected}")
+
+
+def _instead_of(thing: Any) -> str:
+    """Return what to do for somebody who has given this to `job.step` in place of an optimizer."""
+    if isinstance(thing, list | tuple):
+        return "Give it all of them, and no list: job.step(*optimizers)"
+    if isinstance(getattr(thing, "optimizer", None), Optimizer):
+        return "A scheduler goes into job.track(scheduler=scheduler): if job.step(optimizer): scheduler.step()"
+    if is_scaler(thing):
+        return "A gradient scaler goes into job.track(scaler=scaler), and job.step(optimizer) uses it"
+    if isinstance(thing, torch.Tensor):
+        return "Call loss.backward() before it, and then job.step(optimizer)"
+    if isinstance(thing, nn.Module):
+        return "Give it the optimizer of that model's parameters: job.step(optimizer)"
+    if inspect.isroutine(thing):
+        return "It takes no closure: compute the loss and call backward() before it, and then job.step(optimizer)"
+    if callable(getattr(thing, "step", None)):
+        return "One of your own is a subclass of torch.optim.Optimizer, with param_groups and state_dict"
+    return "Give it what updates the model's parameters: job.step(optimizer)"
 
 
 def _sharded(where: str, kind: str) -> UsageError:

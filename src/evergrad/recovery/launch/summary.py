@@ -82,6 +82,8 @@ class Summary:
         more = len(self.ended_spares) - _NAMED_SPARES
         how += "".join(f"; {spare}" for spare in self.ended_spares[:_NAMED_SPARES])
         how += f"; {counted(more, 'other spare')} ended early" if more > 0 else ""
+        if self.joined and not self.steps and self.outcome == "finished":
+            steps += " of the job: job.step was never called"
         facts = f"{steps}, {failures}, {generations}, {self.seconds:.1f} s{how}"
         if not self.joined:
             why = f"{why}: no rank called eg.join: ran as under torchrun"
