@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from evergrad.study.golden import Golden, fresh_folder, keep_golden, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
 from evergrad.study.trials import End, Observation
+from programs import run_python
 
 
 def damages(data: bytes, seed: str) -> Iterator[tuple[str, bytes]]:
@@ -143,6 +145,17 @@ def test_a_damaged_run_record_is_said(tmp_path: Path) -> None:
     assert not any("run.json" in note for note in read_run(tmp_path).notes)
     (tmp_path / "run.json").write_bytes(b"\xff")
     assert any("run.json is damaged" in note for note in read_run(tmp_path).notes)
+
+
+@pytest.mark.parametrize("name", ["run.json", "timeline-1.jsonl", "timeline.jsonl"])
+def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    record_events(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    done = run_python("-m", "evergrad", "timeline", tmp_path, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (2 if name == "timeline.jsonl" else 0), done.stderr
+    assert ("run.json is damaged, and left out." in done.stderr + done.stdout) == (name == "run.json")
 
 
 def test_a_damaged_log_beside_a_file_does_not_keep_another_from_being_undone(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from evergrad.checkpoint.arena import open_files_hint
 from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason, said
+from evergrad.formats.data_file import read_small
 from evergrad.formats.durable import appearing, replacing
 from evergrad.formats.version_records import read_record, record_bytes
 
@@ -184,7 +185,7 @@ def _is_copy(folder: Path, record: dict[str, Any]) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """The record of a run folder's job, which other records replace if it is damaged; None if there is none."""
     try:
-        record = read_record(path.read_bytes())
+        record = read_record(read_small(path))
         if not _is_identity(record.get("id")):
             raise ValueError("it names no job")
     except FileNotFoundError:
@@ -231,7 +232,7 @@ def _rebuilt(folder: Path) -> dict[str, Any] | None:
     disks = [folder / "local"]
     for path in sorted((folder / "attempts").glob("*.json"), reverse=True):
         with suppress(OSError, ValueError):
-            record = read_record(path.read_bytes())
+            record = read_record(read_small(path))
             if _is_identity(record.get("job")):
                 return made | {"id": record["job"], "path": str(record.get("path", folder))}
             tiers = record.get("tiers")

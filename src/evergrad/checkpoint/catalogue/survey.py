@@ -23,6 +23,7 @@ from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, re
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError, reason, said
+from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import read_record
 
 __all__ = ["Found", "Home", "Survey", "find_home", "reached", "sites", "survey"]
@@ -186,7 +187,7 @@ def _attempts(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
     for path in sorted((folder / "attempts").glob("*.json")):
         if path.stem.isdecimal():
             try:
-                found[int(path.stem)] = read_record(path.read_bytes())
+                found[int(path.stem)] = read_record(read_small(path))
             except (OSError, ValueError) as error:
                 damaged.append(
                     f"{path}: {reason(error) if isinstance(error, OSError) else said(error)}: its tiers are not known"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
+from evergrad.formats.data_file import open_file, open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = ["Completion"]
@@ -75,7 +76,7 @@ class Completion:
         self._lines[version, tier, rank] = text = record_bytes(line)
         if not self._behind:
             try:
-                with self._own.open("ab") as out:
+                with os.fdopen(open_regular(self._own, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
                     out.write(text)
                     self._behind = out.tell() > _TOO_LONG
             except OSError as error:
@@ -89,7 +90,7 @@ class Completion:
             path = self._own.with_suffix(".committed")
             temporary = path.with_suffix(".partial")
             with suppress(OSError):
-                temporary.write_text(version.name + "\n")
+                _write(temporary, f"{version.name}\n".encode())
                 os.replace(temporary, path)
 
     def last_committed(self) -> Version | None:
@@ -98,7 +99,7 @@ class Completion:
         with suppress(OSError):
             for path in self._folder.glob("*.committed"):
                 try:
-                    found.append(Version.parse(path.read_bytes().decode("ascii", "replace").strip()))
+                    found.append(Version.parse(read_small(path).decode("ascii", "replace").strip()))
                 except FileNotFoundError:
                     continue
                 except OSError as error:
@@ -180,7 +181,7 @@ class Completion:
             return
         temporary = self._own.with_suffix(".partial")
         try:
-            temporary.write_bytes(b"".join(self._lines.values()))
+            _write(temporary, b"".join(self._lines.values()))
             os.replace(temporary, self._own)
             self._behind = False
             self._said = ""
@@ -210,7 +211,7 @@ class Completion:
             self._say_unread(path, f"ends within a line, after {len(rest)} bytes of it: that line is left out")
 
     def _follow(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             status = os.fstat(file.fileno())
             inode, offset = self._read.get(path.name, (status.st_ino, 0))
             if inode != status.st_ino or offset > status.st_size:
@@ -236,3 +237,8 @@ class Completion:
             _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
         self._check_rest(path, data[whole:])
         self._read[path.name] = (status.st_ino, offset + whole)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as out:
+        out.write(data)
