@@ -494,3 +494,80 @@ def test_no_file_of_a_job_is_opened_in_a_way_that_waits_for_a_pipe() -> None:
         if opens.search(line) and not never_waits.search(line)
     ]
     assert lines == []
+
+
+def without_record(job: Job, *, damage: str, alone: bool = True) -> Path:
+    """Damage or remove the record that the newest version is committed by; `alone` leaves no other tier."""
+    if alone:
+        for folder in ("disk", "shm"):
+            shutil.rmtree(job.folder / folder)
+        (job.folder / "shm").mkdir()
+    (path,) = job.folder.glob(FILES["commit"])
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "a bit":
+        path.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
+    elif damage == "a pipe":
+        os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_all_who_look_say_that_the_record_of_a_version_is_damaged(
+    job: Job, alone: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, run = without_record(job, damage="a bit", alone=alone), str(job.folder / "run")
+    kinds = "persistent" if alone else "memory+local+persistent"
+    with checkpointer(job.folder, kinds) as ck:
+        assert [record.step for record in ck.versions()] == ([2, 1] if alone else [3, 2, 1])
+    said = [record.getMessage() for record in caplog.records if path.name in record.getMessage()]
+    wrong = f"file://{path}: the record is not as it was written"
+    assert said == [f"{wrong}: step 3 (attempt 1) is not committed without it"]
+    assert main(["checkpoints", "ls", run, "--json"]) == 0
+    newest = json.loads(capsys.readouterr().out)["versions"][0]
+    assert (newest["step"], newest["state"]) == (3, "uncommitted" if alone else "restorable")
+    assert newest["damaged"] == wrong
+    assert main(["checkpoints", "show", run, "3"]) == 0
+    assert f"damaged   {wrong}" in capsys.readouterr().out
+    assert main(["checkpoints", "verify", run, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["versions"][0]
+    assert found["verdict"] == "failed"
+    assert [copy["why"] for copy in found["copies"] if copy["verdict"] == "failed"] == [wrong]
+    assert main(["checkpoints", "verify", run]) == 1
+    assert "1 of 3 versions wrong" in capsys.readouterr().out
+    code = main(["checkpoints", "export", run, "3", str(job.folder / "out.safetensors")])
+    told = capsys.readouterr().err
+    assert (code, wrong in told) == ((2, True) if alone else (0, False))
+    assert main(["checkpoints", "lineage", run]) == 0
+    assert ("step 3 · uncommitted" in capsys.readouterr().out) == alone
+    assert main(["checkpoints", "pin", run, "3", "--tag", "last"]) == 0
+    assert main(["checkpoints", "ls", f"file://{job.folder / 'shared'}", "--json"]) == 0
+    assert [row["state"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["versions"]] == [
+        "uncommitted", "restorable", "restorable",
+    ]  # fmt: skip
+    with checkpointer(job.folder, kinds) as ck:
+        assert ck.restore(state(0), version="last") == 3
+    assert main(["checkpoints", "verify", run]) == 0
+
+
+@pytest.mark.parametrize("damage", ["a bit", "gone"])
+def test_removing_a_version_without_a_sound_record_leaves_nothing_to_be_committed_again(
+    job: Job, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = without_record(job, damage=damage), str(job.folder / "run")
+    assert main(["checkpoints", "rm", run, "3", "--yes"]) == 2
+    assert "is the newest version that can be restored" in capsys.readouterr().err
+    assert main(["checkpoints", "rm", run, "3", "--yes", "--force"]) == 0
+    assert not path.parent.exists()
+    with checkpointer(job.folder, "persistent") as ck:
+        assert ck.restore(state(0)) == 2
+
+
+def test_what_removing_a_version_leaves_is_said(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    path, run = without_record(job, damage="a pipe", alone=False), str(job.folder / "run")
+    assert main(["checkpoints", "rm", run, "3", "--yes", "--force"]) == 0
+    out = capsys.readouterr().out
+    assert f"stays: {path}: cannot be read: expected a file, found a named pipe" in out
+    assert "removed, except for what stays" in out
+    assert main(["checkpoints", "rm", run, "3", "--yes", "--force"]) == 2
+    assert "found a named pipe. Remove that by hand." in capsys.readouterr().err

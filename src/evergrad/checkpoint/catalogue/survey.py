@@ -67,6 +67,15 @@ class Survey:
     """The folders of nodes that were looked into."""
     unseen: list[str] = field(default_factory=list)
     """Tiers that could not be looked at, and why."""
+    begun: dict[Version, list[Found]] = field(default_factory=dict)
+    """Complete shards in a shared tier without a sound record of their version, which a restore commits if whole."""
+    damaged: dict[Version, dict[str, str]] = field(default_factory=dict)
+    """By version and kind of tier: what is wrong with the record by which it was committed."""
+
+    def is_begun(self, version: Version, world_size: int) -> bool:
+        """Whether every rank's shard lies in a shared tier, and only the record of the version is missing."""
+        ranks = {found.copy.rank for found in self.begun.get(version, [])}
+        return bool(world_size) and ranks >= set(range(world_size))
 
     def ranks(self, version: Version, tier: str | None = None) -> set[int]:
         """The ranks whose shards of a version are there, in one tier or in any."""
@@ -122,10 +131,23 @@ def survey(home: Home, only: str | None = None) -> Survey:
                     if (copy.tier, place) not in seen and (not is_shared or _is_of(home.job, copy, store)):
                         seen.add((copy.tier, place))
                         found.shards.setdefault(copy.version, []).append(Found(copy, store, node))
+                if is_shared:
+                    _look_uncommitted(found, home.job, tier.kind, store)
                 found.nodes |= {node} if node else set()
             except (EvergradError, OSError) as error:
                 found.unseen.append(f"tier {tier.kind}: {error}")
     return found
+
+
+def _look_uncommitted(found: Survey, job: str, kind: str, store: Store) -> None:
+    """Note what lies in a shared tier and is not committed, or not any more."""
+    torn = store.torn(0)
+    for version, why in torn.items():
+        if why.was_complete:
+            found.damaged.setdefault(version, {})[kind] = why.what
+    for copy in store.begun() if torn else ():
+        if _is_of(job, copy, store):
+            found.begun.setdefault(copy.version, []).append(Found(copy, store, ""))
 
 
 def sites(home: Home, tier: Tier) -> list[Site]:

@@ -68,7 +68,8 @@ def verify(
 
 
 def _copies(entry: CatalogueEntry, seen: Survey, tier: str | None) -> int:
-    return sum(tier in (None, each.copy.tier) for each in seen.shards.get(entry.version, []))
+    damaged = sum(tier in (None, kind) for kind in seen.damaged.get(entry.version, {}))
+    return damaged + sum(tier in (None, each.copy.tier) for each in seen.shards.get(entry.version, []))
 
 
 def _check(
@@ -90,12 +91,13 @@ def _check(
         for entry in entries:
             verdicts = check_version(entry, seen, tier=tier, progress=step)
             found.append((entry, verdicts))
-            for kind in dict.fromkeys(each.tier for each in verdicts if each.place):
+            for kind in dict.fromkeys(each.tier for each in verdicts if each.place or each.rank < 0):
                 of_kind = [each for each in verdicts if each.tier == kind]
                 verdict = _verdict(of_kind)
                 whole = {each.rank for each in of_kind} >= set(range(entry.world_size))
                 if verdict == "failed" or (verdict == "ok" and whole):
-                    why = next((f"rank {each.rank}: {each.why}" for each in of_kind if each.verdict == "failed"), "")
+                    whose = ((f"rank {each.rank}: " if each.rank >= 0 else "", each) for each in of_kind)
+                    why = next((f"{rank}{each.why}" for rank, each in whose if each.verdict == "failed"), "")
                     writer = f"verify-{node_name()}"
                     catalogue.note_verified(entry.version, kind, ok=verdict == "ok", why=why, writer=writer)
     return found
@@ -131,5 +133,6 @@ def _print(found: list[tuple[CatalogueEntry, list[CopyVerdict]]]) -> None:
 
 
 def _what(verdict: CopyVerdict) -> str:
-    where = f"rank {verdict.rank}" + (f" in tier {verdict.tier}" if verdict.tier else "")
+    rank, tier = "" if verdict.rank < 0 else f"rank {verdict.rank}", f"tier {verdict.tier}" if verdict.tier else ""
+    where = " in ".join(filter(None, (rank, tier)))
     return f"{where}: {verdict.why}"
