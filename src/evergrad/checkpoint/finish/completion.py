@@ -33,7 +33,8 @@ class _Shards:
 
     world_size: int
     ranks: set[int] = field(default_factory=set)
-    failure: str | None = None
+    failures: dict[int, str] = field(default_factory=dict)
+    """By rank, why its shard is not there and never will be; until it is there all the same."""
 
 
 class Completion:
@@ -140,7 +141,7 @@ class Completion:
     def failure(self, version: Version, tier: str) -> str | None:
         """Why a version will never be complete there, if some rank said so."""
         shards = self._known.get((version, tier))
-        return None if shards is None else shards.failure
+        return None if shards is None else next(iter(shards.failures.values()), None)
 
     def complete(self, tier: str | None = None) -> list[Version]:
         """The complete versions of a tier, or of any, oldest first."""
@@ -155,12 +156,12 @@ class Completion:
     def incomplete(self) -> Iterator[tuple[Version, str]]:
         """What is begun, not complete, and has not failed."""
         for (version, tier), shards in self._known.items():
-            if shards.failure is None and len(shards.ranks) < shards.world_size:
+            if not shards.failures and len(shards.ranks) < shards.world_size:
                 yield version, tier
 
     def failed(self) -> Iterator[tuple[Version, str]]:
         """What will never be complete."""
-        return ((version, tier) for (version, tier), shards in self._known.items() if shards.failure is not None)
+        return ((version, tier) for (version, tier), shards in self._known.items() if shards.failures)
 
     def forget(self, version: Version, tier: str) -> None:
         """A version was removed from a tier, or has been told of and does not matter any more."""
@@ -171,9 +172,10 @@ class Completion:
     def _take(self, version: Version, tier: str, rank: int, world_size: int, failure: str | None) -> None:
         shards = self._known.setdefault((version, tier), _Shards(world_size))
         if failure is not None:
-            shards.failure = f"rank {rank}: {failure}"
+            shards.failures[rank] = f"rank {rank}: {failure}"
         elif 0 <= rank < shards.world_size == world_size:
             shards.ranks.add(rank)
+            shards.failures.pop(rank, None)  # such as one flushed from another copy than that which was damaged
 
     def _catch_up(self) -> None:
         """The journal with what still matters; a new file, so that readers start from its beginning."""
