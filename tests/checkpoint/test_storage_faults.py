@@ -665,6 +665,16 @@ def test_a_checkpointer_that_cannot_open_files_says_so(tmp_path: Path, agent: bo
         eg.Checkpointer(tmp_path / "run", agent=agent)
 
 
+@pytest.mark.parametrize("free", [0, 1, 2, 4, 8, 15])
+@pytest.mark.parametrize("agent", [True, False])
+def test_too_many_open_files_at_the_first_save_are_said_with_the_limit(tmp_path: Path, agent: bool, free: int) -> None:
+    with checkpointer(tmp_path, agent=agent) as ck:
+        with no_more_files(free=free), pytest.raises(EvergradError, match=TOO_MANY):
+            save(ck, 1)
+        save(ck, 2).wait(timeout=SECONDS)
+        assert restored(ck) == 2
+
+
 @pytest.mark.parametrize("disk", ["", "old", "old/disk", "link/disk"])
 @pytest.mark.parametrize("agent", [True, False])
 def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, agent: bool, disk: str) -> None:

@@ -72,7 +72,10 @@ class Job:
         """A number that no other attempt of this job has; what is known of it is noted in the run folder."""
         folder = self.run_dir / "attempts"
         while True:
-            number = self.latest_attempt() + 1
+            try:
+                number = self.latest_attempt() + 1
+            except OSError as error:
+                raise CheckpointError(f"{folder}: cannot be read: {open_files_hint(error)}") from error
             record = {"schema_version": SCHEMA_VERSION, "attempt": number, "time": now(), "host": socket.gethostname()}
             record |= {"job": self.id, "path": str(self.run_dir)}  # a second copy of what job.json says
             try:
