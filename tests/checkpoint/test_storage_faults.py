@@ -21,6 +21,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.arena_folder import find_arenas
+from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.manifest import Manifest
@@ -715,3 +716,32 @@ def test_a_job_goes_on_at_the_new_path_with_what_was_captured_meanwhile(tmp_path
             save(ck, 3).wait(timeout=SECONDS)
             assert [record.step for record in ck.versions()] == [3, 2]
     assert not old.exists()
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("disk", ["old/disk", "link/disk"])
+def test_what_was_captured_is_finished_where_the_run_folder_is_now_and_nowhere_else(
+    tmp_path: Path, agent: bool, disk: str, shm: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    (tmp_path / "link").symlink_to(old)
+    tiers = [eg.Memory(), eg.Local(tmp_path / disk)]
+    with eg.Checkpointer(old, tiers=tiers, agent=agent, linger_s=20) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        os.rename(old, new)
+        with pytest.warns(CheckpointWarning, match="was moved to"):
+            assert save(ck, 2).wait("memory", timeout=SECONDS).step == 2
+    tiers = [eg.Memory(), eg.Local(new / "disk")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # that the agent at the old path is gone
+        with eg.Checkpointer(new, tiers=tiers, agent=agent, linger_s=0.3) as ck:
+            assert restored(ck) == 2
+            until = time.monotonic() + SECONDS
+            while ck.versions()[0].tiers != ("memory", "local"):
+                assert time.monotonic() < until, ck.versions()
+                time.sleep(0.01)
+            save(ck, 3).wait(timeout=SECONDS)
+            assert [record.step for record in ck.versions()] == [3, 2]
+    assert not old.exists()
+    assert [entry.version.step for entry in Catalogue(new).entries() if "local" in entry.tiers] == [3, 2]

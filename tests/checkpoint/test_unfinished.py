@@ -314,6 +314,6 @@ def test_a_version_is_committed_though_its_arena_is_damaged_when_another_copy_is
         live = state(0)
         assert ck.restore(live) == 2
         assert holds(live, 2)
-        until(lambda: (obstacle / "COMMIT.json").exists())
+        until((obstacle / "COMMIT.json").exists)
         until(lambda: ck.versions()[0].tiers[-1] == "persistent")
         ck.save(3, state(3)).wait("persistent", timeout=SECONDS)

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,17 @@ from evergrad.formats.data_file import read_small
 from evergrad.formats.durable import appearing, replacing
 from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = ["SCHEMA_VERSION", "Job", "node_name", "now", "read_identity", "safe_name", "say_once"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Job",
+    "former_homes",
+    "moved_along",
+    "node_name",
+    "now",
+    "read_identity",
+    "safe_name",
+    "say_once",
+]
 
 SCHEMA_VERSION = 1
 _log = logging.getLogger(__name__)
@@ -137,6 +148,37 @@ def read_identity(folder: Path) -> str | None:
     """The identity that a run folder has, or None."""
     found = _read(folder / "job.json")
     return found["id"] if found is not None else None
+
+
+def former_homes(folder: Path, job: str) -> list[Path]:
+    """The paths that a run folder was moved away from, by its records; those that still lead to it are none."""
+    found: dict[Path, None] = {}
+    for path in (folder / "job.json", *sorted((folder / "attempts").glob("*.json"))):
+        with suppress(OSError, ValueError):
+            record = read_record(read_small(path))
+            if job in (record.get("id"), record.get("job")) and isinstance(record.get("path"), str):
+                found[Path(record["path"])] = None
+    return [home for home in found if home.is_absolute() and not _leads_to(home, folder)]
+
+
+def moved_along(spec: Mapping[str, Any], homes: Sequence[Path], folder: Path) -> dict[str, Any]:
+    """The settings of a tier, with a place within a run folder as it is since that folder was moved."""
+    moved = dict(spec)
+    for name, scheme in (("path", ""), ("url", "file://")):
+        place = moved.get(name)
+        if isinstance(place, str) and place.startswith(scheme) and homes:
+            real = Path(os.path.realpath(place.removeprefix(scheme)))
+            home = next((home for home in homes if real.is_relative_to(home)), None)
+            if home is not None and not real.is_relative_to(folder):
+                moved[name] = f"{scheme}{folder / real.relative_to(home)}"
+    return moved
+
+
+def _leads_to(path: Path, folder: Path) -> bool:
+    try:
+        return path == folder or path.samefile(folder)
+    except OSError:
+        return False
 
 
 def _identity(folder: Path) -> str:

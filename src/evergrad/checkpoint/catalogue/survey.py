@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evergrad.checkpoint.arena_folder import arenas_root, find_arenas
-from evergrad.checkpoint.job import node_name, read_identity, safe_name
+from evergrad.checkpoint.job import former_homes, moved_along, node_name, read_identity, safe_name
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
 from evergrad.checkpoint.tiers.redaction import Redaction
@@ -109,7 +109,8 @@ def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home
     specs = [spec for number in sorted(attempts, reverse=True) for spec in _specs(attempts[number].get("tiers"))]
     specs += _specs_of_tickets(job)
     specs.append(Local().to_json())
-    chosen, complaints = _read(specs)
+    homes = former_homes(folder, job)
+    chosen, complaints = _read([moved_along(spec, homes, folder) for spec in specs])
     return Home(job, folder, tuple(_distinct([*tiers, *chosen])), attempts, (*damaged, *complaints))
 
 
