@@ -133,6 +133,17 @@ def test_one_event_of_another_schema_does_not_hide_the_others(line: int, tmp_pat
     assert damaged == [line + 1]
 
 
+@pytest.mark.parametrize("line", range(5))
+def test_a_line_that_is_no_event_is_left_out_wherever_it_stands(line: int, tmp_path: Path) -> None:
+    path = record_events(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line] = b"{}\n"
+    path.write_bytes(b"".join(lines))
+    found = read_run(tmp_path)
+    assert len(found.events) == 4
+    assert f"1 line is damaged, and left out: timeline.jsonl:{line + 1}." in found.notes
+
+
 def test_a_golden_run_is_not_taken_for_another_by_a_flipped_bit(tmp_path: Path) -> None:
     path = keep_a_golden(tmp_path)
     path.write_bytes(path.read_bytes().replace(b"0.75", b"0.35"))  # one bit

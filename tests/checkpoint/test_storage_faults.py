@@ -678,7 +678,9 @@ def test_too_many_open_files_at_the_first_save_are_said_with_the_limit(tmp_path:
 
 @pytest.mark.parametrize("disk", ["", "old", "old/disk", "link/disk"])
 @pytest.mark.parametrize("agent", [True, False])
-def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, agent: bool, disk: str) -> None:
+def test_a_run_folder_that_is_moved_is_said_and_not_made_again(
+    tmp_path: Path, agent: bool, disk: str, caplog: pytest.LogCaptureFixture
+) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
     (tmp_path / "link").symlink_to(old)
@@ -693,12 +695,28 @@ def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, a
         assert pending.wait("memory", timeout=SECONDS).step == 2
         with pytest.raises(CheckpointError, match=f"moved to {new} since this Checkpointer was made"):
             ck.restore(state(0))
+        assert "[Errno" not in caplog.text
         assert not old.exists()
         os.rename(new, old)
         with pytest.warns(CheckpointWarning, match="step 2 .* is not in tier local"):
             save(ck, 3).wait(timeout=SECONDS)
         assert restored(ck) == 3
         assert next(record.step for record in ck.versions()) == 3
+
+
+def test_a_run_folder_that_is_moved_is_said_once_while_tiers_elsewhere_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    with eg.Checkpointer(old, tiers=[eg.Local(tmp_path / "disk")], agent=False) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        os.rename(old, new)
+        with pytest.warns(CheckpointWarning, match="was moved to"):
+            save(ck, 2).wait(timeout=SECONDS)
+        save(ck, 3).wait(timeout=SECONDS)  # another warning would be an error
+    assert "not noted in the history: no such file or directory" in caplog.text
+    assert "[Errno" not in caplog.text
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("agent", [True, False])

@@ -210,7 +210,7 @@ def test_without_digests_anywhere_a_version_is_unverified_and_says_so(
     assert main(["checkpoints", "ls", run, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["versions"][0]
     assert (row["step"], row["verified"], row["unverified"]) == (2, "unknown", True)
-    assert main(["checkpoints", "verify", run, "2", "--json"]) == 0
+    assert main(["checkpoints", "verify", run, "2", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["versions"][0]["verdict"] == "unknown"
     assert main(["checkpoints", "show", run, "2"]) == 0
     assert "verified  unverified: digests were taken after a restart" in capsys.readouterr().out

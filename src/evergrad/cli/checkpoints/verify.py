@@ -22,7 +22,8 @@ __all__ = ["EPILOG", "verify"]
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints verify runs/r50\n\n"
     "  evergrad checkpoints verify runs/r50 120 --tier local --json\n\n"
-    "Exit codes: 0 every copy that could be reached is intact · 1 something is wrong · 2 usage or unreadable input."
+    "Exit codes: 0 every copy that could be reached is intact · 1 something is wrong, or could not be checked · "
+    "2 usage or unreadable input."
 )
 
 
@@ -50,7 +51,7 @@ def verify(
         where = f"in tier {tier}" if tier is not None else "left that could be checked"
         raise UsageError(f"{version}: nothing of it is {where}")
     found = _check(catalogue, chosen, seen, tier)
-    wrong = any(verdict.verdict == "failed" for _, verdicts in found for verdict in verdicts)
+    sound = all(_verdict(verdicts) == "ok" for _, verdicts in found)
     if as_json:
         rows: list[Json] = [
             {
@@ -64,7 +65,7 @@ def verify(
     else:
         say_unseen(seen.unseen)
         _print(found)
-    return 1 if wrong else 0
+    return 0 if sound else 1
 
 
 def _copies(entry: CatalogueEntry, seen: Survey, tier: str | None) -> int:
@@ -128,8 +129,9 @@ def _print(found: list[tuple[CatalogueEntry, list[CopyVerdict]]]) -> None:
         for each in bad[1:]:
             table.add_row("", "", "", Text(printable(_what(each))))
     console().print(table)
-    wrong = sum(_verdict(verdicts) == "failed" for _, verdicts in found)
-    print(f"\n{wrong} of {len(found)} version{'' if len(found) == 1 else 's'} wrong")
+    wrong, unknown = (sum(_verdict(verdicts) == what for _, verdicts in found) for what in ("failed", "unknown"))
+    more = f", {unknown} not known" if unknown else ""
+    print(f"\n{wrong} of {len(found)} version{'' if len(found) == 1 else 's'} wrong{more}")
 
 
 def _what(verdict: CopyVerdict) -> str:
