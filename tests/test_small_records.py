@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from evergrad.study.golden import Golden, fresh_folder, keep_golden, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
 from evergrad.study.trials import End, Observation
+from programs import run_python
 
 
 def damages(data: bytes, seed: str) -> Iterator[tuple[str, bytes]]:
@@ -131,6 +133,17 @@ def test_one_event_of_another_schema_does_not_hide_the_others(line: int, tmp_pat
     assert damaged == [line + 1]
 
 
+@pytest.mark.parametrize("line", range(5))
+def test_a_line_that_is_no_event_is_left_out_wherever_it_stands(line: int, tmp_path: Path) -> None:
+    path = record_events(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line] = b"{}\n"
+    path.write_bytes(b"".join(lines))
+    found = read_run(tmp_path)
+    assert len(found.events) == 4
+    assert f"1 line is damaged, and left out: timeline.jsonl:{line + 1}." in found.notes
+
+
 def test_a_golden_run_is_not_taken_for_another_by_a_flipped_bit(tmp_path: Path) -> None:
     path = keep_a_golden(tmp_path)
     path.write_bytes(path.read_bytes().replace(b"0.75", b"0.35"))  # one bit
@@ -143,6 +156,17 @@ def test_a_damaged_run_record_is_said(tmp_path: Path) -> None:
     assert not any("run.json" in note for note in read_run(tmp_path).notes)
     (tmp_path / "run.json").write_bytes(b"\xff")
     assert any("run.json is damaged" in note for note in read_run(tmp_path).notes)
+
+
+@pytest.mark.parametrize("name", ["run.json", "timeline-1.jsonl", "timeline.jsonl"])
+def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    record_events(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    done = run_python("-m", "evergrad", "timeline", tmp_path, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (2 if name == "timeline.jsonl" else 0), done.stderr
+    assert ("run.json is damaged, and left out." in done.stderr + done.stdout) == (name == "run.json")
 
 
 def test_a_damaged_log_beside_a_file_does_not_keep_another_from_being_undone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -418,6 +419,28 @@ def test_what_cannot_pass_is_not_tried_again(error: Exception) -> None:
         raise error
 
     with pytest.raises(TierError):
+        Retry("x", 60.0, Redaction())("reading", fail)
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (
+            errno.EMFILE,
+            r"Too many open files in this process: its limit is \d+\. Raise it \(ulimit -n\), or close some\.$",
+        ),
+        (errno.ENFILE, r"too many open files in system on this machine: raise fs\.file-max, or close some\.$"),
+    ],
+)
+def test_too_many_open_files_do_not_pass_and_are_said_with_the_limit(number: int, said: str) -> None:
+    tried = []
+
+    def fail() -> None:
+        tried.append(1)
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(TierError, match=f"(?i)x: reading: {said}"):
         Retry("x", 60.0, Redaction())("reading", fail)
     assert len(tried) == 1
 

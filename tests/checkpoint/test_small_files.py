@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.job import read_identity
 from evergrad.cli import main
 from evergrad.errors import CheckpointError, EvergradError, TierError
+from programs import run_python
 from unprivileged import Unprivileged
 
 SECONDS = 30.0
@@ -41,6 +45,23 @@ FILES = {
     "ticket": "shm/*/*/*/rank-00000.*.ticket",
     "arena's manifest": "shm/*/*/*/rank-00000.*.json",
 }
+MORE_FILES = {
+    "own journal": "run/complete/n0.rank-00000.jsonl",
+    "verdicts": "run/catalogue/verify-*.jsonl",
+    "local shard": "disk/*/*/v0000000003-01/rank-00000.safetensors",
+    "persistent shard": "shared/v0000000003-01/rank-00000.safetensors",
+    "arena": "shm/*/*/*/rank-00000.*.safetensors",
+    "arena's work": "shm/*/*/*/rank-00000.*.work",
+    "agent's lock": "shm/*/*/*/agent.lock",
+    "agent's log": "run/agents/*.log",
+}
+"""Files that no test above damages, and that are opened as well."""
+USES_ALL = """
+import sys
+from pathlib import Path
+from test_small_files import use_all
+use_all(Path(sys.argv[1]), sys.argv[2], agent=sys.argv[3] == "agent")
+"""
 
 
 def state(step: int) -> dict[str, Any]:
@@ -56,8 +77,24 @@ def tiers(folder: Path, kinds: str) -> list[Any]:
     return [made[kind] for kind in kinds.split("+")]
 
 
-def checkpointer(folder: Path, kinds: str) -> eg.Checkpointer:
-    return eg.Checkpointer(folder / "run", tiers=tiers(folder, kinds), agent=False)
+def checkpointer(folder: Path, kinds: str, *, agent: bool = False) -> eg.Checkpointer:
+    return eg.Checkpointer(folder / "run", tiers=tiers(folder, kinds), agent=agent, linger_s=0.1)
+
+
+def use_all(folder: Path, kinds: str, *, agent: bool) -> None:
+    """Restore, list and save a job, and ask the command line for it; prints what was found."""
+    run = str(folder / "run")
+    for verb in (["ls", run], ["show", run, "3"], ["lineage", run], ["verify", run], ["pin", run, "3"]):
+        assert main(["checkpoints", *verb]) in (0, 1, 2), verb
+    with checkpointer(folder, kinds, agent=agent) as ck:
+        live = state(0)
+        step = ck.restore(live)
+        assert bool((live["w"] == step).all())
+        print("listed", [record.step for record in ck.versions()])
+        for later in (4, 5, 6):
+            ck.save(later, state(later)).wait(kinds.rpartition("+")[2], timeout=SECONDS)
+        assert ck.restore(live) == 6
+    print("restored", step)
 
 
 class Job:
@@ -415,3 +452,122 @@ def test_a_place_of_another_job_stays_refused_when_its_record_is_damaged(job: Jo
         pytest.raises(TierError, match="belongs to job run-"),
     ):
         ck.save(1, state(1)).wait(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("agent", ["agent", "no agent"])
+@pytest.mark.parametrize("kind", {**FILES, **MORE_FILES})
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(job: Job, kind: str, agent: str) -> None:
+    pattern = {**FILES, **MORE_FILES}[kind]
+    paths = sorted(path for path in job.folder.glob(pattern) if path.is_file())
+    if not paths:  # not made yet, or only while somebody uses it
+        (folder,) = job.folder.glob(pattern.rpartition("/")[0] + "/")
+        paths = [folder / pattern.rpartition("/")[2].replace("*", job_node(job))]
+    for path in paths:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])}
+    done = run_python("-c", USES_ALL, job.folder, "memory+local+persistent", agent, env=env, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "listed [3, 2, 1]" in done.stdout
+    assert "restored 3" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def job_node(job: Job) -> str:
+    """The folder of this node."""
+    (folder,) = job.folder.glob("shm/*/*/*/")
+    return folder.name
+
+
+def test_no_file_of_a_job_is_opened_in_a_way_that_waits_for_a_pipe() -> None:
+    opens = re.compile(r"\.read_(?:bytes|text)\(|(?<![.\w])open\(|\.open\(")
+    never_waits = re.compile(
+        r"/proc/|os\.devnull|O_RDWR|O_PATH|O_DIRECTORY|Job\.open\(|def open\(|Dcp\(\)\.open\(|fs\.open\("
+    )
+    package = Path(eg.__file__).parent / "checkpoint"
+    lines = [
+        f"{path.relative_to(package)}:{number}: {line.strip()}"
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "storage.py"  # opens for reading and writing, which does not wait
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if opens.search(line) and not never_waits.search(line)
+    ]
+    assert lines == []
+
+
+def without_record(job: Job, *, damage: str, alone: bool = True) -> Path:
+    """Damage or remove the record that the newest version is committed by; `alone` leaves no other tier."""
+    if alone:
+        for folder in ("disk", "shm"):
+            shutil.rmtree(job.folder / folder)
+        (job.folder / "shm").mkdir()
+    (path,) = job.folder.glob(FILES["commit"])
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "a bit":
+        path.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
+    elif damage == "a pipe":
+        os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_all_who_look_say_that_the_record_of_a_version_is_damaged(
+    job: Job, alone: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, run = without_record(job, damage="a bit", alone=alone), str(job.folder / "run")
+    kinds = "persistent" if alone else "memory+local+persistent"
+    with checkpointer(job.folder, kinds) as ck:
+        assert [record.step for record in ck.versions()] == ([2, 1] if alone else [3, 2, 1])
+    said = [record.getMessage() for record in caplog.records if path.name in record.getMessage()]
+    wrong = f"file://{path}: the record is not as it was written"
+    assert said == [f"{wrong}: step 3 (attempt 1) is not committed without it"]
+    assert main(["checkpoints", "ls", run, "--json"]) == 0
+    newest = json.loads(capsys.readouterr().out)["versions"][0]
+    assert (newest["step"], newest["state"]) == (3, "uncommitted" if alone else "restorable")
+    assert newest["damaged"] == wrong
+    assert main(["checkpoints", "show", run, "3"]) == 0
+    assert f"damaged   {wrong}" in capsys.readouterr().out
+    assert main(["checkpoints", "verify", run, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["versions"][0]
+    assert found["verdict"] == "failed"
+    assert [copy["why"] for copy in found["copies"] if copy["verdict"] == "failed"] == [wrong]
+    assert main(["checkpoints", "verify", run]) == 1
+    assert "1 of 3 versions wrong" in capsys.readouterr().out
+    code = main(["checkpoints", "export", run, "3", str(job.folder / "out.safetensors")])
+    told = capsys.readouterr().err
+    assert (code, wrong in told) == ((2, True) if alone else (0, False))
+    assert main(["checkpoints", "lineage", run]) == 0
+    assert ("step 3 · uncommitted" in capsys.readouterr().out) == alone
+    assert main(["checkpoints", "pin", run, "3", "--tag", "last"]) == 0
+    assert main(["checkpoints", "ls", f"file://{job.folder / 'shared'}", "--json"]) == 0
+    assert [row["state"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["versions"]] == [
+        "uncommitted", "restorable", "restorable",
+    ]  # fmt: skip
+    with checkpointer(job.folder, kinds) as ck:
+        assert ck.restore(state(0), version="last") == 3
+    assert main(["checkpoints", "verify", run]) == 0
+
+
+@pytest.mark.parametrize("damage", ["a bit", "gone"])
+def test_removing_a_version_without_a_sound_record_leaves_nothing_to_be_committed_again(
+    job: Job, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = without_record(job, damage=damage), str(job.folder / "run")
+    assert main(["checkpoints", "rm", run, "3", "--yes"]) == 2
+    assert "is the newest version that can be restored" in capsys.readouterr().err
+    assert main(["checkpoints", "rm", run, "3", "--yes", "--force"]) == 0
+    assert not path.parent.exists()
+    with checkpointer(job.folder, "persistent") as ck:
+        assert ck.restore(state(0)) == 2
+
+
+def test_what_removing_a_version_leaves_is_said(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    path, run = without_record(job, damage="a pipe", alone=False), str(job.folder / "run")
+    assert main(["checkpoints", "rm", run, "3", "--yes", "--force"]) == 0
+    out = capsys.readouterr().out
+    assert f"stays: {path}: cannot be read: expected a file, found a named pipe" in out
+    assert "removed, except for what stays" in out
+    assert main(["checkpoints", "rm", run, "3", "--yes", "--force"]) == 2
+    assert "found a named pipe. Remove that by hand." in capsys.readouterr().err

@@ -21,6 +21,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.arena_folder import find_arenas
+from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.manifest import Manifest
@@ -665,9 +666,21 @@ def test_a_checkpointer_that_cannot_open_files_says_so(tmp_path: Path, agent: bo
         eg.Checkpointer(tmp_path / "run", agent=agent)
 
 
+@pytest.mark.parametrize("free", [0, 1, 2, 4, 8, 15])
+@pytest.mark.parametrize("agent", [True, False])
+def test_too_many_open_files_at_the_first_save_are_said_with_the_limit(tmp_path: Path, agent: bool, free: int) -> None:
+    with checkpointer(tmp_path, agent=agent) as ck:
+        with no_more_files(free=free), pytest.raises(EvergradError, match=TOO_MANY):
+            save(ck, 1)
+        save(ck, 2).wait(timeout=SECONDS)
+        assert restored(ck) == 2
+
+
 @pytest.mark.parametrize("disk", ["", "old", "old/disk", "link/disk"])
 @pytest.mark.parametrize("agent", [True, False])
-def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, agent: bool, disk: str) -> None:
+def test_a_run_folder_that_is_moved_is_said_and_not_made_again(
+    tmp_path: Path, agent: bool, disk: str, caplog: pytest.LogCaptureFixture
+) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
     (tmp_path / "link").symlink_to(old)
@@ -682,12 +695,28 @@ def test_a_run_folder_that_is_moved_is_said_and_not_made_again(tmp_path: Path, a
         assert pending.wait("memory", timeout=SECONDS).step == 2
         with pytest.raises(CheckpointError, match=f"moved to {new} since this Checkpointer was made"):
             ck.restore(state(0))
+        assert "[Errno" not in caplog.text
         assert not old.exists()
         os.rename(new, old)
         with pytest.warns(CheckpointWarning, match="step 2 .* is not in tier local"):
             save(ck, 3).wait(timeout=SECONDS)
         assert restored(ck) == 3
         assert next(record.step for record in ck.versions()) == 3
+
+
+def test_a_run_folder_that_is_moved_is_said_once_while_tiers_elsewhere_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    with eg.Checkpointer(old, tiers=[eg.Local(tmp_path / "disk")], agent=False) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        os.rename(old, new)
+        with pytest.warns(CheckpointWarning, match="was moved to"):
+            save(ck, 2).wait(timeout=SECONDS)
+        save(ck, 3).wait(timeout=SECONDS)  # another warning would be an error
+    assert "not noted in the history: no such file or directory" in caplog.text
+    assert "[Errno" not in caplog.text
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("agent", [True, False])
@@ -705,3 +734,32 @@ def test_a_job_goes_on_at_the_new_path_with_what_was_captured_meanwhile(tmp_path
             save(ck, 3).wait(timeout=SECONDS)
             assert [record.step for record in ck.versions()] == [3, 2]
     assert not old.exists()
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("disk", ["old/disk", "link/disk"])
+def test_what_was_captured_is_finished_where_the_run_folder_is_now_and_nowhere_else(
+    tmp_path: Path, agent: bool, disk: str, shm: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    (tmp_path / "link").symlink_to(old)
+    tiers = [eg.Memory(), eg.Local(tmp_path / disk)]
+    with eg.Checkpointer(old, tiers=tiers, agent=agent, linger_s=20) as ck:
+        save(ck, 1).wait(timeout=SECONDS)
+        os.rename(old, new)
+        with pytest.warns(CheckpointWarning, match="was moved to"):
+            assert save(ck, 2).wait("memory", timeout=SECONDS).step == 2
+    tiers = [eg.Memory(), eg.Local(new / "disk")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # that the agent at the old path is gone
+        with eg.Checkpointer(new, tiers=tiers, agent=agent, linger_s=0.3) as ck:
+            assert restored(ck) == 2
+            until = time.monotonic() + SECONDS
+            while ck.versions()[0].tiers != ("memory", "local"):
+                assert time.monotonic() < until, ck.versions()
+                time.sleep(0.01)
+            save(ck, 3).wait(timeout=SECONDS)
+            assert [record.step for record in ck.versions()] == [3, 2]
+    assert not old.exists()
+    assert [entry.version.step for entry in Catalogue(new).entries() if "local" in entry.tiers] == [3, 2]

@@ -18,7 +18,7 @@ import torch
 
 import evergrad as eg
 from evergrad.cli import main
-from evergrad.errors import RestoreError
+from evergrad.errors import RestoreError, TierError
 from living_agents import agents_of
 from programs import run_python
 
@@ -210,7 +210,7 @@ def test_without_digests_anywhere_a_version_is_unverified_and_says_so(
     assert main(["checkpoints", "ls", run, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["versions"][0]
     assert (row["step"], row["verified"], row["unverified"]) == (2, "unknown", True)
-    assert main(["checkpoints", "verify", run, "2", "--json"]) == 0
+    assert main(["checkpoints", "verify", run, "2", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["versions"][0]["verdict"] == "unknown"
     assert main(["checkpoints", "show", run, "2"]) == 0
     assert "verified  unverified: digests were taken after a restart" in capsys.readouterr().out
@@ -289,3 +289,31 @@ def test_a_later_check_does_not_call_it_ok(tmp_path: Path, shm: Path, caplog: py
     with caplog.at_level(logging.WARNING), eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
         assert ck.restore(state(0)) == 2
         assert ck.versions()[0].unverified
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_version_is_committed_though_its_arena_is_damaged_when_another_copy_is_flushed(
+    agent: bool, tmp_path: Path, shm: Path
+) -> None:
+    tiers = [eg.Memory(), eg.Local(tmp_path / "disk"), eg.Persistent(str(tmp_path / "shared"), patience_s=0.1)]
+    obstacle = tmp_path / "shared" / "v0000000002-01"
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        ck.save(1, state(1)).wait("persistent", timeout=SECONDS)
+        obstacle.write_bytes(b"")
+        pending = ck.save(2, state(2))
+        pending.wait("local", timeout=SECONDS)
+        with pytest.raises(TierError, match="Not a directory"):
+            pending.wait("persistent", timeout=SECONDS)
+    obstacle.unlink()
+    (manifest,) = (path for path in shm.glob("*/*/*/rank-*.json") if b'"step": 2,' in path.read_bytes())
+    manifest.unlink()
+    with manifest.with_suffix(".safetensors").open("rb+") as arena:
+        arena.seek(-100, os.SEEK_END)
+        arena.write(b"\xff")
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent, linger_s=0.3) as ck:
+        live = state(0)
+        assert ck.restore(live) == 2
+        assert holds(live, 2)
+        until((obstacle / "COMMIT.json").exists)
+        until(lambda: ck.versions()[0].tiers[-1] == "persistent")
+        ck.save(3, state(3)).wait("persistent", timeout=SECONDS)

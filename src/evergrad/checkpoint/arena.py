@@ -30,10 +30,11 @@ from typing import Any
 import xxhash
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.locks import is_locked, locked
+from evergrad.checkpoint.locks import is_locked, locked, open_lock
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, TierError, reason
+from evergrad.formats.data_file import read_small
 
 __all__ = ["Arena", "ArenaFiles", "Ticket", "check_open_files", "open_files_hint", "populate"]
 
@@ -114,7 +115,7 @@ class ArenaFiles:
     def read_ticket(self, *, strict: bool = False) -> Ticket | None:
         """What is in the arena now; None if that cannot be told, or, if strict, `OSError` if it cannot be opened."""
         try:
-            return Ticket.from_bytes(self.ticket.read_bytes())
+            return Ticket.from_bytes(read_small(self.ticket))
         except OSError as error:
             if strict and not isinstance(error, FileNotFoundError):
                 raise
@@ -167,7 +168,7 @@ class Arena:
         end = time.monotonic() + _LOOK_S
         while True:
             try:
-                fd = os.open(files.ticket, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = open_lock(files.ticket)
             except OSError as error:
                 raise _not_made(files.ticket, 0, error) from error
             try:

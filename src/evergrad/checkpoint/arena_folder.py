@@ -15,6 +15,7 @@ from evergrad.checkpoint.job import Job, read_identity, say_once
 from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.manifest import shard_rank
 from evergrad.errors import CheckpointError, reason
+from evergrad.formats.data_file import NoFile, read_small
 
 __all__ = ["LOCK", "arena_folder", "arenas_root", "find_arenas", "moved_to", "open_run_folder", "remove_orphans"]
 
@@ -50,9 +51,9 @@ def arena_folder(job: Job) -> Path:
 def _note_home(home: Path, place: bytes) -> None:
     """Note where the run folder of arenas is, made or moved since. Without the note they are never removed."""
     try:
-        if home.read_bytes() == place:
+        if read_small(home) == place:
             return
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, PermissionError, NoFile):
         pass  # replaced, if that may be
     except IsADirectoryError as error:
         what = f"cannot be read: {reason(error)}. Arenas of this job are not removed when its run folder is gone."
@@ -78,7 +79,7 @@ def moved_to(job: Job, fd: int) -> Path | None:
         now = Path(os.readlink(f"/proc/self/fd/{fd}"))
         if now != job.run_dir and os.path.samestat(os.stat(now), os.fstat(fd)) and read_identity(now) == job.id:
             home = arenas_root() / job.id / "run"
-            if home.read_bytes() != _home_bytes(now):
+            if read_small(home) != _home_bytes(now):
                 storage.publish(home, _home_bytes(now))
             return now
     return None
@@ -105,7 +106,7 @@ def remove_orphans(root: Path | None = None) -> list[str]:
         for job in sorted(entry for entry in os.listdir(root)):
             home = root / job / "run"
             with suppress(OSError, CheckpointError):
-                run_dir = _run_dir(home.read_bytes())
+                run_dir = _run_dir(read_small(home))
                 if run_dir is not None and read_identity(run_dir) != job and _remove_job(root / job):
                     removed.append(job)
     return removed

@@ -375,6 +375,7 @@ class Checkpointer:
         ranks.together(lambda: self._link.settle(ranks.rank, slow, commit=True) if slow else None)
 
     def _begin_attempt(self, ranks: Ranks) -> int:
+        check_open_files()
         if ranks.rank:
             return 0
         tiers = [without_secrets(tier.to_json()) for tier in self._tiers]

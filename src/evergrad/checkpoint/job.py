@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,21 @@ from typing import Any
 
 from evergrad.checkpoint.arena import open_files_hint
 from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason, said
+from evergrad.formats.data_file import read_small
 from evergrad.formats.durable import appearing, replacing
 from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = ["SCHEMA_VERSION", "Job", "node_name", "now", "read_identity", "safe_name", "say_once"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Job",
+    "former_homes",
+    "moved_along",
+    "node_name",
+    "now",
+    "read_identity",
+    "safe_name",
+    "say_once",
+]
 
 SCHEMA_VERSION = 1
 _log = logging.getLogger(__name__)
@@ -71,7 +83,10 @@ class Job:
         """A number that no other attempt of this job has; what is known of it is noted in the run folder."""
         folder = self.run_dir / "attempts"
         while True:
-            number = self.latest_attempt() + 1
+            try:
+                number = self.latest_attempt() + 1
+            except OSError as error:
+                raise CheckpointError(f"{folder}: cannot be read: {open_files_hint(error)}") from error
             record = {"schema_version": SCHEMA_VERSION, "attempt": number, "time": now(), "host": socket.gethostname()}
             record |= {"job": self.id, "path": str(self.run_dir)}  # a second copy of what job.json says
             try:
@@ -135,6 +150,37 @@ def read_identity(folder: Path) -> str | None:
     return found["id"] if found is not None else None
 
 
+def former_homes(folder: Path, job: str) -> list[Path]:
+    """The paths that a run folder was moved away from, by its records; those that still lead to it are none."""
+    found: dict[Path, None] = {}
+    for path in (folder / "job.json", *sorted((folder / "attempts").glob("*.json"))):
+        with suppress(OSError, ValueError):
+            record = read_record(read_small(path))
+            if job in (record.get("id"), record.get("job")) and isinstance(record.get("path"), str):
+                found[Path(record["path"])] = None
+    return [home for home in found if home.is_absolute() and not _leads_to(home, folder)]
+
+
+def moved_along(spec: Mapping[str, Any], homes: Sequence[Path], folder: Path) -> dict[str, Any]:
+    """The settings of a tier, with a place within a run folder as it is since that folder was moved."""
+    moved = dict(spec)
+    for name, scheme in (("path", ""), ("url", "file://")):
+        place = moved.get(name)
+        if isinstance(place, str) and place.startswith(scheme) and homes:
+            real = Path(os.path.realpath(place.removeprefix(scheme)))
+            home = next((home for home in homes if real.is_relative_to(home)), None)
+            if home is not None and not real.is_relative_to(folder):
+                moved[name] = f"{scheme}{folder / real.relative_to(home)}"
+    return moved
+
+
+def _leads_to(path: Path, folder: Path) -> bool:
+    try:
+        return path == folder or path.samefile(folder)
+    except OSError:
+        return False
+
+
 def _identity(folder: Path) -> str:
     path = folder / "job.json"
     found = _read(path)
@@ -184,7 +230,7 @@ def _is_copy(folder: Path, record: dict[str, Any]) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """The record of a run folder's job, which other records replace if it is damaged; None if there is none."""
     try:
-        record = read_record(path.read_bytes())
+        record = read_record(read_small(path))
         if not _is_identity(record.get("id")):
             raise ValueError("it names no job")
     except FileNotFoundError:
@@ -231,7 +277,7 @@ def _rebuilt(folder: Path) -> dict[str, Any] | None:
     disks = [folder / "local"]
     for path in sorted((folder / "attempts").glob("*.json"), reverse=True):
         with suppress(OSError, ValueError):
-            record = read_record(path.read_bytes())
+            record = read_record(read_small(path))
             if _is_identity(record.get("job")):
                 return made | {"id": record["job"], "path": str(record.get("path", folder))}
             tiers = record.get("tiers")

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from evergrad.checkpoint import storage
 from evergrad.errors import CheckpointError
+from evergrad.formats.data_file import NoFile, open_regular
 
-__all__ = ["Process", "holder", "is_locked", "locked", "process"]
+__all__ = ["Process", "holder", "is_locked", "locked", "open_lock", "process"]
 
 _QUICK_S, _SLOW_S = 0.001, 0.05
 _PATIENCE_S = 30.0
@@ -67,13 +69,21 @@ def holder(path: Path) -> int | None:
     return None
 
 
+def open_lock(path: Path) -> int:
+    """Open a file to be locked, made if need be; a named pipe, a socket or a device in its place is replaced."""
+    while True:
+        with suppress(NoFile):
+            return open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
+        storage.remove(path)
+
+
 @contextmanager
 def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
     """Hold the lock on a file, made if need be; a second process waits here.
 
     `CheckpointError` if the holder stays stopped for `patience_s`. One that runs is waited for: it may have much to do.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_lock(path)
     try:
         pause, stopped_s = _QUICK_S, 0.0
         while True:

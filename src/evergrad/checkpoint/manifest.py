@@ -11,6 +11,7 @@ from typing import Any
 
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, reason, said
+from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import is_as_written, record_bytes, shard_name, shard_rank
 
 __all__ = ["SCHEMA_VERSION", "Manifest", "shard_name", "shard_rank"]
@@ -93,7 +94,7 @@ class Manifest:
         Without `digests` those are left out: for tens of thousands of tensors, they are what takes time.
         """
         try:
-            data = path.read_bytes()
+            data = read_small(path)
         except FileNotFoundError:
             raise
         except OSError as error:

@@ -18,8 +18,9 @@ __all__ = ["EPILOG", "verify"]
 EPILOG = (
     "Examples:\n\n  evergrad verify model.pt\n\n"
     "  evergrad verify checkpoint-500/ --where role:optimizer --strict --json\n\n"
-    "Exit codes: 0 nothing wrong · 1 something is, or something could not be read and has no checksum, and is named "
-    "(with --strict: or a tensor has no checksum) · 2 usage or unreadable input."
+    "Exit codes: 0 nothing wrong · 1 something is, or something could not be read and has no checksum, and is named, "
+    "or a version has no digests of its capture (with --strict: or a tensor has no checksum) · "
+    "2 usage or unreadable input."
 )
 _SHOWN = 20
 
@@ -46,7 +47,7 @@ def verify(
         _print(verification, show_all)
     if _nothing_checked(verification):
         return 1 if strict else 0
-    if verification.unverified:
+    if verification.unverified or verification.doubts:
         return 1
     return 1 if verification.verdict in _wrong(strict) else 0
 

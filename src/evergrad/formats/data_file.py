@@ -24,16 +24,23 @@ __all__ = [
     "Bytes",
     "Closes",
     "DataFile",
+    "NoFile",
     "close_all",
     "closed_on_error",
     "file_errors",
     "gather",
     "named_size",
     "open_file",
+    "open_regular",
+    "read_small",
     "xor_rows",
 ]
 
 Held = TypeVar("Held", bound="Closes")
+
+
+class NoFile(OSError):
+    """A named pipe, a socket or a device is in the place of a file."""
 
 
 class Bytes(Protocol):
@@ -80,7 +87,7 @@ class DataFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with file_errors(path):
-            self._fd = _open_regular(path)
+            self._fd = open_regular(path)
             self.size = os.fstat(self._fd).st_size
         self._closed = False
         self._view: npt.NDArray[np.uint8] | None = None
@@ -239,23 +246,38 @@ def file_errors(path: Path, what: str = "cannot be read") -> Iterator[None]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read; anything but a file is refused, and never waited for.
+    """Open a file to read; anything but a file is refused, and never waited for: `OSError`."""
+    return os.fdopen(open_regular(path), "rb")
 
-    Opening a named pipe waits until somebody writes to it, and a device may never end.
+
+def read_small(path: Path) -> bytes:
+    """Read a small file from its beginning to its end; anything but a file is refused, as by `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a descriptor of a file; `NoFile` or `IsADirectoryError` for anything else, which is never waited for.
+
+    Opening a named pipe waits until somebody opens its other end, and a device may never end.
     """
-    return os.fdopen(_open_regular(path), "rb")
-
-
-def _open_regular(path: Path) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode):
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a named pipe that nobody reads
+            raise NoFile(error.errno, f"expected a file, found {_kind(os.stat(path).st_mode)}", str(path)) from None
+        raise
+    found = os.fstat(fd).st_mode
+    if stat.S_ISREG(found):
         return fd
     os.close(fd)
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(found):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device"
-    raise FileAccessError(path, "cannot be read", expected="a file", found=kind)
+    raise NoFile(errno.EINVAL, f"expected a file, found {_kind(found)}", str(path))
+
+
+def _kind(mode: int) -> str:
+    return "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def named_size(index: Path, path: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from evergrad.errors import FileAccessError
 from evergrad.formats.data_file import open_file
 from evergrad.formats.version_records import COMMIT, MANIFEST, Record, believed, sound
 
@@ -67,5 +66,5 @@ def _names_others(manifest: Path) -> bool:
     try:
         with open_file(manifest) as file:
             return _NO_ELSEWHERE not in file.read()
-    except (OSError, FileAccessError):
+    except OSError:
         return False

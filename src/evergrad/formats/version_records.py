@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, said
+from evergrad.errors import DamagedFile, FormatError, LimitExceeded, said
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import replacing
 from evergrad.formats.rehearsal import rehearsing
@@ -281,7 +281,7 @@ def is_record(path: Path) -> bool:
     try:
         with open_file(path) as file:
             return file.read(len(PREFIX)) == PREFIX
-    except (OSError, FileAccessError):
+    except OSError:
         return False
 
 

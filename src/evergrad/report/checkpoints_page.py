@@ -14,7 +14,14 @@ from evergrad.report.page import Block, Cell, Column, Commands, DataTable, Facts
 __all__ = ["checkpoints_page"]
 
 _ROWS = 1000
-_STATES: dict[str, Mark] = {"restorable": "good", "partial": "bad", "torn": "bad", "retired": "muted", "unknown": ""}
+_STATES: dict[str, Mark] = {
+    "restorable": "good",
+    "partial": "bad",
+    "uncommitted": "bad",
+    "torn": "bad",
+    "retired": "muted",
+    "unknown": "",
+}
 _VERDICTS: dict[str, Mark] = {"ok": "good", "failed": "bad", "unknown": "muted"}
 
 

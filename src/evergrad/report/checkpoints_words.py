@@ -40,6 +40,7 @@ def problems(seen: JobVersions) -> list[str]:
     """What is wrong or not known, worst first, each in a sentence."""
     return [
         *_failed(seen),
+        *(f"{entry.version.name}: {literal(entry.damaged.rstrip('.'))}." for entry in seen.entries if entry.damaged),
         *_incomplete(seen),
         *_unverified(seen),
         *(f"Not seen: {literal(line.rstrip('.'))}." for line in seen.unseen),
@@ -79,6 +80,7 @@ def _incomplete(seen: JobVersions) -> Iterator[str]:
         yield f"The newest version, {newest.version}, is {_state_of(newest)}."
     for state, words in (
         ("partial", "only in part here: other shards may be on other nodes, or lost"),
+        ("uncommitted", "in a shared tier without a sound record of it: the next restore commits what is whole"),
         ("torn", "gone, and never whole"),
     ):
         others = [entry for entry in seen.entries if entry.state == state and entry is not newest]
@@ -122,6 +124,7 @@ def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
 def _state_of(entry: CatalogueEntry) -> str:
     return {
         "partial": "here only in part: other shards may be on other nodes, or lost",
+        "uncommitted": "in a shared tier without a sound record of it: the next restore commits what is whole",
         "retired": "gone",
         "torn": "gone, and never was whole",
         "unknown": "in no tier that could be looked at",

@@ -13,6 +13,7 @@ from pathlib import Path
 from shlex import quote
 
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
+from evergrad.formats.data_file import read_small
 from evergrad.records import Json
 from evergrad.timeline import Event, read
 from evergrad.wording import counted
@@ -47,7 +48,7 @@ def read_run(folder: Path) -> RunFolder:
     timeline = folder / "timeline.jsonl"
     if not timeline.is_file():
         raise FileAccessError(folder, f"there is no timeline.jsonl in it. {_hint(folder)}")
-    others = sorted(folder.glob("timeline-*.jsonl"))
+    others = sorted(path for path in folder.glob("timeline-*.jsonl") if path.is_file())  # no pipe is waited for
     events: list[Event] = []
     damaged: list[str] = []
     for path in (timeline, *others):
@@ -89,7 +90,7 @@ def _is_small(folder: Path) -> bool:
 def _record(path: Path) -> tuple[Mapping[str, Json], bool]:
     """Return the content of `run.json` and whether it could be read; empty if there is no such file."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_small(path))
         return (found, True) if isinstance(found, dict) else ({}, False)
     except FileNotFoundError:
         return {}, True

@@ -24,6 +24,7 @@ class CopyVerdict:
 
     tier: str
     rank: int
+    """−1 where it is the record of the whole version that is wrong."""
     place: str
     verdict: Literal["ok", "failed", "unknown"]
     why: str = ""
@@ -57,7 +58,12 @@ def check_version(
             verdicts.append(_check(found, entry.job))
             if progress is not None:
                 progress(entry.size_bytes // max(entry.world_size, 1))
-    for rank in sorted(set(range(entry.world_size)) - seen.ranks(entry.version, tier)):
+    there = seen.ranks(entry.version, tier)
+    for kind, why in seen.damaged.get(entry.version, {}).items():
+        if tier in (None, kind):
+            verdicts.append(CopyVerdict(kind, -1, "", "failed", why))
+            there |= {found.copy.rank for found in seen.begun.get(entry.version, []) if found.copy.tier == kind}
+    for rank in sorted(set(range(entry.world_size)) - there):
         node = entry.nodes.get(rank, "")
         if seen.unseen or (node and node not in seen.nodes):
             verdicts.append(
@@ -106,6 +112,7 @@ def _open_one(entry: CatalogueEntry, seen: Survey, rank: int, folder: Path) -> S
             return shard
         shard.close()
         complaints.append(f"tier {found.copy.tier}: {wrong}")
+    complaints += [f"tier {kind}: {why}" for kind, why in seen.damaged.get(entry.version, {}).items()]
     raise RestoreError(
         f"{entry.version.name}: no intact shard of rank {rank}: {'; '.join(complaints) or 'none can be seen from here'}"
     )

@@ -22,6 +22,7 @@ from evergrad.checkpoint.job import now, safe_name
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
+from evergrad.formats.data_file import open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = ["FOLDER", "SCHEMA_VERSION", "History", "Journal", "ShardNote", "Verdict", "shard_digest"]
@@ -135,9 +136,9 @@ class Journal:
         for name in names:
             path = self._folder / name
             try:
-                lines = path.read_bytes().splitlines(keepends=True)
+                lines = read_small(path).splitlines(keepends=True)
             except OSError as error:
-                _log.warning("%s: left out of the history: %s", path, error)
+                _log.warning("%s: left out of the history: %s", path, reason(error))
                 continue
             yield path, [line for line in lines if line.strip()]
 
@@ -146,7 +147,7 @@ class Journal:
         path = self._folder / f"{safe_name(writer)}.jsonl"
         try:
             self._folder.mkdir(exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 size = os.fstat(fd).st_size
                 if size and os.pread(fd, 1, size - 1) != b"\n":
@@ -156,7 +157,7 @@ class Journal:
             finally:
                 os.close(fd)
         except OSError as error:
-            _log.warning("%s: not noted in the history: %s", path, error)
+            _log.warning("%s: not noted in the history: %s", path, reason(error))
 
 
 def shard_digest(manifest: Manifest) -> str:

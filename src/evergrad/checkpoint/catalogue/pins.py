@@ -21,6 +21,7 @@ from evergrad.checkpoint.catalogue.journal import FOLDER
 from evergrad.checkpoint.job import now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError, nearest, reason, said
+from evergrad.formats.data_file import open_file
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.wording import meant
 
@@ -86,7 +87,7 @@ class Pins:
                 continue
             path = self._tags / entry
             try:
-                with path.open("rb") as file:
+                with open_file(path) as file:
                     version = Version.parse(str(read_record(file.read(_MAX_TAG_BYTES))["version"]))
                 if version is None:
                     raise ValueError("it names no version")

@@ -25,8 +25,9 @@ from evergrad.records import Json
 
 __all__ = ["Catalogue", "CatalogueEntry", "State"]
 
-State = Literal["restorable", "partial", "retired", "torn", "unknown"]
-"""Whole somewhere · some shards are here · gone · gone, and never whole · some tier could not be looked at."""
+State = Literal["restorable", "partial", "uncommitted", "retired", "torn", "unknown"]
+"""Whole somewhere · some shards are here · only in a shared tier whose record of it is damaged or missing · gone ·
+gone, and never whole · some tier could not be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class CatalogueEntry:
     """When a guard found all ranks' states alike as it was saved; empty if none did. `verified` is about its files."""
     unverified: bool = False
     """True if a rank's digests were taken again after a restart, with none from the time of the capture to compare."""
+    damaged: str = ""
+    """What is wrong with the record by which a shared tier had it committed; empty if nothing is."""
 
     @property
     def guarded(self) -> bool:
@@ -92,6 +95,7 @@ class CatalogueEntry:
             "verified": self.verified,
             "verified_at": self.verified_at,
             "unverified": self.unverified,
+            "damaged": self.damaged,
             "guarded": self.guarded,
             "guarded_at": self.guarded_at,
             "pinned": self.pinned,
@@ -148,8 +152,9 @@ class Catalogue:
             tags.setdefault(version, []).append(name)
         entries: list[CatalogueEntry] = []
         last: dict[int, str] = {}  # attempt → its version before
-        for version in sorted({*history.shards, *seen.shards}, key=Version.age):
-            notes = _noted(version, seen.shards.get(version, []), history.shards.get(version, {}))
+        for version in sorted({*history.shards, *seen.shards, *seen.damaged}, key=Version.age):
+            found = [*seen.shards.get(version, []), *seen.begun.get(version, [])]
+            notes = _noted(version, found, history.shards.get(version, {}))
             origin = last.get(version.attempt) or self.origin(version.attempt, notes)
             last[version.attempt] = version.name
             verdicts = tuple(history.verdicts.get(version, {}).values())
@@ -243,6 +248,7 @@ def _entry(
         tags=tuple(sorted(tags)),
         nodes={rank: safe_name(note.node) for rank, note in notes.items() if note.node},
         unverified=any(note.unverified for note in notes.values()),
+        damaged="; ".join(seen.damaged.get(version, {}).values()),
     )
 
 
@@ -253,6 +259,8 @@ def _state(seen: Survey, version: Version, world_size: int, noted: int) -> State
         return "restorable"
     if here:
         return "partial"
+    if version in seen.damaged or version in seen.begun:
+        return "uncommitted"
     if seen.unseen:
         return "unknown"
     return "retired" if noted == world_size else "torn"

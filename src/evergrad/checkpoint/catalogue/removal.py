@@ -22,6 +22,8 @@ class Removal:
     going: tuple[Found, ...]
     held: tuple[Found, ...] = ()
     """In the memory of a running trainer: its next saves overwrite them."""
+    left: tuple[str, ...] = ()
+    """What is wrong with records of the version, where its shards cannot be told for that and stay."""
 
     def run(self) -> None:
         """Remove them; `TierError` if that cannot be done. Each manifest goes first: a rest is no version."""
@@ -34,20 +36,28 @@ def plan_removal(
 ) -> Removal:
     """What removing a version would do; `UsageError` if it is pinned, or the last that a restore would take."""
     name = entry.version.name
-    copies = [found for found in seen.shards.get(entry.version, []) if tier in (None, found.copy.tier)]
+    # Without a record it is no version, and yet the next restore commits what is whole.
+    there = [*seen.shards.get(entry.version, []), *seen.begun.get(entry.version, [])]
+    copies = [found for found in there if tier in (None, found.copy.tier)]
+    begun = {found.copy.tier for found in seen.begun.get(entry.version, [])}
+    damaged = seen.damaged.get(entry.version, {})
+    left = tuple(why for kind, why in damaged.items() if tier in (None, kind) and kind not in begun)
     if not copies:
         where = f"in tier {tier}" if tier is not None else "left"
-        raise UsageError(f"{name}: nothing of it is {where}")
+        why = f" that can be removed: {'; '.join(left)}. Remove that by hand." if left else ""
+        raise UsageError(f"{name}: nothing of it is {where}{why}")
     if entry.pinned:
         tags = f" (tag {', '.join(entry.tags)})" if entry.tags else ""
         raise UsageError(f"{name} is pinned{tags}: unpin it first, with 'evergrad checkpoints pin … {name} --unpin'")
-    newest = max((each.version for each in entries if each.restorable), key=Version.age, default=None)
-    rest = {found.copy.rank for found in seen.shards[entry.version] if tier is not None and found.copy.tier != tier}
+    usable = [each.version for each in entries if each.restorable]
+    begun_whole = [each.version for each in entries if seen.is_begun(each.version, each.world_size)]
+    newest = {max(versions, key=Version.age) for versions in (usable, usable + begun_whole) if versions}
+    rest = {found.copy.rank for found in there if tier is not None and found.copy.tier != tier}
     stays = rest >= set(range(entry.world_size))
-    if entry.version == newest and not stays and not force:
+    if entry.version in newest and not stays and not force:
         raise UsageError(f"{name} is the newest version that can be restored: to remove it all the same, say --force")
     held = tuple(found for found in copies if _is_held(found))
-    return Removal(entry, tuple(found for found in copies if found not in held), held)
+    return Removal(entry, tuple(found for found in copies if found not in held), held, left)
 
 
 def _is_held(found: Found) -> bool:

@@ -17,12 +17,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evergrad.checkpoint.arena_folder import arenas_root, find_arenas
-from evergrad.checkpoint.job import node_name, read_identity, safe_name
+from evergrad.checkpoint.job import former_homes, moved_along, node_name, read_identity, safe_name
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError, reason, said
+from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import read_record
 
 __all__ = ["Found", "Home", "Survey", "find_home", "reached", "sites", "survey"]
@@ -66,6 +67,15 @@ class Survey:
     """The folders of nodes that were looked into."""
     unseen: list[str] = field(default_factory=list)
     """Tiers that could not be looked at, and why."""
+    begun: dict[Version, list[Found]] = field(default_factory=dict)
+    """Complete shards in a shared tier without a sound record of their version, which a restore commits if whole."""
+    damaged: dict[Version, dict[str, str]] = field(default_factory=dict)
+    """By version and kind of tier: what is wrong with the record by which it was committed."""
+
+    def is_begun(self, version: Version, world_size: int) -> bool:
+        """Whether every rank's shard lies in a shared tier, and only the record of the version is missing."""
+        ranks = {found.copy.rank for found in self.begun.get(version, [])}
+        return bool(world_size) and ranks >= set(range(world_size))
 
     def ranks(self, version: Version, tier: str | None = None) -> set[int]:
         """The ranks whose shards of a version are there, in one tier or in any."""
@@ -99,7 +109,8 @@ def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home
     specs = [spec for number in sorted(attempts, reverse=True) for spec in _specs(attempts[number].get("tiers"))]
     specs += _specs_of_tickets(job)
     specs.append(Local().to_json())
-    chosen, complaints = _read(specs)
+    homes = former_homes(folder, job)
+    chosen, complaints = _read([moved_along(spec, homes, folder) for spec in specs])
     return Home(job, folder, tuple(_distinct([*tiers, *chosen])), attempts, (*damaged, *complaints))
 
 
@@ -121,10 +132,23 @@ def survey(home: Home, only: str | None = None) -> Survey:
                     if (copy.tier, place) not in seen and (not is_shared or _is_of(home.job, copy, store)):
                         seen.add((copy.tier, place))
                         found.shards.setdefault(copy.version, []).append(Found(copy, store, node))
+                if is_shared:
+                    _look_uncommitted(found, home.job, tier.kind, store)
                 found.nodes |= {node} if node else set()
             except (EvergradError, OSError) as error:
                 found.unseen.append(f"tier {tier.kind}: {error}")
     return found
+
+
+def _look_uncommitted(found: Survey, job: str, kind: str, store: Store) -> None:
+    """Note what lies in a shared tier and is not committed, or not any more."""
+    torn = store.torn(0)
+    for version, why in torn.items():
+        if why.was_complete:
+            found.damaged.setdefault(version, {})[kind] = why.what
+    for copy in store.begun() if torn else ():
+        if _is_of(job, copy, store):
+            found.begun.setdefault(copy.version, []).append(Found(copy, store, ""))
 
 
 def sites(home: Home, tier: Tier) -> list[Site]:
@@ -186,7 +210,7 @@ def _attempts(folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
     for path in sorted((folder / "attempts").glob("*.json")):
         if path.stem.isdecimal():
             try:
-                found[int(path.stem)] = read_record(path.read_bytes())
+                found[int(path.stem)] = read_record(read_small(path))
             except (OSError, ValueError) as error:
                 damaged.append(
                     f"{path}: {reason(error) if isinstance(error, OSError) else said(error)}: its tiers are not known"

@@ -37,9 +37,10 @@ from evergrad.checkpoint.events import Alive, Attached, Event, Refused, Settled
 from evergrad.checkpoint.finish.chain import load_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
-from evergrad.checkpoint.locks import Process, process
+from evergrad.checkpoint.locks import Process, open_lock, process
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
+from evergrad.formats.data_file import open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = [
@@ -96,7 +97,7 @@ def timeout_seconds() -> float:
 def agent_process(folder: Path) -> Process | None:
     """The process that serves the arenas of a folder, as it has noted itself; None if it is not seen from here."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = read_record((folder / LOCK).read_bytes())
+        record = read_record(read_small(folder / LOCK))
         found = process(record["pid"])
         if found is not None and found[:2] == (record["pid"], record["started"]) and not found.has_ended:
             return found
@@ -133,7 +134,7 @@ def run_agent(
     when trainers can connect.
     """
     folder = arena_folder(job)
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_lock(folder / LOCK)
     if not _take(lock, folder):
         os.close(lock)
         return False
@@ -366,8 +367,12 @@ def _detach(job: Job) -> bool:
         return False
     os.setsid()
     os.chdir("/")
-    log = os.open(job.run_dir / "agents" / f"{job.node_folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    null = os.open(os.devnull, os.O_RDONLY)
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        log = open_regular(job.run_dir / "agents" / f"{job.node_folder}.log", flags, 0o644)
+    except OSError:  # what it says is lost, and nothing else
+        log = os.dup(null)
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
+from evergrad.formats.data_file import open_file, open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
 __all__ = ["Completion"]
@@ -32,7 +33,8 @@ class _Shards:
 
     world_size: int
     ranks: set[int] = field(default_factory=set)
-    failure: str | None = None
+    failures: dict[int, str] = field(default_factory=dict)
+    """By rank, why its shard is not there and never will be; until it is there all the same."""
 
 
 class Completion:
@@ -75,7 +77,7 @@ class Completion:
         self._lines[version, tier, rank] = text = record_bytes(line)
         if not self._behind:
             try:
-                with self._own.open("ab") as out:
+                with os.fdopen(open_regular(self._own, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
                     out.write(text)
                     self._behind = out.tell() > _TOO_LONG
             except OSError as error:
@@ -89,7 +91,7 @@ class Completion:
             path = self._own.with_suffix(".committed")
             temporary = path.with_suffix(".partial")
             with suppress(OSError):
-                temporary.write_text(version.name + "\n")
+                _write(temporary, f"{version.name}\n".encode())
                 os.replace(temporary, path)
 
     def last_committed(self) -> Version | None:
@@ -98,7 +100,7 @@ class Completion:
         with suppress(OSError):
             for path in self._folder.glob("*.committed"):
                 try:
-                    found.append(Version.parse(path.read_bytes().decode("ascii", "replace").strip()))
+                    found.append(Version.parse(read_small(path).decode("ascii", "replace").strip()))
                 except FileNotFoundError:
                     continue
                 except OSError as error:
@@ -139,7 +141,7 @@ class Completion:
     def failure(self, version: Version, tier: str) -> str | None:
         """Why a version will never be complete there, if some rank said so."""
         shards = self._known.get((version, tier))
-        return None if shards is None else shards.failure
+        return None if shards is None else next(iter(shards.failures.values()), None)
 
     def complete(self, tier: str | None = None) -> list[Version]:
         """The complete versions of a tier, or of any, oldest first."""
@@ -154,12 +156,12 @@ class Completion:
     def incomplete(self) -> Iterator[tuple[Version, str]]:
         """What is begun, not complete, and has not failed."""
         for (version, tier), shards in self._known.items():
-            if shards.failure is None and len(shards.ranks) < shards.world_size:
+            if not shards.failures and len(shards.ranks) < shards.world_size:
                 yield version, tier
 
     def failed(self) -> Iterator[tuple[Version, str]]:
         """What will never be complete."""
-        return ((version, tier) for (version, tier), shards in self._known.items() if shards.failure is not None)
+        return ((version, tier) for (version, tier), shards in self._known.items() if shards.failures)
 
     def forget(self, version: Version, tier: str) -> None:
         """A version was removed from a tier, or has been told of and does not matter any more."""
@@ -170,9 +172,10 @@ class Completion:
     def _take(self, version: Version, tier: str, rank: int, world_size: int, failure: str | None) -> None:
         shards = self._known.setdefault((version, tier), _Shards(world_size))
         if failure is not None:
-            shards.failure = f"rank {rank}: {failure}"
+            shards.failures[rank] = f"rank {rank}: {failure}"
         elif 0 <= rank < shards.world_size == world_size:
             shards.ranks.add(rank)
+            shards.failures.pop(rank, None)  # such as one flushed from another copy than that which was damaged
 
     def _catch_up(self) -> None:
         """The journal with what still matters; a new file, so that readers start from its beginning."""
@@ -180,7 +183,7 @@ class Completion:
             return
         temporary = self._own.with_suffix(".partial")
         try:
-            temporary.write_bytes(b"".join(self._lines.values()))
+            _write(temporary, b"".join(self._lines.values()))
             os.replace(temporary, self._own)
             self._behind = False
             self._said = ""
@@ -210,7 +213,7 @@ class Completion:
             self._say_unread(path, f"ends within a line, after {len(rest)} bytes of it: that line is left out")
 
     def _follow(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             status = os.fstat(file.fileno())
             inode, offset = self._read.get(path.name, (status.st_ino, 0))
             if inode != status.st_ino or offset > status.st_size:
@@ -236,3 +239,8 @@ class Completion:
             _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
         self._check_rest(path, data[whole:])
         self._read[path.name] = (status.st_ino, offset + whole)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as out:
+        out.write(data)

@@ -82,7 +82,9 @@ class Engine:
     def recover(self) -> None:
         """Take up what was captured and not finished: after a crash of the trainer, of an agent, or of both."""
         tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
-        captured = [(files, ticket) for files, ticket in tickets if ticket is not None and ticket.captured]
+        captured = [
+            (files, self._holdings.here(ticket)) for files, ticket in tickets if ticket is not None and ticket.captured
+        ]
         # Oldest first: what comes after a newer version is there has been overtaken.
         for files, ticket in sorted(captured, key=lambda found: found[1].version.age()):
             if self._is_taken(files, ticket):
@@ -143,7 +145,7 @@ class Engine:
             self._end(files, ticket)
             self._evaluate()
             return
-        self._queue(files, ticket)
+        self._queue(files, self._holdings.here(ticket))
 
     def fail(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
         """A rank could not capture a version: it will not be complete in any tier, and nobody shall wait for it."""

@@ -7,11 +7,15 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from evergrad.checkpoint.arena import Ticket
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.finish.completion import Completion
+from evergrad.checkpoint.job import former_homes, moved_along
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
@@ -38,6 +42,16 @@ class Holdings:
         """Shards that were found in a tier and are still to be flushed to a slow one."""
         self.needed: set[tuple[Version, int]] = set()
         """Version and rank of copies that a flush reads from: they stay, however old."""
+
+    def here(self, ticket: Ticket) -> Ticket:
+        """A ticket with its tiers where they are now: what lay in the run folder was moved with it."""
+        if all(spec.get("path") is None and not str(spec.get("url")).startswith("file:") for spec in ticket.tiers):
+            return ticket
+        return replace(ticket, tiers=[moved_along(spec, self._homes, self._site.run_dir) for spec in ticket.tiers])
+
+    @cached_property
+    def _homes(self) -> list[Path]:
+        return former_homes(self._site.run_dir, self._site.job)
 
     def store(self, tier: Tier) -> Store:
         """The store of a tier."""
@@ -116,7 +130,7 @@ class Holdings:
     def missing(self, ticket: Ticket) -> list[str]:
         """The tiers that a shard should be in, and is not, as far as can be seen; retired is not missing."""
         missing = []
-        for tier in read_tiers(ticket.tiers):
+        for tier in read_tiers(self.here(ticket).tiers):
             there = False
             if tier.shared:  # everything that is there was noted: no need to ask a slow service again
                 with self._lock:
@@ -168,7 +182,8 @@ class Holdings:
             found = sorted(self._owed.items(), key=lambda item: item[0][0].age())
             tiers = {json.dumps(_place(tier.to_json())): tier for tier, _ in self._stores.values() if tier.slow}
         for (version, rank), (copy, manifest) in found:
-            wanted = [tier for spec in manifest.owed if (tier := tiers.get(json.dumps(_place(dict(spec))))) is not None]
+            specs = [moved_along(spec, self._homes, self._site.run_dir) for spec in manifest.owed]
+            wanted = [tier for spec in specs if (tier := tiers.get(json.dumps(_place(spec)))) is not None]
             if len(wanted) < len(manifest.owed) or self.is_unseen(wanted):
                 continue  # its settings come with the next trainer; or it may be there
             with self._lock:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from evergrad.checkpoint.arena import ArenaFiles, populate
 from evergrad.errors import TierError
+from evergrad.formats.data_file import open_regular
 
 __all__ = ["ArenaMaps"]
 
@@ -21,7 +22,7 @@ class ArenaMaps:
 
     def view(self, files: ArenaFiles, size: int) -> memoryview:
         """The bytes of an arena of that size."""
-        fd = os.open(files.shard, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(files.shard)
         try:
             status = os.fstat(fd)
             if status.st_size != size:

@@ -26,6 +26,7 @@ from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.tiers import Work
 from evergrad.checkpoint.version import Version
+from evergrad.formats.data_file import read_small
 
 __all__ = ["Shares"]
 
@@ -94,7 +95,7 @@ class Shares:
         pause = 0.01
         while True:
             with suppress(OSError, ValueError, RecursionError):
-                told = json.loads(path.read_bytes())
+                told = json.loads(read_small(path))
                 return told if isinstance(told, dict) else {}
             if time.monotonic() > end or given_up():
                 _log.warning("%s: rank %d does not tell what it uploads: it is uploaded here as well", version, rank)

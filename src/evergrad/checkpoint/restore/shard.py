@@ -22,6 +22,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, FormatError, reason
+from evergrad.formats.data_file import open_regular, read_small
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides
 
@@ -46,7 +47,7 @@ class Shard:
         self.copy = copy
         try:
             self.manifest = Manifest.read(copy.manifest)
-            fd = os.open(copy.shard, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(copy.shard)
         except OSError as error:
             raise FileAccessError(copy.shard, f"cannot be read: {reason(error)}") from error
         manifest = self.manifest
@@ -111,7 +112,7 @@ class Shard:
         if self.copy.generation is None:
             return True
         with suppress(OSError):
-            ticket = Ticket.from_bytes(self.copy.shard.with_suffix(".ticket").read_bytes())
+            ticket = Ticket.from_bytes(read_small(self.copy.shard.with_suffix(".ticket")))
             return ticket is not None and ticket.captured and ticket.generation == self.copy.generation
         return False
 

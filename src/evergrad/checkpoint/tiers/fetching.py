@@ -16,6 +16,7 @@ from evergrad.checkpoint.tiers.buckets import Bucket
 from evergrad.checkpoint.tiers.commit import StoredShard
 from evergrad.checkpoint.tiers.frames import unpack
 from evergrad.errors import DamagedFile
+from evergrad.formats.data_file import open_file, read_small
 
 __all__ = ["fetch_shard"]
 
@@ -50,7 +51,7 @@ def fetch_shard(bucket: Bucket, name: str, shard: StoredShard, manifest: bytes, 
 
 def _is_fetched(target: Path, record: Path, shard: StoredShard) -> bool:
     try:
-        there = xxhash.xxh3_128_hexdigest(record.read_bytes())
+        there = xxhash.xxh3_128_hexdigest(read_small(record))
         return there == shard.manifest and target.stat().st_size == shard.size
     except OSError:
         return False
@@ -101,6 +102,6 @@ def _unpack(bucket: Bucket, name: str, shard: StoredShard, size: int, packed: Pa
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(1 << 20):
             yield chunk

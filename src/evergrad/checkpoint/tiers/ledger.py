@@ -50,8 +50,8 @@ class Ledger:
             try:
                 return self.commit(version)
             except FormatError as error:
-                if isinstance(error, FileAccessError):
-                    say_once(f"{error}: {version} is left out")
+                is_closed = isinstance(error, FileAccessError)
+                say_once(f"{error}: {version} is {'left out' if is_closed else 'not committed without it'}")
                 return error
 
         return dict(zip(versions, together(record, versions), strict=True))

@@ -13,6 +13,7 @@ from typing import TypeVar
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.tiers.buckets import Access, Bucket, Item, Source, rechunk
 from evergrad.errors import FileAccessError, reason
+from evergrad.formats.data_file import NoFile, open_file
 
 __all__ = ["PosixBucket"]
 
@@ -46,10 +47,10 @@ class PosixBucket(Bucket):
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
         def get() -> bytes:
             try:
-                with open(self._root / name, "rb") as file:
+                with open_file(self._root / name) as file:
                     file.seek(begin or 0)
                     return file.read() if end is None else file.read(end - (begin or 0))
-            except (IsADirectoryError, PermissionError) as error:  # a matter of this file, and not of the place
+            except (IsADirectoryError, PermissionError, NoFile) as error:  # a matter of this file, and not of the place
                 raise FileAccessError(self._root / name, f"cannot be read: {reason(error)}") from error
 
         return self._retry(f"reading {name}", get)

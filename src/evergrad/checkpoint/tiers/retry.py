@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.errors import EvergradError, TierError
 
@@ -20,8 +21,8 @@ _log = logging.getLogger(__name__)
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 10.0
 _WILL_NOT_PASS = {
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EISDIR, errno.EMSGSIZE, errno.ENAMETOOLONG, errno.ENOENT,
-    errno.ENOSPC, errno.ENOSYS, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EISDIR, errno.EMFILE, errno.EMSGSIZE, errno.ENAMETOOLONG,
+    errno.ENFILE, errno.ENOENT, errno.ENOSPC, errno.ENOSYS, errno.ENOTDIR, errno.EPERM, errno.EROFS,
 }  # fmt: skip
 # Refused with a 4xx, and right the next time.
 _MAY_PASS = {
@@ -91,6 +92,8 @@ def _may_pass(error: Exception) -> bool:
 def _in_words(error: Exception) -> str:
     code, status = error_code(error)
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        text = open_files_hint(error)
     named = f"{code} ({status}): " if code and code not in text else ""
     return f"{named}{text}".strip().rstrip(".").replace("\n", " ")[:300]
 

@@ -15,7 +15,7 @@ app = typer.Typer(
     "  evergrad checkpoints export runs/r50 latest model.safetensors --where 'model/**'\n\n"
     "RUN_DIR is the job's run folder; verbs that change nothing also take the URL of a persistent tier. VERSION is a "
     "step, a name such as v0000000120-02, a tag, or 'latest'. Every verb has --json.\n\n"
-    "Exit codes: 0 fine · 1 verify: something is wrong · 2 usage or unreadable input.",
+    "Exit codes: 0 fine · 1 verify: something is wrong or could not be checked · 2 usage or unreadable input.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )

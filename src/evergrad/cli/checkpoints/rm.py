@@ -45,14 +45,16 @@ def rm(
     name = entry.version.name
     places = [found.copy.url or str(found.copy.shard) for found in removal.going]
     held = [str(found.copy.shard) for found in removal.held]
+    stays = [f"stays, in the memory of a running trainer: {place}" for place in held]
+    stays += [f"stays: {why}" for why in removal.left]
     if not as_json:
         say_unseen(seen.unseen)
         each = size(entry.size_bytes / max(entry.world_size, 1))
         print(printable(f"{name}: {len(places)} cop{'y' if len(places) == 1 else 'ies'} of about {each}"))
         for place in places:
             print(printable(f"  {place}"))
-        for place in held:
-            print(printable(f"  stays, in the memory of a running trainer: {place}"))
+        for line in stays:
+            print(printable(f"  {line}"))
     if not dry_run:
         if not yes and (as_json or not sys.stdin.isatty()):
             raise UsageError(f"{name}: nobody is there to be asked. Say --yes, or --dry-run.")
@@ -65,10 +67,12 @@ def rm(
                 "version": name,
                 "removed": list(places),
                 "held": list(held),
+                "left": list(removal.left),
                 "dry_run": dry_run,
                 "unseen": list(seen.unseen),
             }
         )
     else:
-        print(printable(f"{name}: {'would be removed' if dry_run else 'removed'}"))
+        but = ", except for what stays" if stays else ""
+        print(printable(f"{name}: {'would be removed' if dry_run else 'removed'}{but}"))
     return 0

@@ -85,6 +85,7 @@ def _print(entry: CatalogueEntry, shards: list[dict[str, Json]]) -> None:
         ("ranks", str(entry.world_size or "not known")),
         ("size", size(entry.size_bytes)),
         ("tiers", where_it_is(entry)),
+        *([("damaged", entry.damaged)] if entry.damaged else []),
         ("kept", kept(entry) or "no"),
         ("parent", entry.parent or "none"),
         ("digest", entry.digest or "not noted"),

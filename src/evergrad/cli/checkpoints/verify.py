@@ -22,7 +22,8 @@ __all__ = ["EPILOG", "verify"]
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints verify runs/r50\n\n"
     "  evergrad checkpoints verify runs/r50 120 --tier local --json\n\n"
-    "Exit codes: 0 every copy that could be reached is intact · 1 something is wrong · 2 usage or unreadable input."
+    "Exit codes: 0 every copy that could be reached is intact · 1 something is wrong, or could not be checked · "
+    "2 usage or unreadable input."
 )
 
 
@@ -50,7 +51,7 @@ def verify(
         where = f"in tier {tier}" if tier is not None else "left that could be checked"
         raise UsageError(f"{version}: nothing of it is {where}")
     found = _check(catalogue, chosen, seen, tier)
-    wrong = any(verdict.verdict == "failed" for _, verdicts in found for verdict in verdicts)
+    sound = all(_verdict(verdicts) == "ok" for _, verdicts in found)
     if as_json:
         rows: list[Json] = [
             {
@@ -64,11 +65,12 @@ def verify(
     else:
         say_unseen(seen.unseen)
         _print(found)
-    return 1 if wrong else 0
+    return 0 if sound else 1
 
 
 def _copies(entry: CatalogueEntry, seen: Survey, tier: str | None) -> int:
-    return sum(tier in (None, each.copy.tier) for each in seen.shards.get(entry.version, []))
+    damaged = sum(tier in (None, kind) for kind in seen.damaged.get(entry.version, {}))
+    return damaged + sum(tier in (None, each.copy.tier) for each in seen.shards.get(entry.version, []))
 
 
 def _check(
@@ -90,12 +92,13 @@ def _check(
         for entry in entries:
             verdicts = check_version(entry, seen, tier=tier, progress=step)
             found.append((entry, verdicts))
-            for kind in dict.fromkeys(each.tier for each in verdicts if each.place):
+            for kind in dict.fromkeys(each.tier for each in verdicts if each.place or each.rank < 0):
                 of_kind = [each for each in verdicts if each.tier == kind]
                 verdict = _verdict(of_kind)
                 whole = {each.rank for each in of_kind} >= set(range(entry.world_size))
                 if verdict == "failed" or (verdict == "ok" and whole):
-                    why = next((f"rank {each.rank}: {each.why}" for each in of_kind if each.verdict == "failed"), "")
+                    whose = ((f"rank {each.rank}: " if each.rank >= 0 else "", each) for each in of_kind)
+                    why = next((f"{rank}{each.why}" for rank, each in whose if each.verdict == "failed"), "")
                     writer = f"verify-{node_name()}"
                     catalogue.note_verified(entry.version, kind, ok=verdict == "ok", why=why, writer=writer)
     return found
@@ -126,10 +129,12 @@ def _print(found: list[tuple[CatalogueEntry, list[CopyVerdict]]]) -> None:
         for each in bad[1:]:
             table.add_row("", "", "", Text(printable(_what(each))))
     console().print(table)
-    wrong = sum(_verdict(verdicts) == "failed" for _, verdicts in found)
-    print(f"\n{wrong} of {len(found)} version{'' if len(found) == 1 else 's'} wrong")
+    wrong, unknown = (sum(_verdict(verdicts) == what for _, verdicts in found) for what in ("failed", "unknown"))
+    more = f", {unknown} not known" if unknown else ""
+    print(f"\n{wrong} of {len(found)} version{'' if len(found) == 1 else 's'} wrong{more}")
 
 
 def _what(verdict: CopyVerdict) -> str:
-    where = f"rank {verdict.rank}" + (f" in tier {verdict.tier}" if verdict.tier else "")
+    rank, tier = "" if verdict.rank < 0 else f"rank {verdict.rank}", f"tier {verdict.tier}" if verdict.tier else ""
+    where = " in ".join(filter(None, (rank, tier)))
     return f"{where}: {verdict.why}"
