@@ -744,22 +744,22 @@ def test_what_was_captured_is_finished_where_the_run_folder_is_now_and_nowhere_e
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
     (tmp_path / "link").symlink_to(old)
-    tiers = [eg.Memory(), eg.Local(tmp_path / disk)]
+    tiers = [eg.Memory(), eg.Local(tmp_path / disk), eg.Persistent(str(old / "shared"))]
     with eg.Checkpointer(old, tiers=tiers, agent=agent, linger_s=20) as ck:
-        save(ck, 1).wait(timeout=SECONDS)
+        save(ck, 1).wait("persistent", timeout=SECONDS)
         os.rename(old, new)
         with pytest.warns(CheckpointWarning, match="was moved to"):
             assert save(ck, 2).wait("memory", timeout=SECONDS).step == 2
-    tiers = [eg.Memory(), eg.Local(new / "disk")]
+    tiers = [eg.Memory(), eg.Local(new / "disk"), eg.Persistent(str(new / "shared"))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)  # that the agent at the old path is gone
         with eg.Checkpointer(new, tiers=tiers, agent=agent, linger_s=0.3) as ck:
             assert restored(ck) == 2
             until = time.monotonic() + SECONDS
-            while ck.versions()[0].tiers != ("memory", "local"):
+            while ck.versions()[0].tiers != ("memory", "local", "persistent"):
                 assert time.monotonic() < until, ck.versions()
                 time.sleep(0.01)
             save(ck, 3).wait(timeout=SECONDS)
-            assert [record.step for record in ck.versions()] == [3, 2]
+            assert [record.step for record in ck.versions()][:2] == [3, 2]
     assert not old.exists()
-    assert [entry.version.step for entry in Catalogue(new).entries() if "local" in entry.tiers] == [3, 2]
+    assert [entry.version.step for entry in Catalogue(new).entries() if "local" in entry.tiers][:2] == [3, 2]

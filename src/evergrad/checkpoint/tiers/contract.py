@@ -16,6 +16,7 @@ were committed; `begun` gives the shards of the others, and `commit` makes a ver
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,11 +27,12 @@ from typing import Any, ClassVar, NamedTuple
 from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
-from evergrad.errors import UsageError
+from evergrad.errors import TierError, UsageError
 from evergrad.wording import meant
 
 __all__ = [
     "Copy",
+    "RunFolder",
     "Site",
     "Store",
     "Tier",
@@ -97,6 +99,24 @@ class Copy:
     """In memory: the use of the arena that it is good for."""
     url: str = ""
     """Where it lies, if not in a file system: `Store.fetch` then brings it to `shard` and `manifest`."""
+
+
+class RunFolder(NamedTuple):
+    """The run folder that a tier's place lies within: it is not made again where it was moved away from."""
+
+    run_dir: Path | None
+    """None if the place lies elsewhere."""
+
+    @classmethod
+    def of(cls, place: Path, run_dir: Path) -> RunFolder:
+        """The home of a place; nothing is made or changed."""
+        within = Path(os.path.realpath(place)).is_relative_to(os.path.realpath(run_dir))
+        return cls(run_dir if within and (run_dir / "job.json").exists() else None)
+
+    def check(self, kind: str) -> None:
+        """`TierError` if the run folder is not there any more."""
+        if self.run_dir is not None and not (self.run_dir / "job.json").exists():
+            raise TierError(f"{self.run_dir}: tier {kind}: the run folder was moved or removed, and is not made again.")
 
 
 class Torn(NamedTuple):

@@ -25,7 +25,7 @@ from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.manifest import shard_name, shard_rank
-from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
+from evergrad.checkpoint.tiers.contract import Copy, RunFolder, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 
@@ -62,15 +62,12 @@ class Local(Tier):
     def store(self, site: Site) -> Store:
         """The folder of a job and node below the path."""
         root = self.root(site.run_dir)
-        within = Path(os.path.realpath(root)).is_relative_to(os.path.realpath(site.run_dir))
-        return _LocalStore(root, root / site.job / site.node, site.run_dir if within else None)
+        return _LocalStore(root, root / site.job / site.node, RunFolder.of(root, site.run_dir))
 
 
 class _LocalStore(Store):
-    def __init__(self, root: Path, folder: Path, run_dir: Path | None) -> None:
-        """Below a run folder, if one is given: it is not made again where it was moved away from."""
-        self._root, self._folder = root, folder
-        self._run_dir = run_dir if run_dir is not None and (run_dir / "job.json").exists() else None
+    def __init__(self, root: Path, folder: Path, home: RunFolder) -> None:
+        self._root, self._folder, self._home = root, folder, home
         self._direct = True
 
     def check(self) -> None:
@@ -145,8 +142,7 @@ class _LocalStore(Store):
             raise _tier_error(self._folder, error) from error
 
     def _put(self, work: Work) -> None:
-        if self._run_dir is not None and not (self._run_dir / "job.json").exists():
-            raise TierError(f"{self._run_dir}: tier local: the run folder was moved or removed, and is not made again.")
+        self._home.check("local")
         storage.make_folders(self._folder)
         folder = self._folder / work.version.name
         if storage.make_folder(folder):

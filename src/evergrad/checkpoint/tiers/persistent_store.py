@@ -22,7 +22,7 @@ from evergrad.checkpoint.manifest import Manifest, shard_name, shard_rank
 from evergrad.checkpoint.tiers.buckets import Bucket, Chunk
 from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, payload_name
 from evergrad.checkpoint.tiers.compress import Compress
-from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Torn, Work
+from evergrad.checkpoint.tiers.contract import Copy, RunFolder, Site, Store, Torn, Work
 from evergrad.checkpoint.tiers.fetching import fetch_shard
 from evergrad.checkpoint.tiers.frames import ENCODING, pack
 from evergrad.checkpoint.tiers.ledger import Ledger, together
@@ -47,6 +47,8 @@ class PersistentStore(Store):
     def __init__(self, bucket: Bucket, site: Site, *, adopt: bool = False, compress: Compress | None = None) -> None:
         self._bucket, self._site, self._adopt, self._compress = bucket, site, adopt, compress
         self._ledger = Ledger(bucket)
+        place = bucket.path("")
+        self._home = RunFolder(None) if place is None else RunFolder.of(place, site.run_dir)
         self._lock = threading.Lock()
         self._is_ours = False
 
@@ -250,6 +252,7 @@ class PersistentStore(Store):
 
     def _claim(self) -> None:
         """See that nobody else writes here, and say who does."""
+        self._home.check("persistent")
         with self._lock:
             if self._is_ours:
                 return
