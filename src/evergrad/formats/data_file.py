@@ -30,6 +30,7 @@ __all__ = [
     "gather",
     "named_size",
     "open_file",
+    "read_whole",
     "xor_rows",
 ]
 
@@ -244,6 +245,12 @@ def open_file(path: Path) -> BinaryIO:
     Opening a named pipe waits until somebody writes to it, and a device may never end.
     """
     return os.fdopen(_open_regular(path), "rb")
+
+
+def read_whole(path: Path) -> bytes:
+    """All bytes of a small file that was named by a user; anything but a file is refused, and never waited for."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def _open_regular(path: Path) -> int:
