@@ -156,17 +156,21 @@ class Comparison:
     """Values besides tensors that differ (`optimizer/param_groups/0/lr: 0.1 / 0.9`), where both files hold some."""
     uncompared: Mapping[str, str] = field(default_factory=dict)
     """Content that could not be compared, by name, with what it is; anything here makes the verdict `unknown`."""
+    compared: int = 0
+    """How many values and other things besides tensors were compared."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """What `tensors_only` left out of the comparison, by name, with what it is; it is no part of the verdict."""
 
     @property
     def verdict(self) -> str:
-        """`different`, or else `unknown` if something could not be compared, or else `equal`."""
+        """`different`, or else `unknown` if something could not be compared or nothing was, or else `equal`."""
         if self.values or any(not tensor.equal for tensor in self.tensors):
             return "different"
-        return "unknown" if self.uncompared else "equal"
+        return "equal" if (self.tensors or self.compared) and not self.uncompared else "unknown"
 
     @property
     def equal(self) -> bool:
-        """True if everything was compared and is the same: each tensor bit for bit, and each value that both hold."""
+        """True if all that was to be compared was, and is the same: tensors bit for bit, values by type and value."""
         return self.verdict == "equal"
 
     @property
@@ -192,5 +196,7 @@ class Comparison:
             **({"note": self.note} if self.note else {}),
             **({"values": list(self.values)} if self.values else {}),
             **({"uncompared": dict(self.uncompared)} if self.uncompared else {}),
+            **({"compared": self.compared} if self.compared else {}),
+            **({"left_out": dict(self.left_out)} if self.left_out else {}),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }

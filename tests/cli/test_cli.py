@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import evergrad as eg
+from evergrad.errors import UsageError
 from programs import run_python
 
 VERBS = [
@@ -79,7 +81,7 @@ def test_diff_exits_1_when_something_differs_and_0_when_nothing_does(files: Path
     assert ["model/fc.bias", "changed", "1", "of", "2", "0.5"] in [line.split() for line in done.stdout.splitlines()]
     assert "different: 1 of 2 tensors" in done.stdout
     same = evergrad("diff", files / "a.pt", files / "a.pt")
-    assert (same.returncode, same.stdout) == (0, "equal: all 2 tensors, bit for bit\n")
+    assert (same.returncode, same.stdout) == (0, "equal: all 2 tensors and 1 value, bit for bit\n")
 
 
 def test_diff_json_tells_each_tensor(files: Path) -> None:
@@ -102,7 +104,7 @@ def test_convert_writes_and_the_two_are_equal(files: Path) -> None:
 def test_convert_refuses_a_loss_and_dry_run_lists_it(files: Path) -> None:
     done = evergrad("convert", files / "a.pt", files / "a.npz")
     assert done.returncode == 2
-    assert "would lose containers and values besides tensors" in done.stderr
+    assert "would lose epoch (a plain value: 3). Keep only the tensors" in done.stderr
     dry = evergrad("convert", files / "a.pt", files / "a.npz", "--dry-run", "--json")
     assert json.loads(dry.stdout)["losses"]
     assert dry.returncode == 1
@@ -137,10 +139,41 @@ def test_diff_of_real_files_shows_a_learning_rate_that_changed(files: Path) -> N
     assert (done.returncode, done.stdout) == (1, "values:\n  lr: 0.1 / 0.9\n\ndifferent: 0 of 1 tensors, 1 value\n")
 
 
-def test_diff_of_files_without_tensors_has_nothing_to_compare(tmp_path: Path) -> None:
+def test_diff_of_files_without_tensors_compares_values_and_of_empty_ones_is_unknown(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "a.pt")
+    torch.save({"epoch": 4}, tmp_path / "b.pt")
+    torch.save({}, tmp_path / "empty.pt")
+    same = evergrad("diff", tmp_path / "a.pt", tmp_path / "a.pt")
+    assert (same.returncode, same.stdout) == (0, "equal: all 1 value, bit for bit\n")
+    other = evergrad("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (other.returncode, other.stdout.splitlines()[1]) == (1, "  epoch: 3 / 4")
+    none = evergrad("diff", tmp_path / "empty.pt", tmp_path / "empty.pt")
+    assert (none.returncode, none.stdout) == (1, "nothing to compare: no tensors and no values\n")
+
+
+def test_diff_says_that_values_were_not_compared_and_how_to_leave_them_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "b": torch.ones(2), "lr": 0.1, "epoch": 3}, tmp_path / "a.pt")
+    assert evergrad("convert", tmp_path / "a.pt", tmp_path / "a.npz", "--tensors-only").returncode == 0
+    done = evergrad("diff", tmp_path / "a.pt", tmp_path / "a.npz")
+    assert (done.returncode, done.stdout.splitlines()) == (
+        1,
+        [
+            "2 values besides tensors in a, and none in the other file to compare with. "
+            "To compare tensors alone: tensors_only=True, or --tensors-only.",
+            "not compared: lr (a plain value: 0.1)",
+            "not compared: epoch (a plain value: 3)",
+            "unknown: 2 tensors are equal, 2 more could not be compared",
+        ],
+    )
+    done = evergrad("diff", tmp_path / "a.pt", tmp_path / "a.npz", "--tensors-only")
+    told = "equal: all 2 tensors, bit for bit; 2 values besides tensors were not compared\n"
+    assert (done.returncode, done.stdout) == (0, told)
+    report = json.loads(evergrad("diff", tmp_path / "a.pt", tmp_path / "a.npz", "--tensors-only", "--json").stdout)
+    assert report["left_out"] == {"lr": "a plain value: 0.1", "epoch": "a plain value: 3"}
     done = evergrad("diff", tmp_path / "a.pt", tmp_path / "a.pt")
-    assert (done.returncode, done.stdout) == (0, "nothing to compare: no tensors\n")
+    assert done.stdout == "equal: all 2 tensors and 2 values, bit for bit\n"
+    done = evergrad("diff", tmp_path / "a.npz", tmp_path / "a.npz")
+    assert done.stdout == "equal: all 2 tensors, bit for bit\n"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -349,3 +382,37 @@ def on_a_terminal(*arguments: str) -> str:
         os.close(ours)
         assert process.wait() == 0
     return shown.decode()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["inspect", ""],
+        ["verify", ""],
+        ["diff", "", "a.pt"],
+        ["diff", "a.pt", ""],
+        ["convert", "", "b.npz"],
+        ["convert", "a.pt", ""],
+        ["inject", "", "--count", "1", "--in-place"],
+        ["undo", ""],
+        ["undo", "log.jsonl", ""],
+        ["replay", "", "a.pt", "--in-place"],
+        ["replay", "log.jsonl", "", "--in-place"],
+        ["timeline", ""],
+        ["study", "status", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_current_folder(verb: list[str], files: Path) -> None:
+    (files / "b.pt").unlink()
+    before = (files / "a.pt").read_bytes()
+    done = evergrad(*verb, cwd=files)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("evergrad: an empty path names no file or folder")
+    assert (files / "a.pt").read_bytes() == before
+    assert os.listdir(files) == ["a.pt"]
+
+
+def test_an_empty_path_opens_nothing() -> None:
+    with pytest.raises(UsageError, match="an empty path names no file"):
+        eg.open_checkpoint("")

@@ -64,6 +64,22 @@ def test_where_there_is_nothing_to_check_it_is_not_called_ok(data: Path) -> None
     assert done.stdout.endswith("unknown: orbax, 0 of 0 tensors wrong, 6 more not verified\n")
 
 
+@pytest.mark.parametrize("state", [{}, {"epoch": 3}, 3], ids=str)
+def test_a_torch_file_without_tensors_has_nothing_to_verify(state: object, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    for options, code in (((), 0), (("--strict",), 1)):
+        done = evergrad("verify", tmp_path / "a.pt", *options)
+        assert done.returncode == code
+        assert done.stdout.startswith("nothing to verify: torch-zip, no tensors (")
+        assert done.stdout.endswith(" other parts with a checksum that holds)\n")
+    assert eg.verify(tmp_path / "a.pt").verdict == "unknown"
+    data = (tmp_path / "a.pt").read_bytes()
+    assert data.count(b"little") == 1, "the content of a part that is no tensor"
+    (tmp_path / "a.pt").write_bytes(data.replace(b"little", b"mittle"))
+    done = evergrad("verify", tmp_path / "a.pt")
+    assert (done.returncode, done.stdout.splitlines()[-1].split(":")[0]) == (1, "failed")
+
+
 def test_json_has_the_documented_form(files: Path) -> None:
     done = evergrad("verify", files / "flipped.pt", "--json", "--where", "model/4.weight")
     report = json.loads(done.stdout)

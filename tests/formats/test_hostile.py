@@ -459,3 +459,24 @@ def test_bytes_that_are_no_text_are_told_in_words(tmp_path: Path) -> None:
     ):
         with pytest.raises(DamagedFile, match=f"{name}: {words}"):
             eg.open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(6, "expected 8 bytes or more"), (8, "expected 10 bytes or more"), (9, "expected 10 bytes or more"),
+     (10, "expected 128 bytes"), (60, "expected 128 bytes"), (130, "expected 32 bytes for float32 (8,)")],
+)  # fmt: skip
+@pytest.mark.parametrize("packed", [False, True], ids=["npy", "npz"])
+def test_a_npy_file_that_is_cut_short_says_how_far_it_goes(
+    length: int, expected: str, packed: bool, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "whole.npy", np.ones(8, np.float32))
+    data = (tmp_path / "whole.npy").read_bytes()[:length]
+    path = tmp_path / ("cut.npz" if packed else "cut.npy")
+    if packed:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("w.npy", data)
+    else:
+        path.write_bytes(data)
+    found = f"found {length - 128 if length > 128 else length} bytes)"
+    refused(path, DamagedFile, "is cut short", expected, found, "Take another copy of the file.")

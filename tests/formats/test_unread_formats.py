@@ -14,6 +14,8 @@ import struct
 import subprocess
 import tarfile
 import zipfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,19 @@ def _tar(*names: str) -> bytes:
     return out.getvalue()
 
 
+def _long_tar(format: int, time: float = 0) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=format) as archive:
+        member = tarfile.TarInfo(f"{'folder/' * 20}weights.bin" if not time else "weights.bin")
+        member.mtime = time  # type: ignore[assignment]  # a fraction makes a PaxHeader
+        archive.addfile(member, io.BytesIO())
+    return out.getvalue()
+
+
+LONG = "folder/" * 20 + "weights.bin"
+PICKLED = pickle.dumps({"w": list(range(50))}, 4)
+
+
 def _zip(*names: str) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -131,6 +146,18 @@ CONTENT = {
     "a GGML model": b"tjgg" + struct.pack("<8I", 1, 32000, 4096, 256, 32, 32, 128, 2),
     "a pickle": pickle.dumps({"w": [1.0]}, 4),
     "a tar archive with weights.bin": _tar("weights.bin", "config.json"),
+    "a tar archive with weights.bin, which": _long_tar(tarfile.PAX_FORMAT, 1.5),
+    f"a tar archive with {LONG}": _long_tar(tarfile.PAX_FORMAT),
+    f"a tar archive with {LONG},": _long_tar(tarfile.GNU_FORMAT),
+    "a tar archive, which": _tar("x" * 20)[:156] + b"x" + _tar("x" * 20)[157:512],
+    "a zlib-compressed pickle, as joblib writes it": zlib.compress(PICKLED, 3),
+    "a zlib-compressed pickle, as joblib": zlib.compress(PICKLED, 9),
+    "a zlib-compressed pickle": zlib.compress(PICKLED, 1),
+    "a gzip-compressed pickle, as joblib": gzip.compress(PICKLED),
+    "a bzip2-compressed pickle, as joblib": bz2.compress(PICKLED),
+    "an xz-compressed pickle, as joblib": lzma.compress(PICKLED),
+    "an lzma-compressed pickle, as joblib": lzma.compress(PICKLED, lzma.FORMAT_ALONE),
+    "zlib-compressed data": zlib.compress(b"no pickle at all"),
     "PyTorch's tar format of 2016": _tar("sys_info", "pickle", "tensors", "storages"),
     "a zip archive with policy.pth": _zip("data", "policy.pth", "version.txt"),
     "a zip archive": _zip("a.txt"),
@@ -156,6 +183,16 @@ def test_content_that_is_no_checkpoint_is_named(told: str, tmp_path: Path) -> No
     assert message.startswith(f"{path}: is {told}")
     assert ", which is not read. " in message
     assert message.rstrip().endswith("."), "what to do instead is a sentence"
+
+
+@pytest.mark.parametrize("packed", [zlib.compress, gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_joblib_file_says_how_to_go_on(packed: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    (path := tmp_path / "model.joblib").write_bytes(packed(PICKLED))
+    with pytest.raises(UnknownFormat, match=r"Load it with joblib\.load where you trust it, and save its state uncomp"):
+        eg.open_checkpoint(path)
+    path.write_bytes(zlib.compress(b"no pickle at all"))
+    with pytest.raises(UnknownFormat, match=r"If joblib wrote it: load it with joblib\.load"):
+        eg.open_checkpoint(path)
 
 
 @pytest.mark.parametrize("protocol", range(6))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import safetensors.torch
 import torch
 
 import evergrad as eg
-from evergrad.errors import LimitExceeded
+from evergrad.errors import FileAccessError, LimitExceeded
 
 VERBS = [
     ["inspect", "ck"],
@@ -135,6 +136,67 @@ def test_a_pipe_in_the_place_of_a_log_or_of_settings_is_one_line(what: str, tmp_
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "expected a file, found a named pipe" in done.stderr
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["", "overwrite"])
+@pytest.mark.parametrize("make", [os.mkfifo, bind, device], ids=["pipe", "socket", "device"])
+def test_no_verb_puts_a_file_in_the_place_of_a_special_one(
+    make: Callable[[Path], None], overwrite: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from evergrad.cli import main
+
+    torch.save({"a": torch.ones(40)}, tmp_path / "a.pt")
+    source, special = str(tmp_path / "a.pt"), tmp_path / "special.pt"
+    log = str(eg.inject(source, eg.BitFlip(), count=1, out=tmp_path / "bad.pt").path)
+    make(special)
+    before = special.lstat()
+    for verb in (
+        ["inject", source, "--count", "1", "--out", str(special), *overwrite],
+        ["replay", log, source, "--out", str(special), *overwrite],
+        ["convert", source, str(special), *overwrite],
+    ):
+        assert main(verb) == 2, verb
+        told = capsys.readouterr().err
+        assert told == f"evergrad: {special}: is no file, and is not replaced by one. Choose another name.\n", verb
+    with pytest.raises(FileAccessError, match="is no file, and is not replaced by one"):
+        eg.save_hdf5({"a": torch.ones(2)}, special)
+    assert (special.lstat().st_ino, special.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "bad.pt", "bad.pt.faults.jsonl", "special.pt"]
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["study", "show", "pipe"],
+        ["study", "run", "pipe", "--out", "made"],
+        ["run", "-n", "1", "--failures", "pipe", "--out", "made", "script.py"],
+        ["replay", "bad.pt.faults.jsonl", "a.pt", "--rename", "pipe", "--out", "made"],
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_that_a_user_names_is_not_waited_for(verb: list[str], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(40)}, tmp_path / "a.pt")
+    eg.inject(tmp_path / "a.pt", eg.BitFlip(), count=1, out=tmp_path / "bad.pt")
+    (tmp_path / "script.py").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    done = subprocess.run(
+        [sys.executable, "-m", "evergrad", *verb],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "cannot be read (expected a file, found a named pipe)" in done.stderr
+    assert not (tmp_path / "made").exists()
 
 
 PEAK = """

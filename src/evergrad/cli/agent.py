@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, print_json, printable
 
 __all__ = ["EPILOG", "agent"]
@@ -19,7 +20,10 @@ EPILOG = (
 
 
 def agent(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The job's run folder, as given to Checkpointer.")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", parser=given_path, help="The job's run folder, as given to Checkpointer."),
+    ],
     node: Annotated[str | None, typer.Option(help="This node's name; EVERGRAD_NODE, or the host's.")] = None,
     linger: Annotated[
         float | None, typer.Option(min=0, help="Seconds to stay without work and trainers; EVERGRAD_LINGER, or 60.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evergrad.cli.completion import one_of
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, print_json, printable, size
 from evergrad.wording import counted
 
@@ -28,8 +29,10 @@ _SHOWN = 20
 
 
 def convert(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint: any file or folder.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The file to write; its ending names the format.")],
+    a: Annotated[Path, typer.Argument(metavar="A", parser=given_path, help="A checkpoint: any file or folder.")],
+    b: Annotated[
+        Path, typer.Argument(metavar="B", parser=given_path, help="The file to write; its ending names the format.")
+    ],
     to: Annotated[
         str | None,
         typer.Option(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evergrad.cli.completion import one_of
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, print_json, printable, progress
 from evergrad.errors import UsageError
 from evergrad.wording import meant
@@ -45,7 +46,9 @@ _NEEDS = {"bitmask": "mask", "scale": "factor", "stuckat": "value", "setvalue": 
 
 
 def inject(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A checkpoint: any file or folder.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", parser=given_path, help="A checkpoint: any file or folder.")
+    ] = None,
     fault: Annotated[
         str | None,
         typer.Option(

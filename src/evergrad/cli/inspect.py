@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, print_rows, print_some, printable, shape, size
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _ROWS = 1000  # of the JSON document, written at a time
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint: any file or folder.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", parser=given_path, help="A checkpoint: any file or folder.")],
     where: Annotated[
         list[str] | None,
         typer.Option(help="Only these: a name (with all below it), a glob, role:ROLE or re:REGEX. Repeatable."),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["parser_line"]
+from evergrad.errors import UsageError
+
+__all__ = ["given_path", "parser_line"]
 
 _EXPECTED = (
     (r"Input should be a valid integer.*", "a whole number"),
@@ -13,6 +16,16 @@ _EXPECTED = (
     (r"Input should be greater than or equal to (\S+?)\.?", r"\1 or more"),
     (r"Input should be less than or equal to (\S+?)\.?", r"\1 or less"),
 )
+
+
+def given_path(text: str) -> Path:
+    """The path that was given; an empty one, which would be the current folder, is a variable that was never set."""
+    if not text:
+        raise UsageError("an empty path names no file or folder: is a variable of the shell not set? For here: '.'.")
+    return Path(text)
+
+
+given_path.__name__ = "path"  # the type that the help shows
 
 
 def parser_line(error: Exception, words: Sequence[str]) -> str:

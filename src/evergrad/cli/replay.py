@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evergrad.cli.inject import report
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, progress
 from evergrad.errors import DamagedFile, FileAccessError, reason, said
 
@@ -28,8 +29,10 @@ EPILOG = (
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="The log of an injection.")],
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="A checkpoint: any file or folder.")],
+    log: Annotated[Path, typer.Argument(metavar="LOG", parser=given_path, help="The log of an injection.")],
+    other: Annotated[
+        Path, typer.Argument(metavar="OTHER", parser=given_path, help="A checkpoint: any file or folder.")
+    ],
     rename: Annotated[
         str | None, typer.Option(help="auto: match tensors across frameworks; or a TOML file of names.")
     ] = None,
@@ -74,9 +77,10 @@ def replay(
 def _read_map(path: Path) -> Rename:
     """Names, or names with axes, from a TOML file; quoted or dotted keys mean the same."""
     from evergrad.formats import Match
+    from evergrad.formats.data_file import read_small
 
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        told = tomllib.loads(read_small(path).decode("utf-8-sig"))
     except OSError as error:
         what = f"cannot be read: {reason(error)}"
         raise FileAccessError(path, what, hint="Give 'auto', or a TOML file of names.") from None

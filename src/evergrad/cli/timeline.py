@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, console, near, print_json, printable
 from evergrad.errors import UsageError
 
@@ -32,7 +33,9 @@ _SHOWN = 40
 
 
 def timeline(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run: evergrad run --out.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", parser=given_path, help="The folder of the run: evergrad run --out.")
+    ],
     out: Annotated[Path | None, typer.Option(help="The page; RUN/timeline.html by default.")] = None,
     no_page: Annotated[bool, typer.Option("--no-page", help="Print only: write no page.")] = False,
     as_json: JsonOption = False,

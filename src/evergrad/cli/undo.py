@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, near, print_json, printable, progress
 
 __all__ = ["EPILOG", "undo"]
@@ -18,9 +19,10 @@ EPILOG = (
 
 
 def undo(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="The log of the injection.")],
+    log: Annotated[Path, typer.Argument(metavar="LOG", parser=given_path, help="The log of the injection.")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="The altered file or folder, if it has moved since.")
+        Path | None,
+        typer.Argument(metavar="FILE", parser=given_path, help="The altered file or folder, if it has moved since."),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:

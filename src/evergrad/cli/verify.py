@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, print_json, print_rows, printable, progress
+from evergrad.wording import counted
 
 if TYPE_CHECKING:
     from evergrad.formats.verify import TensorVerdict, Verification
@@ -26,7 +28,7 @@ _SHOWN = 20
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint: any file or folder.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", parser=given_path, help="A checkpoint: any file or folder.")],
     where: Annotated[list[str] | None, typer.Option(help="Only these tensors; as in inspect. Repeatable.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="A tensor without a checksum counts as wrong.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Show sound tensors too.")] = False,
@@ -45,7 +47,7 @@ def verify(
         print_json(verification.to_json())
     else:
         _print(verification, show_all)
-    if _nothing_checked(verification):
+    if verification.nothing_checked:
         return 1 if strict else 0
     if verification.unverified or verification.doubts:
         return 1
@@ -88,13 +90,14 @@ def _what(row: TensorVerdict) -> str:
     return f"{row.name} {row.reason}" if row.reason.startswith("= ") else row.reason
 
 
-def _nothing_checked(verification: Verification) -> bool:
-    return not verification.tensors and not verification.container and not verification.others
-
-
 def _summary(verification: Verification) -> str:
-    if _nothing_checked(verification):
-        return f"nothing to verify: {verification.format}, no tensors"
+    from evergrad.records import Check
+
+    if verification.nothing_checked:
+        sound = sum(check is Check.OK for check in verification.container.values())
+        return f"nothing to verify: {verification.format}, no tensors" + (
+            f" ({counted(sound, 'other part')} with a checksum that holds)" if sound else ""
+        )
     tensors = verification.tensors
     bad_parts = sum(check in _wrong(False) for check in verification.container.values())
     unsealed = sum(tensor.checksum == "unknown" for tensor in tensors)

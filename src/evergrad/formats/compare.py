@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike
@@ -14,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import AmbiguousMatch
-from evergrad.formats.contract import Bits, Checkpoint, Progress, blocks, choose
+from evergrad.formats.contract import Bits, Checkpoint, OtherTensor, Progress, blocks, named
 from evergrad.formats.match import Match, match, unwrapped
 from evergrad.formats.registry import open_checkpoint
 from evergrad.formats.values import finite, values
 from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
-from evergrad.state import Where
+from evergrad.state import ROOT, Skeleton, Where
+from evergrad.state.encoding import describe
+from evergrad.state.selection import items_of_where, nothing, select_one
+from evergrad.wording import counted
 
 __all__ = ["compare"]
 
@@ -32,6 +35,7 @@ def compare(
     b: str | PathLike[str] | Checkpoint,
     *,
     where: Where = None,
+    tensors_only: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """How two checkpoints differ: per tensor equal or not, changed elements, max |Δ|, non-finite values.
@@ -39,16 +43,18 @@ def compare(
     Equal means bit for bit. Tensors are matched by name; the `module.` and `_orig_mod.` that DDP and
     `torch.compile` put before names are ignored. Where no name is shared (another framework), tensors are matched
     by layer, shape and order, and compared axis by axis (see `match`). `where` limits the comparison to a selection
-    of `a`. Memory stays bounded, but for tensors whose axes are turned, which are read whole.
+    of tensors and of the values besides them, in both. Memory stays bounded, but for tensors whose axes are turned,
+    which are read whole.
 
-    What cannot be compared (strings in HDF5, arrays in a compressed database, …) is named in `uncompared`; the verdict
-    then is `unknown` at best.
+    What cannot be compared (strings in HDF5, values that the other format has no place for, …) is named in
+    `uncompared`; the verdict then is `unknown` at best. `tensors_only` leaves values out, and names them in `left_out`.
     """
     with ExitStack() as stack:
         first = a if isinstance(a, Checkpoint) else stack.enter_context(open_checkpoint(a))
         second = b if isinstance(b, Checkpoint) else stack.enter_context(open_checkpoint(b))
-        names, unread = choose(first, where)
         partners, note = _partners(first, second)
+        chosen = _Chosen.of(first, second, where, partners)
+        names = [name for name in first.tensors if name in chosen.a]
         total = sum(first.tensors[name].nbytes for name in names)
         done = 0
         rows: list[TensorDiff] = []
@@ -61,76 +67,179 @@ def compare(
             done += first.tensors[name].nbytes
             if progress is not None:
                 progress(done, total)
-        if where is None:
-            met = {pair.b for pair in partners.values()}
-            rows += [
-                TensorDiff(name, "only in b", numel=info.numel)
-                for name, info in second.tensors.items()
-                if name not in met
-            ]
-        differing, uncompared = _unread(first, second, unread, where)
-        if where is None:
-            found = _values(first, second)
-            differing += found.differing
-            uncompared |= found.uncompared
-            note = "; ".join(filter(None, [note, found.note]))
+        met = {pair.b for pair in partners.values()}
+        rows += [
+            TensorDiff(name, "only in b", numel=info.numel)
+            for name, info in second.tensors.items()
+            if name in chosen.b and name not in met
+        ]
+        found = _Found()
+        _compare_unread(first, second, chosen, tensors_only, found)
+        _compare_values(first, second, chosen, tensors_only, found)
         return Comparison(
             str(first.path),
             str(second.path),
             first.format,
             second.format,
             tuple(rows),
-            note,
-            tuple(differing),
-            uncompared,
+            "; ".join(filter(None, [note, found.note])),
+            tuple(found.differing),
+            found.uncompared,
+            found.compared,
+            found.left_out,
         )
 
 
-def _unread(
-    first: Checkpoint, second: Checkpoint, unread: Mapping[str, str], where: Where
-) -> tuple[list[str], dict[str, str]]:
-    """Content that no reader of ours understands, compared by its bytes: what differs, and what has none to compare."""
-    there = second.unread
-    names = unread if where is not None else dict.fromkeys((*unread, *there))
-    differing: list[str] = []
-    uncompared: dict[str, str] = {}
-    for name in names:
-        a = first.fingerprint(name) if name in unread else None
-        b = second.fingerprint(name) if name in there else None
-        what = unread.get(name) or there[name]
-        # Only within one format do the same bytes mean the same, and other bytes something else.
-        if a is None or b is None or first.format != second.format:
-            uncompared[name] = what
-        elif a != b:
-            differing.append(f"{name}: {what} / other bytes")
-    return differing, uncompared
+@dataclass(slots=True)
+class _Chosen:
+    """What a selection takes of two checkpoints, by name."""
+
+    a: set[str] = field(default_factory=set)
+    """Tensors and unread content of the first."""
+    b: set[str] = field(default_factory=set)
+    """Tensors and unread content of the second."""
+    values: set[str] = field(default_factory=set)
+    """Values, objects, parts of objects, and containers, of either."""
+
+    @classmethod
+    def of(cls, first: Checkpoint, second: Checkpoint, where: Where, partners: Mapping[str, Match]) -> _Chosen:
+        """Apply each item of the selection to everything; `UnknownTensor` if one chooses nothing in either."""
+        both = (first, second)
+        containers = dict.fromkeys((*first.skeleton.containers(), *second.skeleton.containers()), "")
+        described = [dict.fromkeys(ck.skeleton.values(within_objects=True), "") | _objects(ck) for ck in both]
+        if where is None:
+            mine, theirs = ({*ck.tensors, *ck.unread} for ck in both)
+            return cls(mine, theirs, {*described[0], *described[1], *containers})
+        pools = [{**ck.tensors, **named(ck.unread, ck.tensors)} for ck in both]
+        values = named(described[1] | described[0], ())
+        places = named(containers, values)
+        chosen = cls()
+        for item in items_of_where(where):
+            mine, theirs, held = (set(select_one(pool, item)) for pool in (*pools, values))
+            if not mine:  # the name that a partner has in another framework
+                mine = {name for name, pair in partners.items() if pair.b in theirs}
+            if not (mine or theirs or held):
+                raise nothing({**pools[0], **pools[1], **values}, item)
+            held |= set(select_one(places, item))
+            if isinstance(item, str) and (item in values or item in places):  # all below it, as of tensors
+                held |= {name for name in (*values, *places) if name.startswith((f"{item}/", f"{item}."))}
+            chosen.a |= mine
+            chosen.b |= theirs
+            chosen.values |= held
+        chosen._add_parts(pools, described, {*values, *places})
+        for taken, pool in ((chosen.a, pools[0]), (chosen.b, pools[1])):
+            taken |= {f"{name}@attributes" for name in taken} & pool.keys()
+        return chosen
+
+    def _add_parts(
+        self, pools: Sequence[Mapping[str, TensorInfo]], described: Sequence[Mapping[str, str]], names: set[str]
+    ) -> None:
+        """Add all parts of the objects that are chosen, and the scale, size … of tensors of which a part is chosen."""
+        asked = set(self.values)
+        for pool, objects, of in zip(pools, described, (self.a, self.b), strict=True):
+            tensors = {name for name, what in objects.items() if isinstance(what, OtherTensor)}
+            self.values |= {name for part in of for name in _above(part) if name in tensors}
+            tensors &= asked
+            of |= {part for part in pool if not tensors.isdisjoint(_above(part))}
+            whole = {name for name, what in objects.items() if what and name in self.values}
+            self.values |= {part for part in names if not whole.isdisjoint(_above(part))}
+
+
+def _above(name: str) -> list[str]:
+    """The paths of everything that a path lies in."""
+    parts = name.split("/")
+    return [ROOT, *("/".join(parts[:count]) for count in range(1, len(parts)))] if name != ROOT else []
+
+
+def _objects(ck: Checkpoint) -> dict[str, str]:
+    """The objects of the skeleton, each with its description in `others`."""
+    # The object that is all of a file is called `file/.` in its folder, and `file` in the skeleton.
+    return {name: ck.others.get(name) or ck.others.get(f"{name}/.") or what for name, what in ck.skeleton.objects()}
 
 
 @dataclass(slots=True)
-class _Values:
-    """The result of comparing values that are not tensors."""
+class _Found:
+    """The result of comparing what is not a tensor."""
 
     differing: list[str] = field(default_factory=list)
     uncompared: dict[str, str] = field(default_factory=dict)
+    compared: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
     note: str = ""
 
 
-def _values(first: Checkpoint, second: Checkpoint) -> _Values:
-    """Values besides tensors that differ; those of which one format cannot hold any are named or noted."""
-    a, b = first.skeleton.values(), second.skeleton.values()
-    if (a and not b and second.format not in _WITH_VALUES) or (b and not a and first.format not in _WITH_VALUES):
-        holder, side = (first, "a") if a else (second, "b")
-        objects = {name: what for name, what in holder.others.items() if name not in holder.unread}
-        plain = sum(not (isinstance(node, dict) and "object" in node) for node in (a or b).values())
-        told = f"{plain} value{'s' if plain != 1 else ''} besides tensors only in {side}: the other format holds none"
-        return _Values(uncompared=objects, note=told if plain else "")
-    return _Values(
-        [
-            f"{name}: {_shown(a, name)} / {_shown(b, name)}"
-            for name in dict.fromkeys((*a, *b))
-            if name not in a or name not in b or not _same(a[name], b[name])
-        ]
-    )
+def _compare_unread(first: Checkpoint, second: Checkpoint, chosen: _Chosen, tensors_only: bool, found: _Found) -> None:
+    """Compare content that no reader of ours understands by its bytes; what has none to compare is named."""
+    here, there = first.unread, second.unread
+    for name in dict.fromkeys((*here, *there)):
+        if not (name in here and name in chosen.a) and not (name in there and name in chosen.b):
+            continue
+        what = here.get(name) or there[name]
+        if tensors_only and not isinstance(what, OtherTensor):
+            found.left_out[name] = what
+            continue
+        a = first.fingerprint(name) if name in here else None
+        b = second.fingerprint(name) if name in there else None
+        # Only within one format do the same bytes mean the same, and other bytes something else.
+        if a is None or b is None or first.format != second.format:
+            found.uncompared[name] = what
+            continue
+        found.compared += 1
+        if a != b:
+            found.differing.append(f"{name}: {what} / other bytes")
+
+
+def _compare_values(first: Checkpoint, second: Checkpoint, chosen: _Chosen, tensors_only: bool, found: _Found) -> None:
+    """Compare values besides tensors, and containers; values that the other format has no place for are named."""
+    for ck, other, side in ((first, second, "a"), (second, first, "b")):
+        if ck.skeleton.values() and not other.skeleton.values() and other.format not in _WITH_VALUES:
+            _name_values(ck, side, chosen, tensors_only, found)
+            return
+    a, b = (ck.skeleton.values(within_objects=True) for ck in (first, second))
+    here, there = _objects(first), _objects(second)
+    objects = there | here
+    tensors = {name for name, what in objects.items() if isinstance(what, OtherTensor)}
+    alone = here.keys() ^ there.keys()  # such an object is named, and its parts are not
+    for name in dict.fromkeys((*a, *b)):
+        if name not in chosen.values:
+            continue
+        above = _above(name)
+        if tensors_only and tensors.isdisjoint((name, *above)):
+            if objects.keys().isdisjoint(above):
+                found.left_out[name] = objects.get(name) or describe(a[name] if name in a else b[name])
+            continue
+        found.compared += 1
+        if not alone.isdisjoint(above):
+            continue
+        if name not in a or name not in b or not _same(a[name], b[name]):
+            found.differing.append(f"{name}: {_shown(a, name)} / {_shown(b, name)}")
+    if not tensors_only and _tells_containers(first) and _tells_containers(second):
+        for name, one, two in first.skeleton.other_containers(second.skeleton):
+            if name in chosen.values or name in chosen.a:  # the key of a value, a container or a tensor
+                found.differing.append(f"{name}: {one} / {two}")
+
+
+def _name_values(ck: Checkpoint, side: str, chosen: _Chosen, tensors_only: bool, found: _Found) -> None:
+    """Name the values of the one file that holds some; only tensors of other kinds are more than values."""
+    objects, unread = _objects(ck), ck.unread
+    plain = 0
+    for name, node in ck.skeleton.values().items():
+        if name not in chosen.values or name in unread:
+            continue
+        what = objects.get(name) or describe(node)
+        if tensors_only and not isinstance(what, OtherTensor):
+            found.left_out.setdefault(name, what)
+        else:
+            found.uncompared.setdefault(name, what)
+            plain += name not in objects
+    if plain:
+        told = f"{counted(plain, 'value')} besides tensors in {side}, and none in the other file to compare with"
+        found.note = f"{told}. To compare tensors alone: tensors_only=True, or --tensors-only."
+
+
+def _tells_containers(ck: Checkpoint) -> bool:
+    """Whether a file tells a list from a dict: the names of tensors alone do not."""
+    return ck.format in _WITH_VALUES or ck.skeleton.root != Skeleton.of_names(ck.tensors).root
 
 
 def _same(a: Json, b: Json) -> bool:
@@ -159,7 +268,10 @@ def _same(a: Json, b: Json) -> bool:
 def _shown(values_: dict[str, Json], name: str) -> str:
     if name not in values_:
         return "–"
-    text = json.dumps(values_[name])
+    node = values_[name]
+    if isinstance(node, dict) and "object" in node:
+        return str(node["object"])
+    text = describe(node) if isinstance(node, dict) and [] in node.values() else json.dumps(node)
     return text if len(text) <= 60 else text[:59] + "…"
 
 

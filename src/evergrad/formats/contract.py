@@ -8,7 +8,7 @@ serves everything whose tensors lie at known places), name the format in the ent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from evergrad.errors import ConversionLoss, LimitExceeded, UnknownTensor, Unsupp
 from evergrad.formats.data_file import Bytes, file_errors, open_file
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 from evergrad.records import Check, Role, TensorInfo
-from evergrad.state import Skeleton, Where, select, unflatten
+from evergrad.state import Skeleton, Where, role_of, select, unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -312,9 +312,24 @@ class Checkpoint(ABC):
 def choose(ck: Checkpoint, where: Where) -> tuple[list[str], dict[str, str]]:
     """The tensors of a selection, and what of it is there but cannot be read; `UnknownTensor` if it is neither."""
     unread = ck.unread
-    rest = {name: TensorInfo(name, (), DType.UINT8, Role.OTHER, 0) for name in unread if name not in ck.tensors}
-    chosen = select({**ck.tensors, **rest}, where)
-    return [name for name in chosen if name in ck.tensors], {name: unread[name] for name in chosen if name in rest}
+    chosen = select({**ck.tensors, **named(unread, ck.tensors)}, where)
+    rest = {name: unread[name] for name in chosen if name not in ck.tensors}
+    return [name for name in chosen if name in ck.tensors], rest
+
+
+def named(others: Mapping[str, str], tensors: Container[str]) -> dict[str, TensorInfo]:
+    """What selections see of content besides `tensors`: tensors of other kinds have the role that their path tells."""
+    return {
+        name: TensorInfo(
+            name, (), DType.UINT8, role_of(name) if isinstance(what, OtherTensor) else _role_of_value(name), 0
+        )
+        for name, what in others.items()
+        if name not in tensors
+    }
+
+
+def _role_of_value(name: str) -> Role:
+    return role_of(name, is_float=False, rank=0)
 
 
 def digest(what: object, chunks: Iterable[bytes]) -> str:

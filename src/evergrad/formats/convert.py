@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evergrad.errors import ConversionLoss, UsageError
 from evergrad.formats.contract import Checkpoint, Format, OtherTensor
-from evergrad.formats.durable import replacing
+from evergrad.formats.durable import check_replaceable, replacing
 from evergrad.formats.registry import formats, open_checkpoint
 from evergrad.wording import meant
 
@@ -40,6 +40,7 @@ def convert(
                 raise UsageError(
                     f"{target}: cannot be written over (it is {'a folder' if target.is_dir() else 'the source'})"
                 )
+            check_replaceable(target)
             if not overwrite:
                 raise UsageError(
                     f"{target}: exists already. Choose another name, or replace it: overwrite=True, or --overwrite."

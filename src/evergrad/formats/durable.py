@@ -12,7 +12,7 @@ from pathlib import Path
 from evergrad.errors import FileAccessError
 from evergrad.formats.data_file import file_errors
 
-__all__ = ["appearing", "fsync", "replacing", "temporary_name"]
+__all__ = ["appearing", "check_replaceable", "fsync", "replacing", "temporary_name"]
 
 
 @contextmanager
@@ -24,8 +24,7 @@ def replacing(path: Path) -> Iterator[Path]:
     file, such as a device or a folder, is refused.
     """
     with file_errors(path, "cannot be written"):
-        if path.exists() and not path.is_file():
-            raise FileAccessError(path, "is no file, and is not replaced by one")
+        check_replaceable(path)
         try:
             target = path.resolve()
         except RuntimeError as error:  # links that lead to each other
@@ -68,6 +67,12 @@ def appearing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to put a file in the place of what is there and is none: a device, a pipe, a folder."""
+    if path.exists() and not path.is_file():
+        raise FileAccessError(path, "is no file, and is not replaced by one", hint="Choose another name.")
 
 
 def temporary_name(target: Path) -> Path:

@@ -38,6 +38,7 @@ __all__ = ["Npy", "Npz"]
 
 _MAGIC = b"\x93NUMPY"
 MAX_HEADER_BYTES = 1 << 14
+_ANOTHER = "Take another copy of the file."
 
 
 class Npy(Format):
@@ -109,9 +110,9 @@ class Npz(Format):
     def losses(self, source: Checkpoint) -> list[str]:
         """Values that are no arrays, nesting other than by name, types that NumPy does not have."""
         losses = losses_of(source)
-        names = Skeleton.of_names(source.tensors)
-        if source.skeleton.root != names.root:
-            losses.append("containers and values besides tensors (numbers, lists, key types)")
+        if source.skeleton.root != Skeleton.of_names(source.tensors).root:
+            told = source.skeleton.described_values() | source.skeleton.unusual_containers()
+            losses += [f"{name} ({what})" for name, what in told.items()] or ["the nesting of its names"]
         if source.skeleton.sharing.views:
             losses.append(f"that {len(source.skeleton.sharing.views)} tensors are views or share memory")
         return losses + _foreign(source)
@@ -188,22 +189,26 @@ def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size:
     """The array's place, or, if its elements cannot be served, what it is."""
     stream = io.BytesIO(head)
     try:
+        if len(head) < 8:
+            raise _cut_short(path, f"{name}: the npy header", "8 bytes or more", size)
         major, _ = np.lib.format.read_magic(stream)
         if major not in (1, 2, 3):
             raise ValueError(f"version {major} is unknown")
         length = int.from_bytes(head[8:10] if major == 1 else head[8:12], "little")
         data = (10 if major == 1 else 12) + length
-        if data > size or length > MAX_HEADER_BYTES:
-            raise LimitExceeded(
-                path, f"{name}: npy header", expected=f"at most {min(size, MAX_HEADER_BYTES)} bytes", found=data
-            )
+        if data - length > len(head):
+            raise _cut_short(path, f"{name}: the npy header", f"{data - length} bytes or more", size)
+        if length > MAX_HEADER_BYTES:
+            raise LimitExceeded(path, f"{name}: npy header", expected=f"at most {MAX_HEADER_BYTES} bytes", found=length)
+        if data > size:
+            raise _cut_short(path, f"{name}: the npy header", f"{data} bytes", size)
         if data > len(head):  # more than was read at first
             stream = io.BytesIO(source.read(start, data))
             np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream, max_header_size=MAX_HEADER_BYTES)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, KeyError, tokenize.TokenError) as error:
-        raise DamagedFile(path, f"{name}: not an npy header: {error}") from None
+        raise DamagedFile(path, f"{name}: not an npy header: {error}", hint=_ANOTHER) from None
     known = DType.of_numpy(dtype)
     if known is None:
         what = f"an array of {dtype!s:.60}"
@@ -212,9 +217,13 @@ def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size:
         raise DamagedFile(path, f"{name}: impossible shape {shape!s:.80}")
     if math.prod(shape) * known.itemsize > size - data:
         expected = f"{math.prod(shape) * known.itemsize} bytes for {known} {shape!s:.80}"
-        raise DamagedFile(path, f"{name}: array is cut short", expected=expected, found=size - data)
+        raise _cut_short(path, f"{name}: array", expected, size - data)
     stride = tuple(reversed(contiguous_strides(shape[::-1]))) if fortran else None
     return Region(source, start + data, tuple(shape), known, stride, big_endian=dtype.str.startswith(">"))
+
+
+def _cut_short(path: Path, what: str, expected: str, found: int) -> DamagedFile:
+    return DamagedFile(path, f"{what} is cut short", expected=expected, found=f"{found} bytes", hint=_ANOTHER)
 
 
 def _describe(regions: dict[str, Region]) -> dict[str, TensorInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import zlib
 from functools import lru_cache
@@ -10,7 +11,16 @@ from importlib.metadata import entry_points
 from os import PathLike
 from pathlib import Path
 
-from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnknownFormat, nearest, reason
+from evergrad.errors import (
+    DamagedFile,
+    EvergradError,
+    FileAccessError,
+    LimitExceeded,
+    UnknownFormat,
+    UsageError,
+    nearest,
+    reason,
+)
 from evergrad.formats.collector import uncollected
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.data_file import file_errors
@@ -43,6 +53,8 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     >>> with open_checkpoint("model.pt") as ck:                         # doctest: +SKIP
     ...     ck.tensors["fc.weight"].shape, ck.read("fc.weight")
     """
+    if not os.fspath(path):
+        raise UsageError("an empty path names no file: expected the path of a checkpoint, a file or a folder")
     where = _found(Path(path))
     probe = Probe(where)
     try:

@@ -6,7 +6,11 @@ a protocol buffer.
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import re
+import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +35,16 @@ _UNPACK = "Unpack it, and open the checkpoint in it."
 _DOWNLOAD = "Download the file again: this is what the server answered instead."
 _NO_MODEL = "It holds no checkpoint."
 
+_GZIP, _XZ, _BZIP2 = b"\x1f\x8b", b"\xfd7zXZ\0", b"BZh"
+
 _STARTS: tuple[tuple[bytes, Signature], ...] = (
     (b"GGUF", Signature("a GGUF model (llama.cpp)", "Open the safetensors or PyTorch files it was made from.")),
     (b"version https://git-lfs", Signature("a Git LFS pointer", "Fetch the file itself: git lfs pull.")),
     (b"/annex/objects/", Signature("a git-annex pointer", "Fetch the file itself: git annex get.")),
-    (b"\x1f\x8b", Signature("a gzip file", "Unpack it: gunzip, or tar -xzf.")),
+    (_GZIP, Signature("a gzip file", "Unpack it: gunzip, or tar -xzf.")),
     (b"\x28\xb5\x2f\xfd", Signature("a Zstandard file", "Unpack it: zstd -d.")),
-    (b"\xfd7zXZ\0", Signature("an xz file", "Unpack it: xz -d.")),
-    (b"BZh", Signature("a bzip2 file", "Unpack it: bunzip2.")),
+    (_XZ, Signature("an xz file", "Unpack it: xz -d.")),
+    (_BZIP2, Signature("a bzip2 file", "Unpack it: bunzip2.")),
     (b"\x04\x22\x4d\x18", Signature("an LZ4 file", "Unpack it: lz4 -d.")),
     (b"7z\xbc\xaf\x27\x1c", Signature("a 7z archive", _UNPACK)),
     (b"Rar!\x1a\x07", Signature("a RAR archive", _UNPACK)),
@@ -67,6 +73,9 @@ _GRAPH = Signature("the graph of a SavedModel", "Open its folder: the variables 
 _JOBLIB = Signature(
     "a joblib pickle", "Load it with joblib.load where you trust it, and save its arrays with numpy.savez."
 )
+_JOBLIB_PACKED = "as joblib writes it with compress="
+_JOBLIB_STATE = "Load it with joblib.load where you trust it, and save its state uncompressed, with torch.save."
+_ZLIB = Signature("zlib-compressed data", f"If joblib wrote it: {_JOBLIB_STATE[0].lower()}{_JOBLIB_STATE[1:]}")
 _PICKLE = Signature("a pickle", "Load it with pickle where you trust it, and save its state with torch.save.")
 _MSGPACK = Signature(
     "a msgpack file, as Flax writes it",
@@ -84,6 +93,8 @@ _MSGPACK_MAP = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.
 # Protocols 2 to 5 say so; 1 and 0 begin with a container that is put into the memo, or with a global.
 _PICKLED = re.compile(rb"\x80[\x02-\x05]|[\]}(]q[\x00\x01]|\([dl]p[01]\n|c[a-z_][\w.]*\n")
 _MAX_FIELDS = 64
+_START_BYTES = 64
+_LZMA_MEMORY = 1 << 27
 
 
 def named_as(path: Path, signature: Signature, inner: str = "") -> UnknownFormat:
@@ -97,6 +108,8 @@ def signature_of(probe: Probe) -> Signature | None:
     if probe.is_folder:
         return _CORE_ML_PACKAGE if {"Manifest.json", "Data"} <= probe.names else None
     head = probe.head
+    if (packed := _packed_pickle(head)) is not None:
+        return packed
     for start, signature in _STARTS:
         if head.startswith(start):
             return signature
@@ -122,9 +135,48 @@ def _text(head: bytes) -> Signature | None:
     return None
 
 
+def _packed_pickle(head: bytes) -> Signature | None:
+    """A pickle that was compressed as a whole, by what its first bytes become; zlib also where it is none."""
+    is_zlib = head[:2] in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+    kinds = {
+        "zlib": is_zlib,
+        "gzip": head.startswith(_GZIP),
+        "bzip2": head.startswith(_BZIP2),
+        "xz": head.startswith(_XZ),
+        "lzma": head.startswith(b"\x5d\0\0"),
+    }
+    kind = next((kind for kind, fits in kinds.items() if fits), "")
+    start = b""
+    with suppress(zlib.error, lzma.LZMAError, OSError, EOFError, ValueError):
+        if kind in ("zlib", "gzip"):
+            start = zlib.decompressobj(15 if kind == "zlib" else 31).decompress(head, _START_BYTES)
+        elif kind == "bzip2":
+            start = bz2.BZ2Decompressor().decompress(head, _START_BYTES)
+        elif kind:
+            start = lzma.LZMADecompressor(memlimit=_LZMA_MEMORY).decompress(head, _START_BYTES)
+    if _PICKLED.match(start):
+        article = "an" if kind in ("xz", "lzma") else "a"
+        return Signature(f"{article} {kind}-compressed pickle, {_JOBLIB_PACKED}", _JOBLIB_STATE)
+    return _ZLIB if is_zlib and start else None
+
+
 def _tar(head: bytes) -> Signature:
-    name = head[:100].split(b"\0")[0].decode("utf-8", "backslashreplace")
-    return _OLD_TAR if name == "sys_info" else Signature(f"a tar archive with {name}", _UNPACK)
+    """A tar archive with its first file; what comes before it (longer names, Python's `PaxHeader`) is passed over."""
+    at, longer = 0, b""
+    while head[at + 257 : at + 262] == b"ustar":
+        kind, name = head[at + 156 : at + 157], longer or head[at : at + 100].split(b"\0")[0]
+        if kind not in b"xgLK" or not kind:
+            text = name.decode("utf-8", "backslashreplace")
+            return _OLD_TAR if text == "sys_info" else Signature(f"a tar archive with {text}", _UNPACK)
+        digits = head[at + 124 : at + 136].strip(b"\0 ")
+        size = int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else len(head)
+        data = head[at + 512 : at + 512 + size]
+        if kind == b"L":
+            longer = data.split(b"\0")[0]
+        elif kind == b"x" and (told := re.search(rb"(?:^|\n)\d+ path=([^\n]+)\n", data)):
+            longer = told[1]
+        at += 512 + (size + 511) // 512 * 512
+    return Signature("a tar archive", _UNPACK)
 
 
 def _zip(path: Path) -> Signature:

@@ -29,6 +29,8 @@ __all__ = ["READ_ONLY", "PickledArray", "PickledTensors", "StorageRef", "TensorR
 READ_ONLY = "a NumPy array inside the pickle"
 """Why arrays of a pickle are read and compared, and not altered."""
 _ARRAY = "numpy.ndarray"
+_MATRIX = OtherTensor("a NumPy matrix")
+_LAYOUT = "torch.layout"
 _COMPILER = re.compile(r"_dynamo|_has_dynamo|_specialize_on$")
 
 
@@ -233,6 +235,9 @@ class TorchBuilder:
             if target.type_name == _ARRAY and (array := _array_from_state(state)) is not None:
                 target.value = array
                 return target
+            if target.type_name is _MATRIX and (array := _array_from_state(state)) is not None:
+                target.parts["data"] = array
+                return target
             for part in state if type(state) is tuple and len(state) == 2 else (state,):
                 if type(part) is dict:
                     if part.keys() & target.parts.keys():  # an attribute and an item of one name: one can be listed
@@ -322,6 +327,8 @@ def _rebuild_qtensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
 def _rebuild_sparse_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     """A sparse tensor: its indices and values, each listed as a tensor."""
     layout, data = arguments
+    if type(layout) is Opaque and layout.type_name == _LAYOUT:
+        layout = layout.parts.get("name")
     kind = layout.rpartition(".sparse_")[2] if type(layout) is str else ""
     names = _SPARSE.get(kind)
     if names is None or type(data) is not tuple or len(data) > len(names):
@@ -340,8 +347,8 @@ def _rebuild_nested_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
 
 def _layout(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     if len(arguments) == 1 and type(arguments[0]) is str:
-        return arguments[0]
-    return Opaque("torch.layout", {"()": arguments})
+        return Opaque(_LAYOUT, {"name": arguments[0]})
+    return Opaque(_LAYOUT, {"()": arguments})
 
 
 def _first_argument(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
@@ -409,7 +416,9 @@ def _numpy_from_buffer(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
 def _reconstruct(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     """An array of which `set_state` is told the rest."""
     kind = str(arguments[0]) if arguments and type(arguments[0]) is Global else _ARRAY
-    return Opaque(_ARRAY if kind in ("numpy.matrix", "numpy.memmap") else kind)
+    if kind in ("numpy.matrix", "numpy.matrixlib.defmatrix.matrix"):
+        return Opaque(_MATRIX)
+    return Opaque(_ARRAY if kind == "numpy.memmap" else kind)
 
 
 def _array_from_state(state: Any) -> InlineArray | Ready | None:

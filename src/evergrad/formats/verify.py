@@ -74,10 +74,16 @@ class Verification:
     """Parts whose checksums do not tell that all is as it was saved, with the reason: `unknown` where they hold."""
 
     @property
+    def nothing_checked(self) -> bool:
+        """Whether there was no tensor and nothing else to check, and the rest of the container is sound."""
+        bad = any(check in (Check.FAILED, Check.DEGRADED) for check in self.container.values())
+        return not self.tensors and not self.others and not bad
+
+    @property
     def verdict(self) -> Check:
         """The worst of all: `failed`, `degraded`, `unknown` (nothing wrong, not all had a checksum), `ok`."""
-        if not self.tensors and not self.container and not self.others:
-            return Check.UNKNOWN  # nothing was checked
+        if self.nothing_checked:
+            return Check.UNKNOWN
         checks = (*self.container.values(), *self.others.values(), *([Check.UNKNOWN] if self.doubts else []))
         return _worst_of(*(tensor.verdict for tensor in self.tensors), *checks)
 

@@ -18,7 +18,7 @@ from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
 from evergrad.formats.contract import Progress
 from evergrad.formats.data_file import file_errors, open_file
-from evergrad.formats.durable import fsync, replacing, temporary_name
+from evergrad.formats.durable import check_replaceable, fsync, replacing, temporary_name
 from evergrad.formats.version_records import Recorded
 
 __all__ = ["Workplace", "check_writable", "exclusive", "replace_file"]
@@ -69,6 +69,8 @@ class Workplace:
         if os.path.lexists(out):
             if out.exists() and any(out.samefile(file) for file in (self.path, *self.files) if file.exists()):
                 raise UsageError(f"{out}: is the source. To alter it itself: in_place=True, or --in-place.")
+            if not out.is_dir():
+                check_replaceable(out)
             if out.is_dir() or not self.single:
                 raise UsageError(
                     f"{out}: exists already, and {'it' if out.is_dir() else 'the source'} is no single file"

@@ -119,6 +119,8 @@ def describe(node: Any) -> str:
             return describe(decode_value(node))
     except (ValueError, TypeError, LookupError, OverflowError, StateError):
         return f"a damaged {kind}"
+    if kind in ("dict", "list", "tuple", "set", "frozenset"):
+        return f"an empty {kind}"
     return f"an object of class {node['object']}" if kind == "object" else f"a value of type {kind}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["MAX_PATH_CHARS", "ROOT", "escape", "join", "segments", "split"]
+__all__ = ["MAX_PATH_CHARS", "ROOT", "escape", "join", "segment_beside", "segments", "split"]
 
 ROOT = "."
 """The path of a tensor that has no name because it is the whole state."""
@@ -61,12 +61,16 @@ def segments(keys: Iterable[object]) -> dict[object, str]:
         return named
     taken = set(named.values())
     for key in keys:
-        if isinstance(key, str):
-            continue
-        segment = escape(key.decode("latin-1") if isinstance(key, bytes) else _written(key))
-        if segment in taken:
-            # Unambiguous: a literal % in a key would have been written %25.
-            segment = f"{segment}%{type(key).__name__}"
-        taken.add(segment)
-        named[key] = segment
+        if not isinstance(key, str):
+            named[key] = segment_beside(taken, key)
     return named
+
+
+def segment_beside(taken: set[str], key: object) -> str:
+    """The segment for a key that is no string, beside others that are `taken`; it is added to them."""
+    segment = escape(key.decode("latin-1") if isinstance(key, bytes) else _written(key))
+    if segment in taken:
+        # Unambiguous: a literal % in a key would have been written %25.
+        segment = f"{segment}%{type(key).__name__}"
+    taken.add(segment)
+    return segment

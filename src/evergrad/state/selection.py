@@ -11,7 +11,7 @@ from evergrad.errors import UnknownTensor, UsageError, nearest
 from evergrad.records import Role, TensorInfo
 from evergrad.wording import meant
 
-__all__ = ["Where", "select"]
+__all__ = ["Where", "items_of_where", "nothing", "select", "select_one"]
 
 Where: TypeAlias = "str | re.Pattern[str] | Role | Iterable[str | re.Pattern[str] | Role] | None"
 
@@ -32,19 +32,25 @@ def select(tensors: Mapping[str, TensorInfo], where: Where = None) -> list[str]:
     """
     if where is None:
         return list(tensors)
-    items = [where] if isinstance(where, (str, re.Pattern)) else list(where)
-    if not items:
-        raise UsageError("an empty list selects no tensor: name at least one, or leave it out for all")
     chosen: set[str] = set()
-    for item in items:
-        found = _select_one(tensors, item)
+    for item in items_of_where(where):
+        found = select_one(tensors, item)
         if not found:
-            raise _nothing(tensors, item)
+            raise nothing(tensors, item)
         chosen.update(found)
     return [name for name in tensors if name in chosen]
 
 
-def _select_one(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> list[str]:
+def items_of_where(where: Where) -> list[str | re.Pattern[str] | Role]:
+    """The items of a selection that is not None; `UsageError` if there is none."""
+    items = [where] if isinstance(where, (str, re.Pattern)) else list(where or ())
+    if not items:
+        raise UsageError("an empty list selects no tensor: name at least one, or leave it out for all")
+    return items
+
+
+def select_one(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> list[str]:
+    """What one item of a selection chooses; an empty list if nothing."""
     if isinstance(item, Role):
         return [name for name, info in tensors.items() if info.role is item]
     if isinstance(item, re.Pattern):
@@ -52,10 +58,10 @@ def _select_one(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] |
     if item in tensors:  # an exact name wins, even one with * or [ in it
         return [item]
     if item.startswith("role:"):
-        return _select_one(tensors, _role(item.removeprefix("role:")))
+        return select_one(tensors, _role(item.removeprefix("role:")))
     if item.startswith("re:"):
         try:
-            return _select_one(tensors, re.compile(item.removeprefix("re:")))
+            return select_one(tensors, re.compile(item.removeprefix("re:")))
         except re.error as error:
             raise UsageError(f"{item!r} is not a regular expression: {error}") from None
     if any(char in item for char in "*?["):
@@ -76,7 +82,8 @@ def _role(text: str) -> Role:
         raise UsageError(f"unknown role {text!r}.{meant(text, [*Role])} Roles are {roles}.") from None
 
 
-def _nothing(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> UsageError:
+def nothing(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> UsageError:
+    """The error for an item that chooses nothing, with the nearest names."""
     if isinstance(item, Role) or (isinstance(item, str) and item.startswith("role:")):
         roles = sorted({info.role.value for info in tensors.values()})
         return UsageError(
@@ -99,7 +106,7 @@ def _near(tensors: Mapping[str, TensorInfo], item: str) -> str:
                 parts[place] = next(iter(nearest(parts[place], known, count=1)), parts[place])
         found = "".join(parts)
         with suppress(UsageError):
-            if found != item and _select_one(tensors, found):
+            if found != item and select_one(tensors, found):
                 return found
     return ""
 

@@ -18,20 +18,23 @@ A node is a JSON scalar for None, bool, int, float and str, or an object with on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from evergrad.errors import StateError
 from evergrad.records import Json, Role
-from evergrad.state.encoding import describe, items_of, text_of
-from evergrad.state.paths import ROOT, unescape
+from evergrad.state.encoding import decode_value, describe, items_of, text_of
+from evergrad.state.paths import ROOT, escape, segment_beside, unescape
 from evergrad.state.sharing import Sharing
 
 __all__ = ["Skeleton"]
 
 SCHEMA_VERSION = 1
 _LEAVES = {"float", "int", "bytes", "bytearray", "array", "numpy", "torch.Size", "torch.dtype", "torch.device"}
+_SEQUENCES = ("list", "tuple", "set", "frozenset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,73 @@ class Skeleton:
         _find_tensors(self.root, found)
         return found
 
-    def values(self) -> dict[str, Json]:
-        """Everything that is neither a tensor nor a container: position → node."""
+    def values(self, *, within_objects: bool = False) -> dict[str, Json]:
+        """Everything that is neither a tensor nor a container with something in it: path → node.
+
+        An object is one value; `within_objects` lists its parts as well, and of the object itself its class alone.
+        """
         found: dict[str, Json] = {}
-        _find_values(self.root, "", found)
+        _find_values(self.root, "", found, within_objects)
+        return found
+
+    def unusual_containers(self) -> dict[str, str]:
+        """Containers, and arrays as opposed to tensors, that the names of tensors do not tell of: path → what it is."""
+        found: dict[str, str] = {}
+        waiting: list[tuple[str, Json]] = [("", self.root)]
+        while waiting:
+            position, node = waiting.pop()
+            kind, children = _children_of(node)
+            if kind == "dict":
+                if any(not isinstance(key, str) for _, key, _ in children):
+                    found[position or ROOT] = "a dict with keys that are no texts"
+                elif isinstance(node, dict) and "odict" in node:
+                    found[position or ROOT] = "an OrderedDict"
+            elif kind in _SEQUENCES:
+                found[position or ROOT] = f"a {kind}"
+            elif isinstance(node, dict) and "ndarray" in node:
+                found[position or ROOT] = "an array of NumPy, not a tensor"
+            if kind != "object":
+                waiting += reversed([(_below(position, name), child) for name, _, child in children])
+        return found
+
+    def other_containers(self, other: Skeleton) -> Iterator[tuple[str, str, str]]:
+        """Containers of another kind, and keys of another type, than `other` has there: path, what here, what there.
+
+        Only what both have is looked at. A dict and an OrderedDict count as one kind, and order does not count; where
+        one of two containers is empty, `values` tells.
+        """
+        waiting: list[tuple[str, Json, Json]] = [("", self.root, other.root)]
+        while waiting:
+            position, here, there = waiting.pop()
+            (kind, children), (other_kind, others) = _children_of(here), _children_of(there)
+            if kind != other_kind:
+                both = bool(children and others) or not position
+                if both and {kind, other_kind} <= {"dict", *_SEQUENCES}:
+                    yield position or ROOT, f"a {kind}", f"a {other_kind}"
+                if not {kind, other_kind} <= {*_SEQUENCES}:
+                    continue
+            mates = {name: (key, child) for name, key, child in others}
+            deeper = []
+            for name, key, child in children:
+                if name not in mates:
+                    continue
+                other_key, mate = mates[name]
+                path = _below(position, name)
+                if json.dumps(key) != json.dumps(other_key):
+                    yield path, f"the key {json.dumps(key)}", f"the key {json.dumps(other_key)}"
+                deeper.append((path, child, mate))
+            waiting += reversed(deeper)
+
+    def containers(self) -> list[str]:
+        """The paths of all containers with something in them."""
+        found: list[str] = []
+        waiting: list[tuple[str, Json]] = [("", self.root)]
+        while waiting:
+            position, node = waiting.pop()
+            kind, children = _children_of(node)
+            if kind and children:
+                found.append(position or ROOT)
+            waiting += reversed([(_below(position, name), child) for name, _, child in children])
         return found
 
     def check(self) -> None:
@@ -126,6 +192,47 @@ class Skeleton:
         found: list[tuple[str, str]] = []
         _find_objects(self.root, "", found, unread)
         return found
+
+
+def _children_of(node: Json) -> tuple[str, list[tuple[str, Json, Json]]]:
+    """The kind of a container (a dict, whether ordered or not; an object; a list …; or "") and what is in it.
+
+    Each child has its segment of a path, its key as a node (None where it has only a place) and its node.
+    """
+    if isinstance(node, dict):
+        for kind in ("dict", "odict"):
+            if kind in node:
+                return "dict", list(_named(items_of(node, kind)))
+        if "object" in node:
+            return "object", list(_named(items_of(node, "parts") if "parts" in node else []))
+        for kind in _SEQUENCES:
+            if kind in node:
+                return kind, [(str(index), None, child) for index, child in enumerate(items_of(node, kind))]
+    return "", []
+
+
+def _named(pairs: list[Any]) -> Iterator[tuple[str, Json, Json]]:
+    """The entries of one dict, under the segments that tensors have there."""
+    taken = {escape(key) for key, _ in pairs if isinstance(key, str)}
+    for key, child in pairs:
+        if isinstance(key, str):
+            yield escape(key), key, child
+            continue
+        yield segment_beside(taken, _key_of(key)), key, child
+
+
+def _key_of(node: Json) -> object:
+    """The key of a dict that a node stands for; of other kinds than numbers, bytes and tuples of them, a text."""
+    with suppress(StateError, ValueError, TypeError, LookupError, struct.error):
+        parts = items_of(node, "tuple") if isinstance(node, dict) and "tuple" in node else [node]
+        if all(not isinstance(part, dict) or part.keys() <= {"int", "float", "bytes"} for part in parts):
+            return decode_value(node)
+    return repr(node)[:80]
+
+
+def _below(position: str, segment: str) -> str:
+    """The path of a segment below a position; "" is the root."""
+    return f"{position}/{segment}" if position else segment
 
 
 def _is_a(node: Json, kind: str) -> bool:
@@ -162,14 +269,10 @@ def _find_objects(node: Any, position: str, found: list[tuple[str, str]], unread
         return
     if "object" in node and (not unread or "unread" in node):
         found.append((position or ROOT, text_of(node, "object")))
-    for kind in ("dict", "odict", "parts"):
-        for key, child in items_of(node, kind) if kind in node else ():
-            _find_objects(child, f"{position}/{key}" if position else str(key), found, unread)
+    for segment, _, child in _children_of(node)[1]:
+        _find_objects(child, _below(position, segment), found, unread)
     if "metadata" in node:
-        _find_objects(node["metadata"], f"{position}/_metadata" if position else "_metadata", found, unread)
-    for kind in ("list", "tuple", "set", "frozenset"):
-        for index, child in enumerate(items_of(node, kind) if kind in node else ()):
-            _find_objects(child, f"{position}/{index}" if position else str(index), found, unread)
+        _find_objects(node["metadata"], _below(position, "_metadata"), found, unread)
 
 
 def _find_tensors(node: Json, found: set[str]) -> None:
@@ -184,17 +287,26 @@ def _find_tensors(node: Json, found: set[str]) -> None:
                 _find_tensors(child, found)
 
 
-def _find_values(node: Json, position: str, found: dict[str, Json]) -> None:
-    if not isinstance(node, dict) or node.keys() & (_LEAVES | {"complex", "object"}):
+def _find_values(node: Json, position: str, found: dict[str, Json], within_objects: bool) -> None:
+    kind, children = _children_of(node)
+    if kind == "object":
+        assert isinstance(node, dict)
+        if not within_objects:
+            children = []
+        else:
+            node = {key: part for key, part in node.items() if key != "parts"}
+    elif children:
+        node = None
+    elif kind:
+        if not position:  # a state without anything in it
+            return
+        node = {kind: []}
+    elif _is_a(node, "tensor") or _is_a(node, "ndarray"):
+        return
+    if not children or kind == "object":
         name = position or ROOT
-        while name in found:  # the keys 1 and "1" of one dict, or "a/b" beside "a" with "b" in it
+        while name in found:  # "a/b" beside "a" with "b" in it, in names that a file gave
             name += "'"
         found[name] = node
-        return
-    for kind in ("dict", "odict"):
-        for key, child in items_of(node, kind) if kind in node else ():
-            name = key if isinstance(key, str) else json.dumps(key)
-            _find_values(child, f"{position}/{name}" if position else name, found)
-    for kind in ("list", "tuple", "set", "frozenset"):
-        for index, child in enumerate(items_of(node, kind) if kind in node else ()):
-            _find_values(child, f"{position}/{index}" if position else str(index), found)
+    for segment, _, child in children:
+        _find_values(child, _below(position, segment), found, within_objects)

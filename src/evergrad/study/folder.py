@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import DamagedFile, FileAccessError, StudyError, UsageError, reason
+from evergrad.formats.data_file import read_small
 from evergrad.formats.durable import replacing
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
@@ -93,7 +94,7 @@ class StudyFolder:
         try:
             if path.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"more than {_MOST_BYTES:,} bytes")
-            told: Any = read_record(path.read_bytes())
+            told: Any = read_record(read_small(path))
             if told["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema version {told['schema_version']}, expected {SCHEMA_VERSION}")
             if not all(isinstance(told[name], str) for name in ("plan", "name", "base", "scale")):

@@ -82,11 +82,13 @@ def read_plan_text(name_or_path: str | Path) -> PlanText:
     if isinstance(name_or_path, str) and name_or_path in known:
         text = (resources.files(GALLERY) / f"{name_or_path}.toml").read_text(encoding="utf-8")
         return parse(text, name_or_path)
+    from evergrad.formats.data_file import read_small  # brings NumPy, which completing a name does without
+
     path = Path(name_or_path)
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise UsageError(f"{path}: is larger than any plan: expected at most {_MOST_BYTES:,} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
         hint = f"{meant(str(path), known)} The gallery has {', '.join(known)}."
         raise UsageError(f"{path}: neither a study of the gallery nor a file.{hint}") from None

@@ -28,7 +28,7 @@ from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint, convert
 from evergrad.formats.contract import Bits
 from evergrad.formats.data_file import file_errors
-from evergrad.formats.durable import fsync, temporary_name
+from evergrad.formats.durable import check_replaceable, fsync, temporary_name
 from evergrad.records import Role, TensorInfo
 from evergrad.state import FlatState, Where, unflatten
 from evergrad.state.roles import tensor_info
@@ -150,6 +150,8 @@ def _check_free(target: Path, format: str, overwrite: bool) -> None:
         raise UsageError(f"{target}: there is no folder {str(target.parent)!r}")
     if not os.path.lexists(target):
         return
+    if format != "dcp" and not target.is_dir():
+        check_replaceable(target)
     is_empty = format == "dcp" and target.is_dir() and not any(target.iterdir())
     if not overwrite and not is_empty:
         raise UsageError(f"{target}: exists already. Choose another name, or replace it: --overwrite.")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from evergrad.cli.completion import one_of, studies
+from evergrad.cli.mistakes import given_path
 
 __all__ = ["Name", "Scale", "StudyDir", "duration"]
 
@@ -22,7 +23,9 @@ Scale = Annotated[
         autocompletion=one_of("tiny", "small", "gpu", "paper"),
     ),
 ]
-StudyDir = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that the study was run with (--out).")]
+StudyDir = Annotated[
+    Path, typer.Argument(metavar="DIR", parser=given_path, help="The folder that the study was run with (--out).")
+]
 
 
 def duration(seconds: float) -> str:

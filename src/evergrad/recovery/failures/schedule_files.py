@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason, said
+from evergrad.formats.data_file import read_small
 from evergrad.recovery.failures.failure import Failure
 from evergrad.recovery.failures.words import KINDS, TARGETS, WORDS, read_words
 from evergrad.wording import checked_choice, meant, shown
@@ -115,6 +116,6 @@ def _toml(path: Path) -> dict[str, Any]:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small(path)
     except OSError as error:
         raise FileAccessError(path, f"cannot be read: {reason(error)}") from None
