@@ -16,7 +16,7 @@ from nursery import FOLDER, Nursery, Ran
 from test_joiners import ends, summary_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from evergrad.recovery.untracked import Untracked, find_generators, find_schedulers
+from evergrad.recovery.untracked import Untracked, find_generators, find_schedulers, sets_hyper_parameters
 
 Launch = Callable[..., Ran]
 HYPER = FOLDER / "hyper_trainer.py"
@@ -169,6 +169,36 @@ def test_a_counter_that_begins_anew_leaves_a_doubt_although_the_script_logs_wher
 
     train(untracked, optimizer, range(from_step, from_step + 12), code, opening)
     assert len(said) == 1, said
+
+
+def test_rates_that_a_script_sets_and_that_do_not_change_leave_a_doubt_at_the_end() -> None:
+    said: list[str] = []
+    optimizer = trained()
+    for by_script, began, expected in ((True, 4, 1), (False, 4, 0), (True, 0, 0)):
+        said.clear()
+        opening = train(Untracked(said.append), optimizer, range(began))
+        untracked = Untracked(said.append)
+        untracked.restored(began, optimizer.param_groups)
+        train(untracked, optimizer, range(began, began + 2), opening=opening)
+        untracked._may_set = by_script
+        untracked.end()
+        assert len(said) == expected, (by_script, began, said)
+
+
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ('for group in optimizer.param_groups: group["lr"] = rate(step)', True),
+        ('optimizer.param_groups[0]["weight_decay"] /= 2', True),
+        ('def change():\n    for group in groups:\n        group["momentum"] = 0.5', True),
+        ('class Trainer:\n    def step(self):\n        self.groups[0]["betas"] = (0.5, 0.9)', True),
+        ('print(optimizer.param_groups[0]["lr"])', False),
+        ('settings = {"lr": 0.1}; rate = settings["lr"] * 2', False),
+        ('log["loss"] = loss', False),
+    ],
+)
+def test_code_that_sets_hyper_parameters_is_recognised(text: str, sets: bool) -> None:
+    assert sets_hyper_parameters([compile(text, "script.py", "exec")]) is sets
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,8 @@ class Job:
                 about = {"rank": self.rank, "uid": self._crew.uid, "generation": self.generation, "steps": self.applied}
                 tell_weights(self._trained.model, self._tell, **about)
                 self._passage.publish_fingerprint()
+                with suppress(RuntimeError):
+                    self._untracked.end()
             if is_member and self._course.step:
                 with suppress(RuntimeError):  # the store may be gone
                     self._progress.show(self._course, self._crew, at_once=True)

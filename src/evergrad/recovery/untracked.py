@@ -13,11 +13,13 @@ reports what nobody can verify:
 
 A counter of the script begins at 0 again. If the first hyper-parameters that the script sets after a restore are others
 than those that the job began with, they do not come from such a counter. Hyper-parameters that change later for the
-first time could: that a script reads `job.applied`, to log it say, is no proof.
+first time could, and so could those that do not change, of a script whose code sets some: that it reads `job.applied`,
+to log it say, is no proof.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import hashlib
@@ -30,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +45,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from evergrad.recovery.course import OPENING
 from evergrad.recovery.snapshots import is_scaler
 
-__all__ = ["Untracked", "find_generators", "find_schedulers", "hyper_parameters_digest"]
+__all__ = ["Untracked", "find_generators", "find_schedulers", "hyper_parameters_digest", "sets_hyper_parameters"]
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MANY_OBJECTS = 40_000
 """So many objects of the script are searched for generators, the nearest first: up to about 20 ms."""
 _FIRST_ITEMS = 64
 """So many items of each list or dict."""
+_HYPER_PARAMETERS = frozenset(["lr", "weight_decay", "momentum", "betas", "eps", "dampening", "alpha", "initial_lr"])
 _LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None), Path, LRScheduler, Optimizer)
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_modules"}
 """Attributes that every module has: tensors and hooks."""
@@ -80,6 +84,9 @@ class Untracked:
         """The hyper-parameters after the last step, as a digest; empty if they are not known."""
         self._numbers: list[float] = []
         """The same as numbers."""
+        self._last_step = -1
+        self._may_set = False
+        """True if code of the script sets hyper-parameters, and nothing is tracked that it may have them from."""
         self._is_opening = False
         """True in the first steps of the job."""
         self._is_by_job = False
@@ -117,10 +124,13 @@ class Untracked:
             self._schedulers = [
                 _Scheduler(one, one.last_epoch, one.last_epoch) for one in find_schedulers(optimizers, tracked)
             ]
+            self._may_set = sets_hyper_parameters(_script_code())
+        gives = any(map(_may_give_hyper_parameters, tracked.values()))
+        self._may_set &= not gives
         moved = self._look_at_schedulers(epoch)
-        if self._since >= 0 and not moved and not any(map(_may_give_hyper_parameters, tracked.values())):
+        if self._since >= 0 and not moved and not gives:
             self._look_at_hyper_parameters(step, opening, groups)
-        self._epoch = epoch
+        self._epoch, self._last_step = epoch, step
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
         """A step was applied: from here on the script prepares the next one."""
@@ -128,6 +138,16 @@ class Untracked:
         if self._since >= 0 or self._is_opening:
             groups = [group for one in optimizers for group in one.param_groups]
             self._hyper, self._numbers = hyper_parameters_digest(groups), _numbers_of(groups)
+
+    def end(self) -> None:
+        """The script's training is over: report hyper-parameters that it may have set by a counter that began anew."""
+        is_anew = self._since >= 0 and self._last_step >= self._went_on_at[0] > 0
+        if is_anew and self._may_set and not self._is_by_job:
+            self._doubt(
+                "the script sets hyper-parameters, and they did not change in the first steps after the job went on "
+                f"from step {self._since}: they may come from job.applied, or from a counter that began anew. Use a "
+                "scheduler, and job.track(scheduler=scheduler)"
+            )
 
     def _look_at_schedulers(self, epoch: int) -> bool:
         """Report the first untracked scheduler that is stepped and began anew; True if any was stepped."""
@@ -253,6 +273,51 @@ def find_schedulers(optimizers: Sequence[Optimizer], tracked: Mapping[str, Any])
     return found
 
 
+def sets_hyper_parameters(codes: Iterable[types.CodeType]) -> bool:
+    """Whether any of this code has an assignment such as `group["lr"] = rate`, or `group["lr"] *= 0.1`.
+
+    >>> sets_hyper_parameters([compile('for group in groups: group["lr"] *= 0.5', "", "exec")])
+    True
+    >>> sets_hyper_parameters([compile('print(groups[0]["lr"])', "", "exec")])
+    False
+    """
+    left, seen = list(codes), set()
+    while left:
+        code = left.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        left += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+        if _HYPER_PARAMETERS.isdisjoint(part for part in code.co_consts if isinstance(part, str)):
+            continue
+        operations = list(dis.get_instructions(code))
+        # A plain assignment has its key right before it; an augmented one has copied it before.
+        plain = any(
+            one.opname == "STORE_SUBSCR" and before.opname == "LOAD_CONST" and before.argval in _HYPER_PARAMETERS
+            for before, one in pairwise(operations)
+            if isinstance(before.argval, str)
+        )
+        augmented = any(
+            one.opname == "LOAD_CONST" and isinstance(one.argval, str) and one.argval in _HYPER_PARAMETERS
+            and after.opname in ("COPY", "DUP_TOP_TWO")
+            for one, after in pairwise(operations)
+        )  # fmt: skip
+        if plain or augmented:
+            return True
+    return False
+
+
+def _script_code() -> Iterator[types.CodeType]:
+    """The code of the script that is being run, and of what its modules define."""
+    yield from (frame.f_code for frame in _frames())
+    for module in [module for module in sys.modules.values() if _is_of_script(module)]:
+        for thing in [*getattr(module, "__dict__", {}).values()]:
+            for part in [thing, *(vars(thing).values() if isinstance(thing, type) else ())]:
+                part = getattr(part, "__func__", part)
+                if isinstance(part, types.FunctionType):
+                    yield part.__code__
+
+
 def find_generators(
     namespaces: Iterable[Mapping[str, Any]], tracked: Mapping[str, Any], loaders: Iterable[Any]
 ) -> list[tuple[str, Any]]:
@@ -369,11 +434,16 @@ def _namespaces() -> Iterator[Mapping[str, Any]]:
     main = sys.modules.get("__main__")
     if main is not None:
         yield vars(main)
-    frame = sys._getframe(1)
+    yield from (frame.f_locals for frame in _frames())
+
+
+def _frames() -> Iterator[types.FrameType]:
+    """The calls that are being run and are the script's, the innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith(("evergrad.", "importlib", "runpy")):
-            yield frame.f_locals
-        frame = frame.f_back  # type: ignore[assignment]
+            yield frame
+        frame = frame.f_back
 
 
 def _parts(thing: Any) -> list[Any]:
