@@ -168,6 +168,10 @@ class Sharded(Format):
                 names[inner] = (parts[file], inner)
             other_names = {name: (part, name) for part in parts.values() for name in part.others}
             others = {name: part.others[inner] for name, (part, inner) in other_names.items()}
+            for part in parts.values():  # values besides tensors, which no index names and hardly any shard holds
+                for name, what in part.skeleton.described_values().items():
+                    other_names.setdefault(name, (part, name))
+                    others.setdefault(name, what)
             skeleton = _merged([part.skeleton for part in parts.values()], names)
             kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
             notes = {key: text for part in parts.values() for key, text in part.metadata.items()}
