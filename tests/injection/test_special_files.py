@@ -195,7 +195,7 @@ def test_a_pipe_that_a_user_names_is_not_waited_for(verb: list[str], tmp_path: P
         timeout=120,
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "cannot be read (expected a file, found a named pipe)" in done.stderr
+    assert "cannot be read: expected a file, found a named pipe" in done.stderr
     assert not (tmp_path / "made").exists()
 
 
