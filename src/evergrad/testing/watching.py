@@ -99,15 +99,17 @@ def _ask(launcher: int, run: Path) -> list[tuple[int, str, str]]:
                 found.append((handle, uid, who, _STATES.get(state, state)))
     # The launcher would end the others when the first of them ends, before they have said where they are.
     os.kill(launcher, signal.SIGSTOP)
-    for handle, *_ in found:
-        with suppress(OSError):
-            signal.pidfd_send_signal(handle, signal.SIGABRT)
-            signal.pidfd_send_signal(handle, signal.SIGCONT)
-    limit = time.monotonic() + _ANSWERS_WITHIN_S
-    left = list(handles)
-    while left and (ready := _wait(left, limit - time.monotonic())):
-        left = [handle for handle in left if handle not in ready]
-    os.kill(launcher, signal.SIGCONT)
+    try:
+        for handle, *_ in found:
+            with suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGABRT)
+                signal.pidfd_send_signal(handle, signal.SIGCONT)
+        limit = time.monotonic() + _ANSWERS_WITHIN_S
+        left = list(handles)
+        while left and (ready := _wait(left, limit - time.monotonic())):
+            left = [handle for handle in left if handle not in ready]
+    finally:
+        os.kill(launcher, signal.SIGCONT)
     for handle in handles:
         os.close(handle)
     return [(uid, who, state) for _, uid, who, state in found]
