@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +18,13 @@ from nursery import FOLDER, Nursery, Ran
 from test_joiners import ends, summary_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from evergrad.recovery.untracked import Untracked, find_generators, find_schedulers, sets_hyper_parameters
+from evergrad.recovery.untracked import (
+    Untracked,
+    _script_code,
+    find_generators,
+    find_schedulers,
+    sets_hyper_parameters,
+)
 
 Launch = Callable[..., Ran]
 HYPER = FOLDER / "hyper_trainer.py"
@@ -199,6 +207,29 @@ def test_rates_that_a_script_sets_and_that_do_not_change_leave_a_doubt_at_the_en
 )
 def test_code_that_sets_hyper_parameters_is_recognised(text: str, sets: bool) -> None:
     assert sets_hyper_parameters([compile(text, "script.py", "exec")]) is sets
+
+
+def test_the_search_of_the_scripts_code_asks_no_object_for_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trap:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"asked for {name}")
+
+    class Method:
+        @classmethod
+        def change(cls, group: dict[str, float]) -> None:
+            group["lr"] = 0.5
+
+    namespace = torch.classes.of_no_library  # as pickle makes it, which looks for a name in all modules
+    with pytest.raises(RuntimeError):
+        assert namespace.__func__
+    module = types.ModuleType("folder.of_the_user")
+    vars(module).update(__file__="/home/user/of_the_user.py", trap=Trap(), namespace=namespace, method=Method.change)
+    monkeypatch.setitem(sys.modules, "folder.of_the_user", module)
+    monkeypatch.setitem(sys.modules, "folder", types.ModuleType("folder"))
+    monkeypatch.setitem(sys.modules, "lazy", Trap())  # type: ignore[arg-type]
+    found = [*_script_code()]
+    assert Method.change.__func__.__code__ in found  # type: ignore[attr-defined]
+    assert not [code for code in found if code.co_filename == torch._classes.__file__]
 
 
 @pytest.mark.parametrize(

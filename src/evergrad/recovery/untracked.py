@@ -310,11 +310,14 @@ def sets_hyper_parameters(codes: Iterable[types.CodeType]) -> bool:
 def _script_code() -> Iterator[types.CodeType]:
     """The code of the script that is being run, and of what its modules define."""
     yield from (frame.f_code for frame in _frames())
-    for module in [module for module in sys.modules.values() if _is_of_script(module)]:
-        for thing in [*getattr(module, "__dict__", {}).values()]:
-            for part in [thing, *(vars(thing).values() if isinstance(thing, type) else ())]:
-                part = getattr(part, "__func__", part)
-                if isinstance(part, types.FunctionType):
+    # By type throughout: objects that make up their attributes, such as those of torch.classes, may raise anything.
+    modules = [module for module in [*sys.modules.values()] if issubclass(type(module), types.ModuleType)]
+    for module in filter(_is_of_script, modules):
+        for thing in [*vars(module).values()]:
+            for part in [thing, *(vars(thing).values() if issubclass(type(thing), type) else ())]:
+                if issubclass(type(part), (staticmethod, classmethod, types.MethodType)):
+                    part = part.__func__
+                if issubclass(type(part), types.FunctionType):
                     yield part.__code__
 
 
@@ -422,11 +425,19 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _is_of_script(thing: Any) -> bool:
     """True for a module of the user's, and for what such a module defines; not for those of libraries."""
-    module = thing if isinstance(thing, types.ModuleType) else sys.modules.get(getattr(thing, "__module__", None) or "")
-    if module is None or module.__name__.partition(".")[0] == "evergrad":
+    if issubclass(type(thing), types.ModuleType):
+        name = vars(thing).get("__name__")
+    else:
+        name = getattr(thing, "__module__", None)
+    if not isinstance(name, str) or name not in sys.modules:
         return False
-    file = getattr(module, "__file__", None)
-    return module.__name__ == "__main__" or (file is not None and not file.startswith(_LIBRARIES))
+    if name == "__main__":
+        return True
+    # Modules that are made at run time, such as torch.classes, have no path of their own: that of their package counts.
+    package = name.partition(".")[0]
+    files = [getattr(sys.modules.get(each), "__dict__", {}).get("__file__") for each in (package, name)]
+    file = next(filter(None, files), None)  # a folder without __init__.py is a package without a path
+    return package != "evergrad" and isinstance(file, str) and not file.startswith(_LIBRARIES)
 
 
 def _namespaces() -> Iterator[Mapping[str, Any]]:
