@@ -84,8 +84,8 @@ def test_a_rank_without_network_is_replaced(launch: Launch) -> None:
 def test_a_hung_rank_is_reported_and_then_replaced(launch: Launch) -> None:
     ran = launch("-n", 3, "--late", 0.5, "--hung", 2, script=SCRIPT)
     assert ran.code == 0, ran.said
-    (late,) = ran.events("late")
-    assert late["rank"] == 1
+    # On a busy machine others may be late too, for a moment.
+    (late,) = [event for event in ran.events("late") if event.get("rank") == 1 and event["generation"] == 0]
     assert "wait_for_nothing" in late["stack"]
     ((uid, how),) = lost(ran)
     assert uid == 1
