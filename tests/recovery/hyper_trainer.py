@@ -32,6 +32,9 @@ parser.add_argument(
 )
 parser.add_argument("--evaluate", choices=["no", "dropout", "rank 0"], default="no", help="between epochs")
 parser.add_argument("--evaluate-after-steps", choices=["no", "all", "rank 0"], default="no", help="every third")
+parser.add_argument(
+    "--evaluate-in-steps", choices=["no", "job.rank", "RANK"], default="no", help="on rank 0, every third"
+)
 parser.add_argument("--die-after-epoch", type=int, help="rank 1 does, before it evaluates")
 parser.add_argument("--epoch-scheduler", action="store_true", help="a scheduler that steps between epochs")
 parser.add_argument("--untracked-epoch-scheduler", action="store_true", help="that one, not given to job.track")
@@ -76,6 +79,7 @@ class Whole(nn.Module):
 checkpointer = eg.Checkpointer(options.checkpoints, agent=False) if options.checkpoints else None
 job = eg.join(checkpointer, every=options.every if checkpointer else None)
 was_spare = job.rank < 0
+is_master = os.environ["RANK"] == "0"
 torch.manual_seed(100 + job.rank)
 model = job.wrap(Whole())
 
@@ -139,6 +143,10 @@ for epoch in range(options.epochs):
                 group["lr"] *= 0.9
         for optimizer in made:
             optimizer.zero_grad()
+        is_first = is_master if options.evaluate_in_steps == "RANK" else job.rank == 0
+        if options.evaluate_in_steps != "no" and is_first and job.applied % 3 == 0:
+            with torch.no_grad():
+                model.module(features[:16])
         if not options.generator_unused:
             x = x + 0.1 * draw()
         nn.functional.cross_entropy(model(x), y).backward()

@@ -29,16 +29,16 @@ def is_here(name: str, engine: Engine, point: Point) -> bool:
     return not happened and uid == os.environ["EVERGRAD_UID"] and rest == place
 
 
-def pass_or_not(engine: Engine, point: Point) -> bool:
+def pass_or_not(engine: Engine, point: Point, num_batches: int = 0) -> bool:
     if is_here("EVERGRAD_TEST_DIES", engine, point):
-        pass_point(engine, point)
+        pass_point(engine, point, num_batches)
         os.kill(os.getpid(), signal.SIGKILL)
     if not is_here("EVERGRAD_TEST_LATE", engine, point):
-        return pass_point(engine, point)
+        return pass_point(engine, point, num_batches)
     happened.append(True)
     Engine.passed = lambda *_: None  # type: ignore[method-assign]
     try:
-        pass_point(engine, point)
+        pass_point(engine, point, num_batches)
     finally:
         Engine.passed = passed  # type: ignore[method-assign]
     crew: Any = engine.crew

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.recovery.failures.schedule import Failure, Failures, Phase
+from evergrad.recovery.failures.sites import Sites
 from evergrad.recovery.failures.triggers import InjectedFailure, Trigger
 
 MEMBERS, NODES = (10, 11, 12, 13), ("n0", "n0", "n1", "n1")
@@ -570,3 +573,22 @@ print("after", flush=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout == "before\n"
     assert "rank 1, step 7, generation 0: injected failure 'kill node=n0 step=7': ending this rank" in done.stderr
+
+
+def test_an_evaluation_is_no_place_of_a_step() -> None:
+    sites = Sites.__new__(Sites)
+    sites._trigger = Trigger(Failures(), claim={}.setdefault)
+    net: Any = nn.Linear(2, 1)
+    net.require_backward_grad_sync = True
+    reached: list[Phase] = []
+    in_step = [True]
+    sites.watch(net, reached.append, lambda: in_step[0])
+    net(torch.ones(1, 2))
+    assert reached == [Phase.FORWARD, Phase.BACKWARD]
+    with torch.no_grad():
+        net(torch.ones(1, 2))
+    in_step[0] = False
+    net(torch.ones(1, 2))
+    in_step[0] = True
+    net.eval()(torch.ones(1, 2))
+    assert reached == [Phase.FORWARD, Phase.BACKWARD]

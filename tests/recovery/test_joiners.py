@@ -157,6 +157,35 @@ def test_random_numbers_that_are_drawn_between_epochs_before_a_restart_do_not_co
     assert_exact(ran, undisturbed(*common))
 
 
+@pytest.mark.parametrize(
+    ("asks", "rank", "step", "exact"),
+    [
+        ("job.rank", 0, 5, True),
+        ("job.rank", 0, 10, True),
+        ("job.rank", 1, 5, True),
+        ("RANK", 0, 2, None),
+        ("RANK", 0, 5, None),
+        ("RANK", 0, 10, True),
+        ("RANK", 1, 5, True),
+        ("RANK", 1, 10, True),
+    ],
+)
+def test_a_spare_that_does_not_draw_what_the_lost_rank_would_have_leaves_a_doubt(
+    with_spare: Launch, undisturbed: Callable[..., Ran], asks: str, rank: int, step: int, exact: bool | None
+) -> None:
+    """Rank 0 alone evaluates, with dropout, inside of steps 0, 3, 6 and 9: the spare in its place if it knows its rank.
+
+    After step 9 there is nothing left of that to do.
+    """
+    arguments = ["--evaluate-in-steps", asks]
+    ran = with_spare("--fail", f"kill rank={rank} step={step} phase=forward", arguments=arguments)
+    assert ran.code == 0, ran.said
+    assert (ends(ran) == ends(undisturbed(*arguments))) is (exact is True), ran.said
+    assert summary_of(ran)["exact"] is exact, ran.said
+    if exact is None:
+        assert f"before rank {rank} was lost, the script drew random numbers" in summary_of(ran)["unverified"]
+
+
 @pytest.mark.parametrize("who", ["all", "rank 0"])
 def test_random_numbers_that_were_drawn_between_two_steps_are_known_to_a_joiner(
     with_spare: Launch, undisturbed: Callable[..., Ran], who: str

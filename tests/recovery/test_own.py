@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from evergrad.recovery.own import Keeping, Own, Randomness
+from evergrad.recovery.own import Draws, Keeping, Own, Randomness
 from evergrad.recovery.parcels import pack, receive_state, send_state, unpack
 from evergrad.recovery.snapshots import Snapshot, is_scaler
 from evergrad.recovery.sockets import Sockets
@@ -59,6 +59,81 @@ def test_generators_travel_as_bytes_with_half_used_pairs_of_normal_numbers(is_od
     drawn()
     again.put_back()
     assert drawn() == first
+
+
+@pytest.mark.parametrize(
+    ("draw", "place"),
+    [(lambda: torch.rand(5), 0), (lambda: np.random.rand(5), 1), (lambda: [random.random() for _ in range(5)], 2)],
+)
+def test_positions_tell_how_many_numbers_a_generator_has_given(draw: Callable[[], object], place: int) -> None:
+    draw()  # a generator that was just seeded is at the end of its words
+    before = Randomness().positions()
+    for _ in range(200):
+        draw()
+    moved = [(now - then) % 624 for now, then in zip(Randomness().positions(), before, strict=True)]
+    per_number = 2 if place else 1  # of 64 bits, and torch's of 32
+    assert moved == [200 * 5 * per_number % 624 if each == place else 0 for each in range(3)]
+
+
+class Place:
+    """The draws of the processes that have one rank, as they are posted: each step draws 3, some more."""
+
+    def __init__(self, draws: Draws, step: int = 0, position: int = 0) -> None:
+        self.draws, self.step, self.position = draws, step, position
+        self.posted: dict[str, Any] = {"point": -1}
+
+    def train(self, steps: int, extra: Callable[[int], int], per_epoch: int = 1000) -> None:
+        for _ in range(steps):
+            note = self.draws.note(self.step // per_epoch, [self.position % 624])
+            self.posted = {"point": self.step, **note}
+            self.position += 3 + extra(self.step)
+            self.step += 1
+
+
+def fifth(step: int) -> int:
+    """Drawn in every fifth step, as by an evaluation."""
+    return 7 if step % 5 == 0 else 0
+
+
+def nothing(step: int) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("lost_draws", "other_draws", "heir_draws", "lost_at", "ends_at", "is_in_doubt"),
+    [
+        (fifth, nothing, nothing, 9, 24, True),
+        (fifth, nothing, fifth, 9, 24, False),
+        (fifth, nothing, nothing, 22, 24, False),  # the next would have been in step 25
+        (fifth, nothing, nothing, 3, 4, True),  # who knows when the next would have been
+        (nothing, fifth, nothing, 9, 24, False),
+        (fifth, fifth, fifth, 9, 24, False),
+        (lambda step: step * step % 50, lambda step: step * step % 47, nothing, 30, 60, False),
+    ],
+)
+def test_a_process_that_draws_as_others_do_and_not_as_the_lost_rank_did_leaves_a_doubt(
+    lost_draws: Any, other_draws: Any, heir_draws: Any, lost_at: int, ends_at: int, is_in_doubt: bool
+) -> None:
+    lost, other = Place(Draws()), Place(Draws(), position=100)
+    for place, extra in ((lost, lost_draws), (other, other_draws)):
+        place.train(lost_at, extra)
+    heir = Place(Draws(), lost_at - 1, (lost.posted["drawn"][0] + lost.posted["first"][0]) % 624)
+    heir.draws.inherit(lost.posted, {1: other.posted})
+    heir.train(ends_at - lost_at + 1, heir_draws)
+    other.train(ends_at - lost_at, other_draws)
+    assert heir.draws.is_like_others(heir.posted, {1: other.posted}) is is_in_doubt
+
+
+@pytest.mark.parametrize(("ends_at", "is_in_doubt"), [(24, True), (20, False)])
+def test_draws_between_epochs_leave_a_doubt_only_if_an_epoch_has_ended_since(ends_at: int, is_in_doubt: bool) -> None:
+    lost, other = Place(Draws()), Place(Draws())
+    lost.train(18, lambda step: 11 if step % 10 == 9 else 0, per_epoch=10)
+    other.train(18, lambda step: 2 if step % 10 == 9 else 0, per_epoch=10)
+    heir = Place(Draws(), 17, lost.posted["drawn"][0])
+    heir.draws.inherit(lost.posted, {1: other.posted})
+    heir.train(ends_at - 17, lambda step: 2 if step % 10 == 9 else 0, per_epoch=10)
+    other.train(ends_at - 18, lambda step: 2 if step % 10 == 9 else 0, per_epoch=10)
+    assert heir.draws.is_like_others(heir.posted, {1: other.posted}) is is_in_doubt
 
 
 def test_reading_generators_advances_none() -> None:

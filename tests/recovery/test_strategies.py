@@ -75,6 +75,15 @@ def test_whoever_is_behind_goes_ahead() -> None:
     assert (plan.point, plan.members, plan.source) == (7, (10, 11, 20, 13), 11)  # its state is that of point 7
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_take_a_point_for_different_ones_cannot_go_on(strategy: Strategy) -> None:
+    stop = _decided(FOUR, [*all_at(FOUR, [10, 11], 7, BEGIN), saw(FOUR, 12, 7, STEP)], strategy, can_restart=True)
+    assert isinstance(stop, Stop)
+    assert stop.is_mistake
+    assert stop.reason.endswith("rank 1 begins an epoch, and rank 2 is in a step")
+    assert isinstance(after(FOUR, [*all_at(FOUR, [10, 11], 7, JOIN), saw(FOUR, 12, 7, STEP)], "rollback"), Plan)
+
+
 def test_nobody_can_be_two_points_behind() -> None:
     with pytest.raises(AssertionError, match="is at 5"):
         after(FOUR, [saw(FOUR, 10, 5), saw(FOUR, 11, 7)])

@@ -209,6 +209,26 @@ def test_code_that_sets_hyper_parameters_is_recognised(text: str, sets: bool) ->
     assert sets_hyper_parameters([compile(text, "script.py", "exec")]) is sets
 
 
+@pytest.mark.parametrize(
+    ("file", "is_of_script"),
+    [
+        ("/home/me/train/model.py", True),
+        ("/opt/other/lib/python3.11/site-packages/layers/model.py", False),
+        ("/usr/lib/python3/dist-packages/layers/model.py", False),
+        (str(Path(torch.__file__).with_name("distributed") / "model.py"), False),
+        (str(Path(sys.prefix) / "train" / "model.py"), True),
+    ],
+)
+def test_code_of_libraries_is_none_of_the_scripts_wherever_they_are_installed(
+    monkeypatch: pytest.MonkeyPatch, file: str, is_of_script: bool
+) -> None:
+    module: Any = types.ModuleType("layers_of_somebody")
+    module.__file__ = file
+    exec('def set_rate(group): group["lr"] = 0.1', vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert (module.set_rate.__code__ in set(_script_code())) is is_of_script
+
+
 def test_the_search_of_the_scripts_code_asks_no_object_for_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Trap:
         def __getattr__(self, name: str) -> Any:

@@ -71,6 +71,10 @@ def last_line(ran: JobRun) -> str:
         ("updates by hand", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("first epoch only", "12 backward passes reduced gradients in it, and job.step was not called"),
         ("copy is wrapped", "found SGD with 4 parameters, none of them that model's"),
+        ("untracked scaler", "a GradScaler has scaled a loss, and is not tracked"),
+        ("skips a batch", "has taken"),
+        ("breaks on one rank", "and rank 1 begins epoch 1. Every rank has to take equally many batches"),
+        ("own loaders differ", "and rank 1 has come to the end of epoch 0. Every rank has to take equally many"),
     ],
 )
 def test_a_script_that_leaves_out_a_call_is_stopped_by_a_line_that_names_it(use: Any, what: str, said: str) -> None:
@@ -112,6 +116,47 @@ def test_the_traceback_of_a_mistake_is_in_the_log_alone(use: Any) -> None:
     assert rest.startswith(f'  File "{SCRIPT}", line '), logs
     assert "UsageError: job.step: no model was given to job.wrap" in rest
     assert head == ""
+
+
+@pytest.mark.parametrize("failure", ["kill rank=1 step=4", "leave rank=1 step=4"])
+def test_a_counter_by_which_ranks_leave_an_epoch_at_different_batches_after_a_loss_is_said(
+    use: Any, failure: str
+) -> None:
+    """A kill puts the survivors' counters one ahead, and that of the joiner begins at 0 in any case."""
+    ran = use("breaks by its own counter", "--await-spare", 3, ranks=3, spares=1, failures=failure)
+    assert ran.exit_code == 2, ran.stderr
+    assert "rank 1 is in step" in last_line(ran)
+    assert "begins epoch 1" in last_line(ran)
+    assert "Traceback" not in ran.stderr
+    use("breaks by its own counter", ranks=3).assert_finished()
+
+
+def test_a_rank_that_dies_while_others_wait_for_it_at_the_end_of_an_epoch_is_replaced(use: Any) -> None:
+    whole = use("plain", ranks=3)
+    last = "kill rank=1 step=7 phase=optimizer"
+    ran = use("plain", "--await-spare", 3, ranks=3, spares=1, failures=last)
+    ran.assert_survived(1)
+    assert {end["weights"] for end in ends(ran).values()} == {end["weights"] for end in ends(whole).values()}
+
+
+def test_a_scaler_may_be_tracked_or_unscale_the_gradients_itself(use: Any) -> None:
+    for what in ("scaler is tracked", "scaler unscales"):
+        use(what).assert_finished()
+
+
+def test_an_option_that_the_model_wrapper_of_torch_refuses_is_one_line(use: Any) -> None:
+    ran = use("a wrong option")
+    assert ran.exit_code == 2, ran.stderr
+    assert "job.wrap(bucket_cap_mb='x'): DistributedDataParallel refuses that: " in last_line(ran)
+    assert len(last_line(ran)) < 400
+
+
+def test_ranks_of_which_nothing_was_compared_are_not_said_to_be_exact(use: Any) -> None:
+    ran = use("no wrap, by hand")
+    assert ran.exit_code == 0, ran.stderr
+    assert len({end["weights"] for end in ends(ran).values()}) == 2
+    assert ran.summary["exact"] is None
+    assert ran.summary["unverified"] == "job.wrap was given no model, so nothing of the ranks was compared"
 
 
 def test_a_missing_job_step_is_found_before_a_failure_or_a_spare_can_make_it_worse(use: Any) -> None:

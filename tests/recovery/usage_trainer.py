@@ -62,6 +62,20 @@ class Endless:
         self.place = state["place"]
 
 
+class Shard(Endless):
+    """A loader of each rank's own, with one batch less on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.length = 7 if rank == 1 else 8
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.length:
+            self.place += 1
+            yield x0[:4], x0[:4].sum(1, keepdim=True)
+        self.place = 0
+
+
 class TwoNets(nn.Module):
     """A generator and a discriminator, in one module whose forward runs them."""
 
@@ -197,7 +211,8 @@ if what == "wraps later":
     for _ in job.batches(DataLoader(data, batch_size=4)):
         pass
 is_left_out = what.startswith("no wrap") or what == f"only rank {1 - job.rank} wraps"
-model = net if is_left_out else job.wrap(copy.deepcopy(net) if what == "copy is wrapped" else net)
+wrap_options: dict[str, Any] = {"bucket_cap_mb": "x"} if what == "a wrong option" else {}
+model = net if is_left_out else job.wrap(copy.deepcopy(net) if what == "copy is wrapped" else net, **wrap_options)
 parts = [net.first, net.second] if isinstance(net, TwoNets) else [net]
 optimizers = [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9) for part in parts]
 own = nn.Linear(8, 1)
@@ -230,6 +245,11 @@ if what == "DistributedSampler":
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
 elif what == "endless":
     loader = Endless()
+elif what == "own loaders differ":
+    loader = Shard(job.rank)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+if what == "scaler is tracked":
+    job.track(scaler=scaler)
 seen: list[int] = []
 kept = job.batches(loader) if what == "one call of batches" else None
 for epoch in range(2):
@@ -239,7 +259,13 @@ for epoch in range(2):
         with torch.no_grad():
             ended["losses"] = [loss_of(model, x, y).item() for x, y in job.batches(loader)]
         continue
-    for x, y in loader if what == "no batches" else kept or job.batches(loader):
+    for number, (x, y) in enumerate(loader if what == "no batches" else kept or job.batches(loader)):
+        if what == "skips a batch" and job.rank == 1 and job.batch_index == 2:
+            continue
+        if what == "breaks on one rank" and job.rank == 1 and job.batch_index == 4:
+            break
+        if what == "breaks by its own counter" and number == 6:
+            break
         if what == "trailing passes":  # five batches a step, each reduced: the last two of an epoch go into none
             if job.batch_index % 5 == 0:
                 optimizers[0].zero_grad()
@@ -259,13 +285,22 @@ for epoch in range(2):
             continue
         loss = loss_of(net if what == "wrapped is not called" else model, x, y)
         if not what.startswith("no backward") or job.batch_index == 0:
-            (loss + loss_of(own, x, y) if what == "parameters outside" else loss).backward()
+            loss = loss + loss_of(own, x, y) if what == "parameters outside" else loss
+            (scaler.scale(loss) if "scaler" in what else loss).backward()
+        if what == "scaler unscales":
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
         if what.startswith("updates by hand"):
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter -= 0.01 * parameter.grad
             if what == "updates by hand, breaks":
                 break
+            continue
+        if what == "no wrap, by hand":
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter -= 0.01 * parameter.grad
             continue
         if what == "first epoch only" and epoch == 1:
             continue
@@ -276,6 +311,8 @@ for epoch in range(2):
             job.step(optimizers)  # type: ignore[arg-type]
         if job.step(*optimizers) and what == "both steps" and job.applied == 2:
             optimizers[0].step()
+        if what == "scaler unscales":
+            scaler.update()
         if what == "own optimizer":
             own_optimizer.zero_grad()
             nn.functional.mse_loss(own(x), y).backward()

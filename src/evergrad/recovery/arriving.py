@@ -178,6 +178,8 @@ class Arrival:
         self.trained.take_over(state)
         engine.course.load_state_dict(state["course"])
         self.took_up = engine.course.step
+        if uid in plan.takes:
+            engine.inherit_draws(plan.previous[plan.takes[uid]])
         if kept is not None:
             if not engine.course.is_begun and engine.course.epoch:  # it died after an epoch, in the script's own code
                 self.unattended, self.is_own_behind = engine.course.epoch - 1, True

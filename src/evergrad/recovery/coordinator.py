@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import UsageError
 from evergrad.recovery.endurance import Endurance
-from evergrad.recovery.launch.summary import NO_FINGERPRINT
+from evergrad.recovery.launch.summary import NO_FINGERPRINT, NOTHING_TO_COMPARE
 from evergrad.recovery.membership import LEFT_TOGETHER, Plan, Report, Verdict, first_difference
 from evergrad.recovery.notices import Notices
 from evergrad.recovery.roster import Roster
@@ -236,6 +236,7 @@ class Coordinator:
                 elif uid not in self._roster.left:
                     self._tell("spare_ended", uid=uid, **had)
         elif code == 0:
+            self._notices.note_end(uid)
             self._finish_if_all_have(plan)
         elif code == LEFT_TOGETHER:
             if self._have_all(plan, LEFT_TOGETHER):
@@ -352,6 +353,9 @@ class Coordinator:
 
     def _stop(self, plan: Plan, roster: Roster, decision: Stop, hindrance: str) -> None:
         """The job cannot go on, and cannot be relaunched."""
+        if decision.is_mistake:
+            self._end("fatal", f"{decision.reason}. {decision.advice}")
+            return
         dead = roster.dead(plan.members)
         deaths = roster.fates(plan, dead) or "nobody died"
         # Where every rank ended by itself, it is the script that failed.
@@ -427,6 +431,8 @@ class Coordinator:
             return
         lacking = [f"rank {rank}" for rank, each in found.items() if each is None]
         uncompared = f"{', '.join(lacking[:3])}{' …' * (len(lacking) > 3)} {NO_FINGERPRINT}" if lacking else ""
+        if plan.world_size > 1 and not lacking and not any(each.tensors for each in given.values()):
+            uncompared = NOTHING_TO_COMPARE
         ranks = f"{plan.world_size} of {self._num_ranks} in the end"
         self._end("finished", f"all ranks have finished, {ranks}", uncompared=uncompared)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 
 from evergrad.errors import RankLost
-from evergrad.recovery.membership import Plan, Report
+from evergrad.recovery.membership import Boundary, Plan, Report
 from evergrad.recovery.nccl import Transport
 from evergrad.recovery.stores import PREFIX, StoreClient
 from evergrad.recovery.transport import Alone, Group
@@ -49,6 +49,15 @@ class Crew(ABC):
     def world_size(self) -> int:
         """How many ranks there are."""
         return self.plan.world_size
+
+    def meet(self, here: Boundary) -> None:  # noqa: B027 (a crew that ends with its first loss needs none)
+        """Wait for all ranks where an epoch begins or ends; `GroupBroken` if one is lost meanwhile.
+
+        `UsageError` if another rank takes this point for one of another kind.
+        """
+
+    def note_step(self, epoch: int, point: int, step: int) -> None:  # noqa: B027
+        """This rank takes part in a collective of a step, which all ranks have to make at this point."""
 
     @abstractmethod
     def group(self) -> Group:

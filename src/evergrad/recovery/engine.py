@@ -23,11 +23,12 @@ from evergrad.recovery.crew import Crew
 from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.launched import Launched
-from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
-from evergrad.recovery.own import Keeping, Own
+from evergrad.recovery.membership import Boundary, Keys, Plan, Point, Report, Verdict
+from evergrad.recovery.own import Draws, Keeping, Own
 from evergrad.recovery.parcels import receive_state, send_state
 from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.transport import Group
+from evergrad.wording import counted
 
 __all__ = ["Engine"]
 
@@ -90,13 +91,21 @@ class Engine:
     """What the rank before this one had."""
     exchanged: torch.Tensor | None = None
     """The state that only this rank has, as its neighbour got it at the last point."""
+    draws: Draws = field(default_factory=Draws)
 
-    def pass_point(self, kind: Point) -> bool:
+    def meet(self, kind: Point) -> None:
+        """Wait for all ranks at the beginning or the end of an epoch, before any collective of that point."""
+        crew, course = self.crew, self.course
+        crew.meet(Boundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank))
+
+    def pass_point(self, kind: Point, num_batches: int = 0) -> bool:
         """Pass the next point together with all others; `GroupBroken` if that cannot be.
 
-        False if any rank finds what was computed suspicious: then nobody passes it.
+        False if any rank finds what was computed suspicious: then nobody passes it. `UsageError` if ranks have taken
+        different numbers of batches for the step under way.
         """
-        wishes = torch.tensor([self.leaving or self._lets_in, self.leaving, self.suspicious], dtype=torch.float32)
+        flags = [self.leaving or self._lets_in, self.leaving, self.suspicious]
+        wishes = torch.tensor([*flags, num_batches], dtype=torch.float32)
         self.agreed_to_leave = self.leaving
         if (self.crew.survives or self.guards) and self.crew.world_size > 1:
             group = self.crew.group()
@@ -104,7 +113,8 @@ class Engine:
                 self.exchange(group)
             # Whoever is through this knows that everyone has come this far, and what anyone wishes.
             group.all_reduce(wishes).wait()
-        changes, leaving, suspicious = wishes.tolist()
+            self._check_batches(num_batches, int(wishes[3]))
+        changes, leaving, suspicious, _ = wishes.tolist()
         self.num_leaving, self.is_suspected = int(leaving), suspicious > 0
         if changes:
             self.changes_in = self.crew.plan.generation
@@ -115,6 +125,18 @@ class Engine:
         if kind is Point.STEP:
             self.stepped_in = self.passed_in
         return True
+
+    def _check_batches(self, mine: int, total: int) -> None:
+        """`UsageError` if the ranks have taken so many batches in all for a step, and not equally many each."""
+        crew = self.crew
+        if mine * crew.world_size != total:
+            taken = counted(mine, "batch", "batches")
+            raise UsageError(
+                f"job.step: rank {crew.rank} has taken {taken} since the last step, and all {crew.world_size} ranks "
+                f"{total} together. Every rank has to take equally many batches for a step: "
+                "decide by what all ranks have alike, such as job.batch_index, whether a batch is skipped or gradients "
+                "are accumulated"
+            )
 
     def begin_step(self) -> None:
         """The step that comes next begins at this point."""
@@ -152,16 +174,40 @@ class Engine:
         if changed is not None:
             is_small = changed.numel() <= _POSTED_BYTES
             own = base64.b64encode(changed.numpy().tobytes()).decode() if is_small else None
-        self.crew.client.set(Keys.begun(self.crew.uid), json.dumps({"point": self.course.point, "own": own}))
+        posted = {"point": self.course.point, "own": own, **self.draws.note(self.course.epoch, self.own.positions())}
+        self.crew.client.set(Keys.begun(self.crew.uid), json.dumps(posted))
+
+    def inherit_draws(self, uid: int) -> None:
+        """This process has a lost one's place: find out whether the script draws numbers there that others do not."""
+        members = [each for each in self.crew.plan.members if each not in self.crew.plan.joiners]
+        self.draws.inherit(self._posted(uid), {each: self._posted(each) for each in members})
+
+    def doubt_of_draws(self) -> str:
+        """Why this process may not have drawn what the lost rank would have; empty if there is no doubt."""
+        if not self.keeps or not isinstance(self.crew, Launched):
+            return ""
+        mine, members = self._posted(self.crew.uid), self.crew.plan.members
+        if not self.draws.is_like_others(mine, {each: self._posted(each) for each in members}):
+            return ""
+        return (
+            f"before rank {self.crew.rank} was lost, the script drew random numbers there that another rank did not "
+            f"draw, and process {self.crew.uid} has drawn none of those in its place. Ask job.rank in each step where "
+            "something is done on one rank: RANK, and whatever a script keeps of it, is that of a spare"
+        )
+
+    def _posted(self, uid: int) -> dict[str, Any]:
+        """The last that this process has posted when it came to a step."""
+        assert isinstance(self.crew, Launched)
+        text = self.crew.client.find(Keys.begun(uid))
+        posted: dict[str, Any] = json.loads(text) if text is not None else {"point": -1}
+        return posted
 
     def own_of(self, uid: int, kept: torch.Tensor) -> torch.Tensor | None:
         """The state that only this rank had when it came to the step at which the job goes on; None if nobody knows.
 
         `kept` is what its neighbour got at the point before.
         """
-        assert isinstance(self.crew, Launched)
-        text = self.crew.client.find(Keys.begun(uid))
-        posted: dict[str, Any] = json.loads(text) if text is not None else {"point": -1}
+        posted = self._posted(uid)
         if posted["point"] != self.crew.plan.point or posted["own"] is None:
             return None
         return (

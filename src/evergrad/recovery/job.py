@@ -56,13 +56,15 @@ from evergrad.recovery.usage import (
     refuse_options,
     refuse_parameters,
     refuse_strangers,
+    refuse_untracked_scaler,
     refuse_without_gradients,
     refusing_wrong_arguments,
     unreduced,
+    used_scalers,
 )
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
-from evergrad.wording import counted
+from evergrad.wording import counted, first_line, shown
 
 __all__ = ["Job"]
 
@@ -116,6 +118,7 @@ class Job:
         self._batch_index = -1
         self._calls = self._begun = 0
         self._sources: dict[int, Source] = {}
+        self._earlier_scalers: list[Any] = []
 
     @property
     def rank(self) -> int:
@@ -197,6 +200,7 @@ class Job:
             elif optimizer is not None:
                 raise UsageError("job.wrap(optimizer=…): that is for overlap=True; else job.step alone is given it")
         trained.model = model
+        self._earlier_scalers = used_scalers()
         self._optimizer_calls.know(model, optimizer)
         buffers = list(model.buffers())
         self._engine.own = Own(buffers)
@@ -327,6 +331,8 @@ class Job:
                 self._passage.publish_fingerprint()
                 with suppress(RuntimeError):
                     self._untracked.end()
+                    if doubt := self._engine.doubt_of_draws():
+                        self._engine.note_unverified(doubt)
             if is_member and self._course.step:
                 with suppress(RuntimeError):  # the store may be gone
                     self._progress.show(self._course, self._crew, at_once=True)
@@ -370,6 +376,8 @@ class Job:
                 "job.step: no batch since the last step. It is called once a step, inside of 'for … in "
                 "job.batches(loader)'; give it all optimizers at once"
             )
+        if not self._course.step:
+            refuse_untracked_scaler(optimizers, self._trained.tracked, self._earlier_scalers)
         if not self._course.index:  # once an epoch: some may be unfrozen there
             refuse_strangers(optimizers, self._trained.model)
             if self._engine.gradients is not None:
@@ -468,21 +476,29 @@ class Job:
         """The model among others: under a DDP whose gradients this job reduces, and the same on all ranks."""
         trained, window = self._trained, self._window
         around = Around(self._engine, window, self._site, self._passage.ended_backward)
-        gradients = Gradients(
-            model,
-            around,
-            keep=self._strategy == "forward",
-            hooks=hooks,
-            find_unused_parameters=find_unused_parameters,
-            **options,
-        )
+        try:
+            gradients = Gradients(
+                model,
+                around,
+                keep=self._strategy == "forward",
+                hooks=hooks,
+                find_unused_parameters=find_unused_parameters,
+                **options,
+            )
+        except (TypeError, ValueError) as error:
+            if not options:
+                raise
+            given = ", ".join(f"{name}={shown(value)}" for name, value in options.items())
+            self._passage.stop(
+                UsageError(f"job.wrap({given}): DistributedDataParallel refuses that: {first_line(error)}")
+            )
         self._engine.gradients = gradients
         gradients.module.register_forward_pre_hook(window.note_forward)
         if overlapped is not None:
             gradients.overlap = Overlap(overlapped, gradients.parameters, undoable=self._crew.survives)
             trained.optimizers.meet((overlapped,))
             trained.optimizers.overlap = gradients.overlap
-        self._sites.watch(gradients.module, self._site)
+        self._sites.watch(gradients.module, self._site, lambda: bool(window))
         self._sites.expose(trained.live, self._engine.note_inexact)
         if not self._arrival.waits and self._crew.plan.generation == 0:
             self._refuse_part_wrapped(wraps=True)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from evergrad.errors import RankLost, UsageError
 from evergrad.recovery.crew import FORMING, Crew
-from evergrad.recovery.membership import Keys, Plan, Report
+from evergrad.recovery.membership import Boundary, Keys, Plan, Report
 from evergrad.recovery.nccl import Transport
 from evergrad.recovery.pulse import Page, Pulse
 from evergrad.recovery.sealing import Forged, Secret
@@ -29,6 +30,11 @@ __all__ = ["Launched"]
 
 _GLANCE_S = 0.05
 _STUCK = 70
+_EQUALLY = (
+    "Every rank has to take equally many batches of an epoch, and to call job.step equally often. To leave an epoch "
+    "early or to skip a batch, decide by what all ranks have alike, such as job.batch_index or job.applied: a counter "
+    "of the script counts a step twice that is done again, and begins at 0 on a rank that joins"
+)
 
 
 class Launched(Crew):
@@ -60,6 +66,10 @@ class Launched(Crew):
         self._is_closed = False
         self._group_of = -1
         self._changing = -2
+        self._in_step: tuple[int, int, int, int] | None = None
+        """Generation, epoch, point and number of the step in which this rank has last begun a collective."""
+        self._mistake: str | None = None
+        """The mistake of the script for which this rank has broken its generation, to be raised by the main thread."""
         self.reported: Callable[[], None] = lambda: None
         """Called when this rank has told what it saw of a broken generation, before it waits for the next one."""
         self._watch = _Watch(uid, self.client.again(), self._heard)
@@ -108,6 +118,8 @@ class Launched(Crew):
         """Leave the broken generation, say what was seen of it, and wait for the next one."""
         generation = self.plan.generation
         self._drop(report.reason)
+        if self._mistake is not None:
+            raise UsageError(self._mistake)
         if not self.client.has(Keys.broken(generation)):
             self.client.set(Keys.broken(generation), json.dumps({"uid": self.uid, "reason": report.reason}))
         self.client.set(Keys.report(generation, self.uid), report.to_json())
@@ -118,6 +130,62 @@ class Launched(Crew):
     def is_current(self) -> bool:
         """Whether there is no generation after this one yet."""
         return not self.client.has(Keys.plan(self.plan.generation + 1))
+
+    def note_step(self, epoch: int, point: int, step: int) -> None:
+        """Remember it for the thread that asks the store whether another rank is at a boundary instead."""
+        self._in_step = self.plan.generation, epoch, point, step
+
+    def meet(self, here: Boundary) -> None:
+        """Wait for all ranks, by the store and not in the group.
+
+        A rank that is in a step instead would take a collective of the group for one of its step: gloo then waits for
+        ever, ends the process, or adds up what does not belong together.
+        """
+        if self.world_size == 1:
+            return
+        self._check()
+        text, members = here.to_json(), self.plan.members
+        self.client.set_all({Keys.at_boundary(self.uid): text, Keys.boundary: text})
+        with self._waiting():
+            if here.rank:
+                self._await_at(Keys.boundary_met, here, members[0])
+                return
+            for uid in members[1:]:
+                other = self._await_at(Keys.at_boundary(uid), here, uid)
+                if other.kind is not here.kind:
+                    raise UsageError(f"job.batches: {here}, and {other}. {_EQUALLY}")
+            self.client.set(Keys.boundary_met, text)
+
+    def _await_at(self, key: str, here: Boundary, uid: int) -> Boundary:
+        """Wait until this key names the boundary; `GroupBroken` if the generation breaks, or this process ends."""
+        pause = _GLANCE_S / 100
+        longest = min(_GLANCE_S * 4, max(_GLANCE_S / 10, _GLANCE_S / 50 * self.world_size))  # all ranks ask one store
+        while True:
+            has_ended = self.client.has(Keys.ended(uid))  # before the look: what it told before its end counts
+            found = self.client.find(key)
+            if found is not None and (told := Boundary.from_json(found)).is_at(here):
+                return told
+            self._check()
+            if has_ended:
+                raise GroupBroken(f"rank {self.plan.rank_of(uid)} has ended its script")
+            if pause == longest and self.client.has(Keys.fatal):
+                raise GroupBroken("the job ends")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _look_for_boundary(self, client: StoreClient) -> None:
+        """Break this generation off if another rank waits at a boundary, where this one is in a step."""
+        if self._in_step is None:
+            return
+        generation, epoch, point, step = self._in_step
+        if generation != self.plan.generation or (found := client.find(Keys.boundary)) is None:
+            return
+        other = Boundary.from_json(found)
+        group = self._group
+        if (other.generation, other.point) == (generation, point) and self._mistake is None and group is not None:
+            where = f"rank {group.rank} is in step {step}, of epoch {epoch}"
+            self._mistake = f"job.batches: {where}, and {other}. {_EQUALLY}"
+            group.interrupt("another rank is not in this step")
 
     def leave_group(self) -> None:
         """Let go of the group: this process is about to be another one, of the same number."""
@@ -141,6 +209,7 @@ class Launched(Crew):
             try:
                 if client.find(Keys.change(generation)) is not None:
                     self._changing = generation
+                self._look_for_boundary(client)
             except Forged as error:
                 client.set(Keys.fatal, str(error))
 

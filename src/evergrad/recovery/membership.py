@@ -26,6 +26,7 @@ from typing import Any
 __all__ = [
     "LEFT_TOGETHER",
     "SCHEMA_VERSION",
+    "Boundary",
     "Fingerprint",
     "Keys",
     "Plan",
@@ -48,6 +49,35 @@ class Point(StrEnum):
     END = "end"
     JOIN = "join"
     """Not a point: everyone stopped before the next step, on purpose, to let others in or go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A rank at the beginning or the end of an epoch, where it waits for all others."""
+
+    generation: int
+    point: int
+    kind: Point
+    epoch: int
+    rank: int
+
+    def is_at(self, other: Boundary) -> bool:
+        """Whether two ranks have come to the same point of one generation, whatever each takes it for."""
+        return (self.generation, self.point) == (other.generation, other.point)
+
+    def __str__(self) -> str:
+        where = "begins" if self.kind is Point.BEGIN else "has come to the end of"
+        return f"rank {self.rank} {where} epoch {self.epoch}"
+
+    def to_json(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self) | {"schema_version": SCHEMA_VERSION})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Boundary:
+        """Back from text."""
+        fields = _fields(text)
+        return cls(**fields | {"kind": Point(fields["kind"])})
 
 
 class Verdict(StrEnum):
@@ -317,6 +347,21 @@ class Keys:
     """The first difference between ranks after a process joined; empty once a guard has healed it."""
     unverified = "unverified"
     """Why nobody can tell whether the job still is exactly what it would have been, if nobody can."""
+
+    boundary = "boundary"
+    """The last rank that has come to the beginning or the end of an epoch: a `Boundary`."""
+    boundary_met = "boundary-met"
+    """The last boundary to which all ranks have come, as the first rank saw it."""
+
+    @staticmethod
+    def at_boundary(uid: int) -> str:
+        """The last boundary to which this process has come."""
+        return f"at-boundary/{uid}"
+
+    @staticmethod
+    def ended(uid: int) -> str:
+        """This process has ended its script, with exit code 0."""
+        return f"ended/{uid}"
 
     @staticmethod
     def begun(uid: int) -> str:

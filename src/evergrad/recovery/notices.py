@@ -93,6 +93,10 @@ class Notices:
         """Ask everyone to stop before the next step: these wait to be let in."""
         self._store.set(Keys.change(plan.generation), json.dumps({"uids": list(waiting)}))
 
+    def note_end(self, uid: int) -> None:
+        """Tell those who wait for this process between two epochs that it has ended its script."""
+        self._store.set(Keys.ended(uid), "1")
+
     def call(self, uid: int, generation: int) -> None:
         """Call a spare into a generation."""
         self._store.set(Keys.called(uid), str(generation))

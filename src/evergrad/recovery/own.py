@@ -8,7 +8,8 @@ everyone's is held. It is one message of a few kilobytes, and the buffers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from torch import nn
 from evergrad.recovery.parcels import pack, unpack
 from evergrad.recovery.transport import Group, swap
 
-__all__ = ["Keeping", "Own", "Randomness"]
+__all__ = ["Draws", "Keeping", "Own", "Randomness"]
 
 _NUMPY = "MT19937"
 _WORDS = 624
+_MANY_KINDS = 64
+_TORCH_NEXT = 16
+"""Where torch's state on the CPU has its place among the words."""
 
 
 class Randomness:
@@ -54,6 +58,12 @@ class Randomness:
             and len(self.cuda) == len(other.cuda)
             and all(torch.equal(one, two) for one, two in zip(self.cuda, other.cuda, strict=True))
         )
+
+    def positions(self) -> list[int]:
+        """How many numbers each generator has given: of a Mersenne Twister modulo the length of its state."""
+        found = [int(self.torch[_TORCH_NEXT : _TORCH_NEXT + 8].view(torch.int64)) % _WORDS]
+        found += [int(self.numpy[2]) % _WORDS, int(self.python[1][-1]) % _WORDS]
+        return found + [int(state[-8:].view(torch.int64)) for state in self.cuda]
 
     def parts(self) -> list[torch.Tensor]:
         """As tensors of bytes, whose sizes never change."""
@@ -89,6 +99,7 @@ class Own:
         self._has_run = False
         """True if a module with buffers has run in training mode since the last `take`."""
         self._taken: tuple[torch.Tensor, Randomness] | None = None
+        self._seen: Randomness | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Notice when the buffers of a model may have changed: torch does not count all changes of them."""
@@ -103,14 +114,16 @@ class Own:
         """All of it as one tensor, if it is not what was taken then; else None."""
         is_last = self._taken is not None and self._taken[0] is taken and not self._has_run
         # Without looking at every buffer in every step.
-        if is_last and self._taken is not None and self._taken[1].equals(Randomness()):
+        self._seen = Randomness()
+        if is_last and self._taken is not None and self._taken[1].equals(self._seen):
             return None
         now = self.take()
         return None if torch.equal(now, taken) else now
 
     def take(self) -> torch.Tensor:
         """All of it as one tensor of bytes, on the CPU."""
-        self._has_run, random_ = False, Randomness()
+        self._has_run, self._seen = False, Randomness()
+        random_ = self._seen
         parts = random_.parts()
         parts += _together([_bytes(buffer) for buffer in self._buffers])
         if self.loader is not None:
@@ -118,6 +131,10 @@ class Own:
         taken = torch.cat(parts)
         self._taken = taken, random_
         return taken
+
+    def positions(self) -> list[int]:
+        """How many numbers the generators had given when this was last looked at."""
+        return (self._seen or Randomness()).positions()
 
     def put(self, taken: torch.Tensor) -> Any:
         """Make this process what another one was when it took this; the state of its loader, if it had one."""
@@ -132,6 +149,103 @@ class Own:
                 if buffer.numel():
                     buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
         return unpack(loader) if rest else None
+
+
+class Draws:
+    """How many random numbers this rank draws in each step, to find what is drawn on some ranks only.
+
+    An evaluation on rank 0 alone is such a thing. A spare that takes rank 0's place does it if the script asks
+    `job.rank`, and not if it has kept a rank from its beginning. Numbers are told modulo the length of a generator's
+    state, so this finds no difference of that many; and none where ranks draw differently in every step.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[int] | None = None
+        self._last: tuple[int, list[int]] | None = None
+        """The epoch and the positions of the generators before the last step."""
+        self._kinds: dict[tuple[int, ...], _Kind] = {}
+        """Of steps, by how many numbers they draw."""
+        self._num_steps = self._num_epochs = 0
+        self._between = 0
+        """How often anything was drawn between two epochs."""
+        self._inherited = 0
+        self._lost: Mapping[str, Any] = {}
+        """What the lost rank had posted last whose place this process has."""
+        self._then: dict[int, list[int]] = {}
+        """What old members had drawn then that had drawn something else, and not more often."""
+
+    def note(self, epoch: int, positions: list[int]) -> dict[str, Any]:
+        """Note the positions of the generators before a step of this epoch; what is posted of them."""
+        self._first = self._first or positions
+        if self._last is not None:
+            last_epoch, last = self._last
+            drawn = tuple(_difference(positions, last))
+            if epoch != last_epoch:
+                self._num_epochs, self._between = self._num_epochs + 1, self._between + any(drawn)
+            else:
+                self._num_steps += 1
+                if len(self._kinds) < _MANY_KINDS:
+                    self._kinds.setdefault(drawn, _Kind()).note(self._num_steps)
+        self._last = epoch, positions
+        unusual = sorted(self._kinds.values(), key=lambda kind: kind.count)[:-1]
+        next_one = min((kind.last + kind.gap if kind.gap else 0 for kind in unusual), default=None)
+        return {
+            "first": self._first,
+            "drawn": _difference(positions, self._first),
+            "unusual": self._inherited + self._between + sum(kind.count for kind in unusual),
+            "between": self._between > 0,
+            "due_in": None if next_one is None else max(0, next_one - self._num_steps),
+        }
+
+    def inherit(self, lost: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
+        """This process takes a lost one's place; compare what that one and the old members have posted."""
+        if "drawn" not in lost:
+            return
+        self._first, self._inherited, self._lost = lost["first"], lost["unusual"], lost
+        self._then = {
+            uid: other["drawn"]
+            for uid, other in others.items()
+            if other["point"] == lost["point"]
+            and other["drawn"] != lost["drawn"]
+            and other["unusual"] <= lost["unusual"]
+        }
+
+    def is_like_others(self, mine: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether this process has since drawn as many as an old member that differed from the lost rank before.
+
+        Not if the lost rank would not have drawn anything unusual either.
+        """
+        if not self._then or "drawn" not in mine:
+            return False
+        due_in = self._lost["due_in"]
+        is_due = due_in is not None and self._num_steps >= due_in
+        if not is_due and not (self._lost["between"] and self._num_epochs):
+            return False
+        since = _difference(mine["drawn"], self._lost["drawn"])
+        return any(
+            _difference(others[uid]["drawn"], then) == since
+            for uid, then in self._then.items()
+            if uid in others and others[uid]["point"] == mine["point"]
+        )
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Steps that draw equally many random numbers."""
+
+    count: int = 0
+    last: int = 0
+    gap: int = 0
+    """The fewest steps from one to the next; 0: not known."""
+
+    def note(self, number: int) -> None:
+        if self.count:
+            self.gap = min(self.gap or number, number - self.last)
+        self.count, self.last = self.count + 1, number
+
+
+def _difference(one: list[int], other: list[int]) -> list[int]:
+    return [(a - b) % _WORDS for a, b in zip(one, other, strict=False)]
 
 
 class Keeping:

@@ -214,7 +214,7 @@ class Passage:
             guarding.read(self.engine.gradients.reduced, self.trained.scale)
             if guarding.must_stop:
                 raise UsageError(f"job.guard: {guarding.must_stop}, twice: the job stops, as it was told to")
-        is_passed = self.engine.pass_point(Point.STEP)
+        is_passed = self.engine.pass_point(Point.STEP, len(self.window))
         if not is_passed:
             assert guarding is not None, "nobody else is suspicious"
             guarding.suspected()
@@ -232,6 +232,7 @@ class Passage:
             engine.begin_step()
             try:
                 self._settle_in()
+                self._meet(Point.BEGIN)
                 course.share_order(crew.group(), engine.root)
                 engine.pass_point(Point.BEGIN)
                 course.is_begun = True
@@ -243,6 +244,12 @@ class Passage:
                 course.is_begun = True
             else:
                 course.share_again()
+
+    def _meet(self, kind: Point) -> None:
+        try:
+            self.engine.meet(kind)
+        except UsageError as error:
+            self.stop(error)
 
     def _note_missing_ranks(self) -> None:
         """Say that some ranks have finished, if the present generation is what they left of the job, and goes on."""
@@ -266,6 +273,7 @@ class Passage:
         why: str | None = None
         engine.begin_step()
         try:
+            self._meet(Point.END)
             if engine.gradients is not None:  # whoever is past this point has them
                 engine.gradients.share_buffers(engine.crew.group())
             engine.pass_point(Point.END)
@@ -487,7 +495,10 @@ class Passage:
         with nullcontext() if planned else self.arrival.departure.suspended():
             if self.engine.leaving and not planned:
                 self._leave("it was asked to, and its generation has broken", code=_ASKED)
-            verdict = self.engine.recover(kind, why, planned=planned, back_to=back_to)
+            try:
+                verdict = self.engine.recover(kind, why, planned=planned, back_to=back_to)
+            except UsageError as error:
+                self.stop(error)
         if self.engine.crew.plan.relaunch and verdict is not Verdict.LEAVE:
             self.arrival.begin_again("too few ranks were left")
         return verdict

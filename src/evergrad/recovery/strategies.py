@@ -34,6 +34,8 @@ class Stop:
     """What happened: expected and found."""
     advice: str
     """What a person can do."""
+    is_mistake: bool = False
+    """True if the script is wrong, so that no restart helps."""
 
 
 def decide(
@@ -65,6 +67,8 @@ def decide(
 
     # Of those without the job's state nothing can be learnt, and nothing be had.
     able = {uid: report for uid, report in present.items() if report.has_state}
+    if mixed := _mixed(able):
+        return mixed
     staying = {uid: report for uid, report in able.items() if not report.leaves}
     is_planned = not gone and all(report.planned for report in present.values())
     way = _way(plan, present, able, strategy, is_planned=is_planned)
@@ -250,6 +254,22 @@ def _may_be_passed(report: Report) -> bool:
     if report.kind is Point.STEP:
         return report.has_state and len(set(report.done)) == report.buckets
     return report.has_state and report.kind is Point.END
+
+
+def _mixed(able: Mapping[int, Report]) -> Stop | None:
+    """Return why the job cannot go on if ranks take the furthest point for one of different kinds."""
+    furthest = max((report.point for report in able.values()), default=0)
+    at = {report.kind: report.rank for report in able.values() if report.point == furthest}
+    kinds = sorted(at.keys() - {Point.JOIN})
+    if len(kinds) < 2:
+        return None
+    words = {Point.BEGIN: "begins an epoch", Point.STEP: "is in a step", Point.END: "has come to the end of an epoch"}
+    return Stop(
+        "ranks have not taken equally many batches: "
+        + ", and ".join(f"rank {at[kind]} {words[kind]}" for kind in kinds),
+        "Decide by what all ranks have alike, such as job.batch_index, where an epoch is left or a batch is skipped.",
+        is_mistake=True,
+    )
 
 
 def _kind(there: Sequence[Report], furthest: int) -> Point:

@@ -24,6 +24,7 @@ import functools
 import gc
 import hashlib
 import inspect
+import os
 import random
 import sys
 import sysconfig
@@ -45,7 +46,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from evergrad.recovery.course import OPENING
 from evergrad.recovery.snapshots import is_scaler
 
-__all__ = ["Untracked", "find_generators", "find_schedulers", "hyper_parameters_digest", "sets_hyper_parameters"]
+__all__ = [
+    "Untracked",
+    "find_generators",
+    "find_schedulers",
+    "hyper_parameters_digest",
+    "parts_of",
+    "sets_hyper_parameters",
+]
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MANY_OBJECTS = 40_000
@@ -56,7 +64,12 @@ _HYPER_PARAMETERS = frozenset(["lr", "weight_decay", "momentum", "betas", "eps",
 _LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None), Path, LRScheduler, Optimizer)
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_modules"}
 """Attributes that every module has: tensors and hooks."""
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = tuple(
+    {sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(library.__file__).parents[1]) + os.sep for library in (torch, np) if library.__file__}
+)
+_OF_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""Parts of paths: of the user's own packages, of another environment that is on the path, of Debian."""
 
 
 @dataclass(slots=True)
@@ -258,7 +271,7 @@ def _may_give_hyper_parameters(tracked: Any) -> bool:
 def find_schedulers(optimizers: Sequence[Optimizer], tracked: Mapping[str, Any]) -> list[Any]:
     """All schedulers of these optimizers in this process that are neither tracked nor parts of tracked ones."""
     wanted = {id(optimizer.param_groups) for optimizer in optimizers}
-    known = {id(part) for thing in tracked.values() for part in _parts(thing)}
+    known = {id(part) for thing in tracked.values() for part in parts_of(thing)}
     kinds: dict[type, bool] = {}
     found = []
     for thing in gc.get_objects():
@@ -336,7 +349,7 @@ def find_generators(
     ]
     for loader in loaders:
         ours += [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
-    known = {id(one) for one in ours} | {id(part) for thing in tracked.values() for part in _parts(thing)}
+    known = {id(one) for one in ours} | {id(part) for thing in tracked.values() for part in parts_of(thing)}
     left: deque[tuple[str, Any]] = deque()
     for loader in loaders:
         left.append(("dataset", getattr(loader, "dataset", None)))
@@ -437,7 +450,11 @@ def _is_of_script(thing: Any) -> bool:
     package = name.partition(".")[0]
     files = [getattr(sys.modules.get(each), "__dict__", {}).get("__file__") for each in (package, name)]
     file = next(filter(None, files), None)  # a folder without __init__.py is a package without a path
-    return package != "evergrad" and isinstance(file, str) and not file.startswith(_LIBRARIES)
+    return package != "evergrad" and isinstance(file, str) and not _is_of_library(file)
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(part in file for part in _OF_LIBRARIES)
 
 
 def _namespaces() -> Iterator[Mapping[str, Any]]:
@@ -457,7 +474,7 @@ def _frames() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def _parts(thing: Any) -> list[Any]:
+def parts_of(thing: Any) -> list[Any]:
     """A tracked thing, and the objects that it consists of."""
     inner = list(getattr(thing, "__dict__", {}).values())
     lists = [one for value in inner if isinstance(value, list | tuple) for one in value]

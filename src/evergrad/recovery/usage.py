@@ -7,6 +7,7 @@
 | calls `job.wrap` on some ranks only | `job.wrap`, or the first batch of the others |
 | calls `job.step` without `job.wrap`, or trains parameters that are not the wrapped model's | its first `job.step` |
 | calls `job.step` without a backward pass since the last one | that `job.step` |
+| scales the loss by a gradient scaler that `job.track` was not given | the first `job.step` |
 | loops again over the batches of one call of `job.batches` | the second loop |
 | gives `job.step` optimizers that have none of the wrapped model's parameters | the first `job.step` of an epoch |
 | runs backward through the wrapped model outside of `job.batches` | that backward |
@@ -21,6 +22,7 @@ the job too. So is a script that calls no optimizer: it evaluates.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +32,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -37,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.errors import UsageError
 from evergrad.recovery.snapshots import is_scaler
+from evergrad.recovery.untracked import parts_of
 from evergrad.wording import counted, listed, meant, shown
 
 __all__ = [
@@ -48,9 +52,11 @@ __all__ = [
     "refuse_options",
     "refuse_parameters",
     "refuse_strangers",
+    "refuse_untracked_scaler",
     "refuse_without_gradients",
     "refusing_wrong_arguments",
     "unreduced",
+    "used_scalers",
 ]
 
 _P = ParamSpec("_P")
@@ -288,6 +294,31 @@ def refuse_strangers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         "leave the wrapped model as it is. Build the optimizer from the wrapped model: model = job.wrap(model); "
         f"optimizer = {type(optimizers[0]).__qualname__}(model.parameters(), …)"
     )
+
+
+def used_scalers() -> list[GradScaler]:
+    """The gradient scalers of this process that have scaled a loss."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), GradScaler)]
+    return [scaler for scaler in found if scaler.is_enabled() and scaler._scale is not None]
+
+
+def refuse_untracked_scaler(
+    optimizers: Sequence[Optimizer], tracked: Mapping[str, Any], earlier: Sequence[GradScaler]
+) -> None:
+    """`UsageError` if a gradient scaler has scaled a loss, and nobody divides the gradients by its scale again.
+
+    Those that had been used `earlier`, before the model was wrapped, are of another training.
+    """
+    known = {id(part) for thing in tracked.values() for part in parts_of(thing)} | {id(one) for one in earlier}
+    for thing in used_scalers():
+        states = thing._per_optimizer_states
+        has_unscaled = any(id(one) in states and states[id(one)]["stage"] is OptState.UNSCALED for one in optimizers)
+        if id(thing) not in known and not has_unscaled:
+            raise UsageError(
+                f"job.step: a {type(thing).__qualname__} has scaled a loss, and is not tracked, so the step would be "
+                "made with scaled gradients. Call job.track(scaler=scaler) before the loop: job.step then calls the "
+                "scaler's step and update"
+            )
 
 
 def refuse_parameters(optimizers: Sequence[Optimizer], reduced: Iterable[torch.Tensor]) -> None:

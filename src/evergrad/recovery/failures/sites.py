@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from evergrad.recovery.crew import Crew
@@ -73,14 +74,21 @@ class Sites:
             if self._acts.pace.is_over:
                 self._acts.pace = None
 
-    def watch(self, module: nn.Module, site: Callable[[Phase], None]) -> None:
-        """Reach the sites of a forward pass, and the one before a backward pass that reduces gradients."""
+    def watch(self, module: nn.Module, site: Callable[[Phase], None], is_in_step: Callable[[], bool]) -> None:
+        """Reach the sites of a forward pass, and the one before a backward pass that reduces gradients.
+
+        A pass without gradients, and one outside of a step, is an evaluation.
+        """
         if self._trigger is None:
             return
         syncs: Any = module
-        module.register_forward_pre_hook(lambda *_: site(Phase.FORWARD) if module.training else None)
+
+        def trains() -> bool:
+            return module.training and torch.is_grad_enabled() and is_in_step()
+
+        module.register_forward_pre_hook(lambda *_: site(Phase.FORWARD) if trains() else None)
         module.register_forward_hook(
-            lambda *_: site(Phase.BACKWARD) if module.training and syncs.require_backward_grad_sync else None
+            lambda *_: site(Phase.BACKWARD) if trains() and syncs.require_backward_grad_sync else None
         )
 
     def _node_of(self, crew: Launched, uid: int) -> str:

@@ -25,11 +25,12 @@ from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.wording import counted
 
-__all__ = ["NO_FINGERPRINT", "Summary", "make_folder", "merge_timelines", "write_record"]
+__all__ = ["NOTHING_TO_COMPARE", "NO_FINGERPRINT", "Summary", "make_folder", "merge_timelines", "write_record"]
 
 _SCHEMA_VERSION = 1
 NO_FINGERPRINT = "left no fingerprint"
 """The end of the line about ranks that could not be compared."""
+NOTHING_TO_COMPARE = "job.wrap was given no model, so nothing of the ranks was compared"
 _NAMED_SPARES = 3
 
 
@@ -76,7 +77,7 @@ class Summary:
         why = "" if self.outcome == "finished" else f": {self.message.rstrip('.')}"
         how = f"; not as without failures: {self.inexact}" if self.inexact and self.outcome != "diverged" else ""
         # A script that trains nothing leaves no fingerprints, and is not worth a word unless somebody was lost.
-        is_doubtful = self.generations > 1 or not self.unverified.endswith(NO_FINGERPRINT)
+        is_doubtful = self.generations > 1 or not self.unverified.endswith((NO_FINGERPRINT, NOTHING_TO_COMPARE))
         if self.exact is None and self.outcome == "finished" and is_doubtful:
             how = f"; not verified to be as without failures: {self.unverified}"
         more = len(self.ended_spares) - _NAMED_SPARES
