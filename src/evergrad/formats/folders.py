@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat, said
-from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
+from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe, blocks, digest, read_blocks
 from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size, open_file
+from evergrad.formats.shards import merge
 from evergrad.formats.signatures import signature_of
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
@@ -47,6 +48,7 @@ class CompositeCheckpoint(Checkpoint):
         others: Mapping[str, str] | None = None,
         metadata: Mapping[str, str] | None = None,
         other_names: Mapping[str, tuple[Checkpoint, str]] | None = None,
+        unindexed: Sequence[str] = (),
     ) -> None:
         self.format = format
         self.path = path
@@ -59,6 +61,7 @@ class CompositeCheckpoint(Checkpoint):
         self._parts = parts
         self._names = names
         self._other_names = other_names or {}
+        self.unindexed = unindexed
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         part, inner = self._names[name]
@@ -103,7 +106,11 @@ class CompositeCheckpoint(Checkpoint):
         """As the part that holds it says; of a file that is no part, over all of its bytes."""
         if name in self._other_names:
             part, inner = self._other_names[name]
-            return part.fingerprint(inner)
+            if inner in part.others or inner not in part.tensors:
+                return part.fingerprint(inner)
+            info = part.tensors[inner]
+            bits = (part.read_bits(inner, start, stop).tobytes() for start, stop in blocks(info))
+            return digest((info.shape, info.dtype.value), bits)
         if name not in self.others or "/" in name or not self.path.is_dir() or not (self.path / name).is_file():
             return None
         file = DataFile(self.path / name)
@@ -117,7 +124,10 @@ class CompositeCheckpoint(Checkpoint):
         if name not in self._other_names:
             return Check.UNKNOWN
         part, inner = self._other_names[name]
-        return part.check_other(inner)
+        if inner in part.others or inner not in part.tensors:
+            return part.check_other(inner)
+        # A checksum alone does not make a tensor sound whose values nobody looks at.
+        return Check.FAILED if part.checksum(inner) is Check.FAILED else Check.UNKNOWN
 
     def container_checks(self) -> Mapping[str, Check]:
         """Those of every part, behind its file name."""
@@ -152,38 +162,26 @@ class Sharded(Format):
         indices = _indices(path)
         return self.open_index(indices[0]) if indices else self._open_file(_tensor_files(path)[0])
 
-    def open_index(self, index: Path) -> Checkpoint:
-        """The logical tensors that an index names."""
+    def open_index(self, index: Path) -> CompositeCheckpoint:
+        """The logical tensors that an index names, and what else its shards hold."""
         weight_map = _read_index(index)
         parts: dict[str, Checkpoint] = {}
         try:
-            names: dict[str, tuple[Checkpoint, str]] = {}
-            for name, file in weight_map.items():
+            for file in weight_map.values():
                 if file not in parts:
                     parts[file] = self._open_file(_beside(index, file))
-                # A torch shard escapes what a path may not hold; a safetensors shard lists names as they are.
-                inner = name if name in parts[file].tensors else escape(name)
-                if inner not in parts[file].tensors:
-                    raise DamagedFile(index, f"names tensor {name!r} in {file!r}, which does not hold it")
-                names[inner] = (parts[file], inner)
-            other_names = {name: (part, name) for part in parts.values() for name in part.others}
-            others = {name: part.others[inner] for name, (part, inner) in other_names.items()}
-            for part in parts.values():  # values besides tensors, which no index names and hardly any shard holds
-                for name, what in part.skeleton.described_values().items():
-                    other_names.setdefault(name, (part, name))
-                    others.setdefault(name, what)
-            skeleton = _merged([part.skeleton for part in parts.values()], names)
+            merged = merge(index, parts, weight_map)
             kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
-            notes = {key: text for part in parts.values() for key, text in part.metadata.items()}
             return CompositeCheckpoint(
                 kind,
                 index,
                 list(parts.values()),
-                names,
-                skeleton=skeleton,
-                others=others,
-                metadata=notes,
-                other_names=other_names,
+                merged.names,
+                skeleton=merged.skeleton,
+                others=merged.others,
+                metadata={key: text for part in parts.values() for key, text in part.metadata.items()},
+                other_names=merged.other_names,
+                unindexed=merged.unindexed,
             )
         except BaseException:
             close_all(parts.values())
@@ -262,20 +260,15 @@ def by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], others: d
         sizes.extend(below.sharing.sizes)
     skeleton = Skeleton({"dict": roots}, Sharing(tuple(sizes), views))
     return CompositeCheckpoint(
-        format, path, list(opened.values()), names, skeleton=skeleton, others=others, other_names=other_names
+        format,
+        path,
+        list(opened.values()),
+        names,
+        skeleton=skeleton,
+        others=others,
+        other_names=other_names,
+        unindexed=[f"{escape(file)}/{name}" for file, part in sorted(opened.items()) for name in part.unindexed],
     )
-
-
-def _merged(skeletons: list[Skeleton], names: Mapping[str, Any]) -> Skeleton:
-    """Shards hold names only; sharing within one of them is kept."""
-    sizes: list[int] = []
-    views: dict[str, View] = {}
-    for skeleton in skeletons:
-        for name, view in skeleton.sharing.views.items():
-            if name in names:
-                views[name] = View(view.storage + len(sizes), view.offset, view.stride)
-        sizes.extend(skeleton.sharing.sizes)
-    return Skeleton(Skeleton.of_names(names).root, Sharing(tuple(sizes) if views else (), views))
 
 
 def _renamed(name: str, info: TensorInfo, chains: dict[int, dict[str, Neighbour]]) -> TensorInfo:
