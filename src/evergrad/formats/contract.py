@@ -55,6 +55,12 @@ class OtherTensor(str):
     __slots__ = ()
 
 
+class AttributesWithTensors(TensorAttributes, OtherTensor):
+    """Attributes that were set on a tensor and hold tensors, which nothing lists."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Probe:
     """What recognising looks at: the first bytes of a file, or the names in a folder."""
