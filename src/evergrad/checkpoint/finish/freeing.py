@@ -24,6 +24,11 @@ class Freeing:
         with self._desk.lock:
             self._ended[files.rank, files.index] = ticket
 
+    def resume(self, files: ArenaFiles) -> None:
+        """The arena is read again."""
+        with self._desk.lock:
+            self._ended.pop((files.rank, files.index), None)
+
     def has_ended(self, files: ArenaFiles, ticket: Ticket) -> bool:
         """Whether that was said of what is in it now."""
         ended = self._ended.get((files.rank, files.index))
