@@ -20,6 +20,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint import storage
+from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.cli import main
 from evergrad.errors import RestoreError, TierError, UsageError
@@ -378,6 +379,65 @@ def test_a_version_in_memory_alone_that_is_lost_is_an_error_not_a_new_start(
         with pytest.raises(RestoreError, match=r"step 1 \(attempt 1\) was .*is not what was captured.*Nothing was"):
             ck.restore(live)
         assert holds(live, 0)
+
+
+@pytest.mark.parametrize("how", ["gone", "emptied", "random"])
+@pytest.mark.parametrize("agent", [True, False])
+def test_arenas_without_tickets_and_manifests_are_an_error_not_a_new_start(
+    how: str, agent: bool, tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers, run = saved(tmp_path, "memory", 1, 2), str(tmp_path / "run")
+    for arena in list(shm.rglob("rank-*.safetensors")):
+        for path in (arena.with_suffix(".ticket"), arena.with_suffix(".json")):
+            if how == "gone":
+                path.unlink()
+            else:
+                path.write_bytes(b"" if how == "emptied" else os.urandom(300))
+    capsys.readouterr()
+    for _ in range(2):
+        assert main(["checkpoints", "ls", run, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["versions"]
+        assert [(row["step"], row["state"], bool(row["digest"])) for row in rows] == [
+            (2, "damaged", True),
+            (1, "damaged", True),
+        ]
+        assert ".ticket: is " in rows[0]["damaged"]
+        assert main(["checkpoints", "ls", run]) == 0
+        assert "retired" not in capsys.readouterr().out
+        assert main(["checkpoints", "verify", run, "2"]) == 1
+        assert main(["checkpoints", "show", run, "2"]) == 0
+        assert main(["checkpoints", "report", run, "--out", str(tmp_path / "page.html")]) == 0
+        with eg.Checkpointer(run, tiers=tiers, agent=agent, linger_s=0.3) as ck:
+            live = state(0)
+            with pytest.raises(RestoreError, match=r"step 2 \(attempt 1\) .*\.ticket: is .*Nothing was") as caught:
+                ck.restore(live)
+            assert "\n" not in str(caught.value)
+            assert holds(live, 0)
+        until(lambda: not agents_of(shm))  # and what it leaves is still an error
+        capsys.readouterr()
+
+
+def test_arenas_that_were_removed_are_a_new_start(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a reboot: of what was in memory alone nothing is left."""
+    tiers = saved(tmp_path, "memory", 1, 2)
+    for entry in shm.iterdir():
+        shutil.rmtree(entry)
+    for reserve in (None, state(0)):
+        with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False, reserve=reserve) as ck:
+            assert ck.restore(state(0)) is None
+    assert main(["checkpoints", "ls", str(tmp_path / "run")]) == 0
+    assert "0 versions, and 2 retired" in capsys.readouterr().out
+
+
+def test_a_rest_in_memory_hides_no_version_on_a_disk(tmp_path: Path, shm: Path) -> None:
+    tiers = saved(tmp_path, "memory+local", 1, 2)
+    for path in (*shm.rglob("*.ticket"), *shm.rglob("rank-*.json")):
+        path.unlink()
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        assert ck.restore(state(0)) == 2
+    assert [entry.state for entry in Catalogue(tmp_path / "run").entries()] == ["restorable"] * 2
 
 
 def test_a_first_version_that_was_never_complete_is_a_new_start(tmp_path: Path, shm: Path) -> None:
