@@ -316,6 +316,61 @@ def restore_unverified(me: Rank) -> None:
         distributed.barrier()
 
 
+def save_what_is_refused(me: Rank) -> None:
+    """Step 10 is committed; of step 20 the storage refuses the shard of the last rank."""
+    me.join()
+    shared = me.folder / "shared"
+    with me.checkpointer(tiers=[eg.Persistent(str(shared))]) as ck:
+        ck.save(10, me.state(10)).wait(timeout=60)
+        if me.rank == 0:
+            (shared / "v0000000020-01" / f".rank-{me.world_size - 1:05d}.safetensors.partial").mkdir(parents=True)
+        distributed.barrier()
+        assert ck.save(20, me.state(20)).exception(timeout=60) is not None
+        distributed.barrier()
+
+
+def refuse_to_go_back(me: Rank) -> None:
+    """No rank goes back by itself, all can when asked to, and all have step 20 when the storage works again."""
+    me.join()
+    shared = me.folder / "shared"
+    with me.checkpointer(tiers=[eg.Persistent(str(shared))]) as ck:
+        live = me.state(0)
+        try:
+            ck.restore(live)
+        except RestoreError as error:
+            assert str(error).startswith("step 20 (attempt 1) was captured by every rank"), error
+            assert str(error).endswith("restore(version=10)."), error
+        else:
+            raise AssertionError("an older version was restored")
+        assert me.holds(live, 0)
+        assert ck.restore(live, version=10) == 10
+        if me.rank == 0:
+            next((shared / "v0000000020-01").glob(".rank-*.partial")).rmdir()
+        distributed.barrier()
+        assert ck.restore(live) == 20
+        assert me.holds(live, 20)
+
+
+def tear_what_is_refused(me: Rank) -> None:
+    """Step 10 is committed; step 20 is captured by rank 0 alone, and the storage refuses it."""
+    me.join()
+    shared = me.folder / "shared"
+    with me.checkpointer(tiers=[eg.Persistent(str(shared))]) as ck:
+        ck.save(10, me.state(10)).wait(timeout=60)
+        if me.rank == 0:
+            (shared / "v0000000020-01").write_bytes(b"in the way")
+            assert ck.save(20, me.state(20)).exception(timeout=60) is not None
+        distributed.barrier()
+
+
+def go_back_from_torn(me: Rank) -> None:
+    me.join()
+    with me.checkpointer(tiers=[eg.Persistent(str(me.folder / "shared"))]) as ck:
+        live = me.state(0)
+        assert ck.restore(live) == 10
+        assert me.holds(live, 10)
+
+
 SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "restore": [save_three, restore_30],
     "late group": [construct_before_the_group],
@@ -330,6 +385,8 @@ SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "new group": [new_group],
     "captured": [capture_and_die, restore_what_was_captured],
     "digests of one": [save_in_memory, lose_the_digests_of_one, restore_unverified],
+    "refused": [save_what_is_refused, refuse_to_go_back],
+    "refused and torn": [tear_what_is_refused, go_back_from_torn],
     "lost disk": [save_three, lose_a_disk, refuse_to_start_anew],
 }
 

@@ -409,8 +409,18 @@ def test_trying_again_ends_with_patience() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [PermissionError(13, "no"), OSError(28, "full"), OSError(30, "read-only"), ValueError("ours")]
-)
+    "error",
+    [
+        ValueError("ours"),
+        *(
+            OSError(number, os.strerror(number))
+            for number in (
+                errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOTDIR, errno.EPERM,
+                errno.EROFS,
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_what_cannot_pass_is_not_tried_again(error: Exception) -> None:
     tried = []
 

@@ -3,12 +3,14 @@ with the digests that were taken when it was captured."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint import storage
+from evergrad.checkpoint.catalogue.records import Catalogue
+from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.cli import main
-from evergrad.errors import RestoreError, TierError
+from evergrad.errors import RestoreError, TierError, UsageError
 from living_agents import agents_of
 from programs import run_python
 
@@ -118,6 +123,131 @@ def test_a_version_that_only_lacks_its_commit_is_committed_before_one_is_chosen(
         assert ck.restore(live) == 2
         assert holds(live, 2)
     assert commit.read_bytes() == before
+
+
+# --- storage that refuses -------------------------------------------------------------------------------------------
+
+
+def refused(
+    folder: Path, tiers: list[Any], place: str, *, before: tuple[int, ...], steps: tuple[int, ...]
+) -> list[Path]:
+    """Save some steps, then some that the storage refuses, because a file is where their folders should be."""
+    obstacles = []
+    with eg.Checkpointer(folder / "run", tiers=tiers, agent=False) as ck:
+        for step in before:
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+        for step in steps:
+            home = (folder / place) if place == "shared" else next((folder / place).glob("*/*"))
+            home.mkdir(exist_ok=True)
+            obstacles.append(home / eg.Version(step, 1).name)
+            obstacles[-1].write_bytes(b"in the way")
+            with warnings.catch_warnings():  # of the one before
+                warnings.simplefilter("ignore", CheckpointWarning)
+                assert ck.save(step, state(step)).exception(timeout=SECONDS) is not None
+    return obstacles
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("place", ["shared", "disk"])
+def test_a_captured_version_that_the_storage_refuses_is_an_error_and_is_tried_again(
+    place: str, agent: bool, tmp_path: Path, shm: Path
+) -> None:
+    tiers: list[Any] = [eg.Persistent(str(tmp_path / "shared")) if place == "shared" else eg.Local(tmp_path / "disk")]
+    (obstacle,) = refused(tmp_path, tiers, place, before=(1,), steps=(2,))
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
+        live = state(0)
+        for _ in range(2):
+            with pytest.raises(RestoreError) as caught:
+                ck.restore(live)
+            assert str(caught.value).startswith("step 2 (attempt 1) was captured by every rank, and cannot be finished")
+            assert "ot a directory" in str(caught.value)
+            assert str(caught.value).endswith("or go back to step 1 (attempt 1) by restore(version=1).")
+            assert "\n" not in str(caught.value)
+        with pytest.raises(RestoreError, match="cannot be finished"):
+            ck.restore(live, version="latest")
+        with pytest.raises(RestoreError, match="cannot be finished"):
+            ck.restore(live, version=2)
+        assert holds(live, 0), "something was loaded"
+        assert ck.restore(live, version=1) == 1
+        assert holds(live, 1)
+        obstacle.unlink()
+        assert ck.restore(live) == 2
+        assert holds(live, 2)
+        assert ck.restored is not None
+        assert not ck.restored.unverified
+        ck.save(3, state(3)).wait(timeout=SECONDS)
+        assert ck.restore(live) == 3
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_first_version_that_the_storage_refuses_is_no_new_start(agent: bool, tmp_path: Path, shm: Path) -> None:
+    tiers = [eg.Persistent(str(tmp_path / "shared"))]
+    (obstacle,) = refused(tmp_path, tiers, "shared", before=(), steps=(2,))
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
+        live = state(0)
+        with pytest.raises(RestoreError, match=r"step 2 \(attempt 1\) was captured.*To start anew, choose another run"):
+            ck.restore(live)
+        ck.save(1, state(1)).wait(timeout=SECONDS)  # a new attempt: its first save leaves the only copy alone
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
+        assert ck.restore(live) == 1, "what was saved since is newer"
+        obstacle.unlink()
+        with pytest.raises(UsageError, match="there is no version 2"):  # overtaken: it is not finished any more
+            ck.restore(live, version=2)
+
+
+def test_of_several_that_the_storage_refuses_the_newest_is_named(tmp_path: Path, shm: Path) -> None:
+    tiers = [eg.Persistent(str(tmp_path / "shared"))]
+    obstacles = refused(tmp_path, tiers, "shared", before=(1,), steps=(2, 3))
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        live = state(0)
+        with pytest.raises(RestoreError, match=r"^step 3 \(attempt 1\) was captured"):
+            ck.restore(live)
+        obstacles[0].unlink()
+        with pytest.raises(RestoreError, match=r"step 3 .*restore\(version=2\)"):  # it was finished meanwhile
+            ck.restore(live)
+        assert ck.restore(live, version=2) == 2
+        obstacles[1].unlink()
+        assert ck.restore(live) == 3
+
+
+def test_a_version_whose_record_cannot_be_written_is_an_error(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = [eg.Persistent(str(tmp_path / "shared"))]
+    publish = storage.publish
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "COMMIT.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        publish(path, data)
+
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        ck.save(1, state(1)).wait(timeout=SECONDS)
+        monkeypatch.setattr(storage, "publish", full)
+        assert ck.save(2, state(2)).exception(timeout=SECONDS) is not None
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        live = state(0)
+        with pytest.raises(RestoreError, match=r"step 2 .*not committed.*restore\(version=1\)"):
+            ck.restore(live)
+        monkeypatch.setattr(storage, "publish", publish)
+        assert ck.restore(live) == 2
+
+
+def test_a_nearer_tier_makes_up_for_storage_that_refuses(tmp_path: Path, shm: Path) -> None:
+    tiers = [eg.Memory(), eg.Persistent(str(tmp_path / "shared"))]
+    refused(tmp_path, tiers, "shared", before=(1,), steps=(2,))
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        assert ck.restore(state(0)) == 2
+        assert ck.restored is not None
+        assert ck.restored.tier == "memory"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("scenario", ["refused", "refused and torn"])
+def test_ranks_agree_on_a_version_that_the_storage_refuses(scenario: str, nodes: int, tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    done = run_python(RANKED, scenario, 2, nodes, tmp_path, output=log)
+    assert done.returncode == 0, log.read_text()
 
 
 # --- digests that are gone ------------------------------------------------------------------------------------------
@@ -246,9 +376,68 @@ def test_a_version_in_memory_alone_that_is_lost_is_an_error_not_a_new_start(
     arena.with_suffix(".json").unlink()
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
         live = state(0)
-        with pytest.raises(RestoreError, match=r"step 1 \(attempt 1\) .*no manifest of this capture.*Nothing was"):
+        with pytest.raises(RestoreError, match=r"step 1 \(attempt 1\) was .*is not what was captured.*Nothing was"):
             ck.restore(live)
         assert holds(live, 0)
+
+
+@pytest.mark.parametrize("how", ["gone", "emptied", "random"])
+@pytest.mark.parametrize("agent", [True, False])
+def test_arenas_without_tickets_and_manifests_are_an_error_not_a_new_start(
+    how: str, agent: bool, tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers, run = saved(tmp_path, "memory", 1, 2), str(tmp_path / "run")
+    for arena in list(shm.rglob("rank-*.safetensors")):
+        for path in (arena.with_suffix(".ticket"), arena.with_suffix(".json")):
+            if how == "gone":
+                path.unlink()
+            else:
+                path.write_bytes(b"" if how == "emptied" else os.urandom(300))
+    capsys.readouterr()
+    for _ in range(2):
+        assert main(["checkpoints", "ls", run, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["versions"]
+        assert [(row["step"], row["state"], bool(row["digest"])) for row in rows] == [
+            (2, "damaged", True),
+            (1, "damaged", True),
+        ]
+        assert ".ticket: is " in rows[0]["damaged"]
+        assert main(["checkpoints", "ls", run]) == 0
+        assert "retired" not in capsys.readouterr().out
+        assert main(["checkpoints", "verify", run, "2"]) == 1
+        assert main(["checkpoints", "show", run, "2"]) == 0
+        assert main(["checkpoints", "report", run, "--out", str(tmp_path / "page.html")]) == 0
+        with eg.Checkpointer(run, tiers=tiers, agent=agent, linger_s=0.3) as ck:
+            live = state(0)
+            with pytest.raises(RestoreError, match=r"step 2 \(attempt 1\) .*\.ticket: is .*Nothing was") as caught:
+                ck.restore(live)
+            assert "\n" not in str(caught.value)
+            assert holds(live, 0)
+        until(lambda: not agents_of(shm))  # and what it leaves is still an error
+        capsys.readouterr()
+
+
+def test_arenas_that_were_removed_are_a_new_start(
+    tmp_path: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a reboot: of what was in memory alone nothing is left."""
+    tiers = saved(tmp_path, "memory", 1, 2)
+    for entry in shm.iterdir():
+        shutil.rmtree(entry)
+    for reserve in (None, state(0)):
+        with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False, reserve=reserve) as ck:
+            assert ck.restore(state(0)) is None
+    assert main(["checkpoints", "ls", str(tmp_path / "run")]) == 0
+    assert "0 versions, and 2 retired" in capsys.readouterr().out
+
+
+def test_a_rest_in_memory_hides_no_version_on_a_disk(tmp_path: Path, shm: Path) -> None:
+    tiers = saved(tmp_path, "memory+local", 1, 2)
+    for path in (*shm.rglob("*.ticket"), *shm.rglob("rank-*.json")):
+        path.unlink()
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        assert ck.restore(state(0)) == 2
+    assert [entry.state for entry in Catalogue(tmp_path / "run").entries()] == ["restorable"] * 2
 
 
 def test_a_first_version_that_was_never_complete_is_a_new_start(tmp_path: Path, shm: Path) -> None:
@@ -257,7 +446,7 @@ def test_a_first_version_that_was_never_complete_is_a_new_start(tmp_path: Path, 
     for journal in (tmp_path / "run" / "catalogue").glob("*.jsonl"):
         journal.unlink()
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
-        ck._link.settle = lambda *_, **__: None  # type: ignore[method-assign]  # nobody finishes it
+        ck._link.settle = lambda *_, **__: []  # type: ignore[method-assign]  # nobody finishes it
         assert ck.restore(state(0)) is None
 
 

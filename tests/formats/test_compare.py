@@ -16,7 +16,7 @@ import torch
 
 import evergrad as eg
 from evergrad.dtypes import DType
-from evergrad.errors import ConversionLoss, UnknownTensor
+from evergrad.errors import UnknownTensor
 from states import every_dtype, training_state
 
 
@@ -350,15 +350,14 @@ def test_nothing_is_called_equal_where_nothing_was_compared(tmp_path: Path) -> N
     assert eg.compare(number, saved(tmp_path, "c.pt", 4)).verdict == "different"
 
 
-def test_values_in_a_shard_are_named_and_not_called_equal(tmp_path: Path) -> None:
+def test_values_in_a_shard_are_compared_and_kept(tmp_path: Path) -> None:
     for folder, value in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         name = saved(tmp_path / folder, "pytorch_model-00001-of-00001.bin", {"w": torch.ones(2), "v": value}).name
         index = {"metadata": {}, "weight_map": {"w": name}}
         (tmp_path / folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     comparison = eg.compare(tmp_path / "a", tmp_path / "b")
-    assert comparison.verdict == "unknown"
-    assert comparison.uncompared == {"v": "a plain value: 1"}
-    assert eg.verify(tmp_path / "a").unverified == {"v": "a plain value: 1"}
-    with pytest.raises(ConversionLoss, match=r"would lose v \(a plain value: 1\)"):
-        eg.convert(tmp_path / "a", tmp_path / "c.safetensors")
+    assert comparison.verdict == "different"
+    assert comparison.values == ("v: 1 / 2",)
+    assert eg.compare(tmp_path / "a", tmp_path / "a").equal
+    assert eg.compare(tmp_path / "a", eg.convert(tmp_path / "a", tmp_path / "c.safetensors")).equal

@@ -130,8 +130,11 @@ def test_notes_of_a_safetensors_file_are_kept_or_named_as_the_loss(tmp_path: Pat
 
 
 def test_folders_become_one_file(tmp_path: Path, data: Path) -> None:
-    one = eg.convert(data / "sharded", tmp_path / "one.safetensors")
+    index = data / "sharded" / "model.safetensors.index.json"
+    one = eg.convert(index, tmp_path / "one.safetensors")
     assert eg.compare(data / "sharded", one).equal
+    with pytest.raises(ConversionLoss, match=r"config\.json \(a file without tensors\); generation_config\.json"):
+        eg.convert(data / "sharded", tmp_path / "two.safetensors")
     shutil.copytree(data / "trainer" / "checkpoint-4", folder := tmp_path / "checkpoint-4")
     with pytest.raises(ConversionLoss, match=r"config\.json \(a file without tensors\)|training_args"):
         eg.convert(folder, tmp_path / "state.pt")

@@ -620,6 +620,7 @@ def test_a_thousand_attributes_are_named_and_the_rest_counted(tmp_path: Path) ->
         for number in range(700):
             file.create_group(f"g{number}").attrs["x"] = number
             file[f"g{number}"].attrs["y"] = number
+            file[f"g{number}/w"] = number
     with eg.open_checkpoint(path) as ck:
         assert len(ck.unkept) == 1001
         assert ck.unkept["…"] == "400 further HDF5 attributes"
@@ -662,3 +663,18 @@ def test_without_h5py_the_file_that_was_to_be_written_is_named(tmp_path: Path, m
         ):
             write()
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_an_empty_group_of_another_library_is_refused_by_name(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["w"] = np.zeros(3)
+        file["full/w"] = np.zeros(3)
+        file.create_group("empty")
+        file.create_group("outer/inner")
+    with eg.open_checkpoint(tmp_path / "a.h5") as ck:
+        assert ck.unkept == dict.fromkeys(("empty", "outer/inner"), "an empty HDF5 group")
+    with pytest.raises(ConversionLoss, match=r"empty \(an empty HDF5 group\); outer/inner"):
+        eg.convert(tmp_path / "a.h5", tmp_path / "a.pt")
+    eg.convert(tmp_path / "a.h5", tmp_path / "a.pt", tensors_only=True)
+    eg.save_hdf5({"w": torch.ones(2), "empty": {}}, tmp_path / "own.h5")
+    assert eg.compare(tmp_path / "own.h5", eg.convert(tmp_path / "own.h5", tmp_path / "own.pt")).equal

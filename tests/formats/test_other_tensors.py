@@ -348,6 +348,31 @@ def test_attributes_of_a_tensor_are_named_and_compared(legacy: bool, tmp_path: P
     assert eg.compare(inner, inner).uncompared == {"odd@attributes": "scale"}
 
 
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("array", [False, True], ids=["tensor", "array"])
+def test_a_tensor_in_an_attribute_is_not_left_out_with_the_values(array: bool, legacy: bool, tmp_path: Path) -> None:
+    def parameter(name: str, held: object) -> Path:
+        tensor = torch.nn.Parameter(torch.ones(2))
+        tensor.__dict__.update(held=held)
+        return saved(tmp_path / f"{name}.pt", tensor, _use_new_zipfile_serialization=not legacy)
+
+    def inner(value: float) -> object:
+        return {"deep": [np.full(3, value) if array else torch.full((3,), value)]}
+
+    a, b, plain = parameter("a", inner(1)), parameter("b", inner(2)), parameter("plain", {"deep": [1]})
+    comparison = eg.compare(a, b, tensors_only=True)
+    assert (comparison.verdict, comparison.uncompared) == ("unknown", {"odd@attributes": "held"})
+    assert evergrad("diff", a, b, "--tensors-only").returncode == 1
+    assert eg.compare(plain, plain, tensors_only=True).equal
+    with eg.open_checkpoint(a) as ck:
+        assert torch.equal(ck.state()["odd"], torch.ones(2)), "the tensor is there all the same"
+    with pytest.raises(ConversionLoss, match=r"odd@attributes \(held\).*--skip-unread"):
+        eg.convert(a, tmp_path / "x.safetensors", tensors_only=True)
+    eg.convert(plain, tmp_path / "plain.safetensors", tensors_only=True)
+    done = evergrad("convert", a, tmp_path / "x.safetensors", "--tensors-only", "--skip-unread")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (1, "left out: odd@attributes (held)")
+
+
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_layout_and_a_matrix_are_named_and_not_turned_into_something_else(legacy: bool, tmp_path: Path) -> None:

@@ -207,6 +207,28 @@ def test_an_exact_two_that_somebody_may_have_written_passes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("name", "fill", "dtype", "count", "wrong"),
+    [
+        ("w", 0.1, torch.float32, 63, False),
+        ("w", 0.1, torch.float32, 64, True),
+        ("w", 0.1, torch.float64, 64, True),
+        ("w", 0.1, torch.bfloat16, 64, False),
+        ("w", 0.1, torch.float16, 64, False),
+        ("w", 0.0, torch.float32, 63, False),
+        *(("w", 0.0, dtype, 64, True) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2)),
+        ("train_losses", 0.0, torch.float32, 64, False),
+    ],
+)
+def test_an_exact_two_is_judged_in_tensors_of_64_elements_and_more(
+    name: str, fill: float, dtype: torch.dtype, count: int, wrong: bool, tmp_path: Path
+) -> None:
+    tensor = torch.full((count,), fill)
+    tensor[:2] = torch.tensor([0.0, 2.0])
+    path = saved(tmp_path, **{name: tensor.to(dtype)})
+    assert [row.verdict for row in eg.verify(path).wrong] == [Check.DEGRADED] * wrong
+
+
+@pytest.mark.parametrize(
     ("tensor", "wrong"),
     [
         (torch.tensor(1000.0), False),

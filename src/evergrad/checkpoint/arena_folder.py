@@ -85,17 +85,18 @@ def moved_to(job: Job, fd: int) -> Path | None:
     return None
 
 
-def find_arenas(folder: Path, rank: int | None = None) -> list[ArenaFiles]:
-    """The arenas that there are, of all ranks or of one."""
-    found = []
+def find_arenas(folder: Path, rank: int | None = None, *, rests: bool = False) -> list[ArenaFiles]:
+    """The arenas that there are, of all ranks or of one; with `rests` also those that have lost their ticket."""
+    found: dict[ArenaFiles, None] = {}
+    endings = ("ticket", "safetensors") if rests else ("ticket",)
     with suppress(OSError):
         for entry in sorted(os.listdir(folder)):
             stem, _, ending = entry.rpartition(".")
             name, _, index = stem.rpartition(".")
             number = shard_rank(name)
-            if ending == "ticket" and number is not None and index.isdigit() and rank in (None, number):
-                found.append(ArenaFiles(folder, number, int(index)))
-    return found
+            if ending in endings and number is not None and index.isdigit() and rank in (None, number):
+                found[ArenaFiles(folder, number, int(index))] = None
+    return list(found)
 
 
 def remove_orphans(root: Path | None = None) -> list[str]:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from evergrad.checkpoint.events import Committed, Event, Failed, Free, Refused, Settled
+from evergrad.checkpoint.events import Committed, Event, Failed, Free, Refused, Settled, Unfinished
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
 from evergrad.wording import meant
@@ -49,6 +49,7 @@ class Board:
         self._free: dict[int, int] = {}
         self._knows_free = False
         self._settled = 0
+        self._unfinished: list[Unfinished] = []
         self._rank = self._attempt = -1
         self._disowned: Version | None = None
         self._refused: str | None = None
@@ -77,7 +78,8 @@ class Board:
                 self._free.update((int(index), generation) for index, generation in event.arenas.items())
                 self._knows_free = True
             elif isinstance(event, Settled):
-                self._settled = max(self._settled, event.question)
+                if event.question >= self._settled:
+                    self._settled, self._unfinished = event.question, event.unfinished
             elif isinstance(event, Refused) and event.attempt >= self._attempt:
                 self._refused = event.why
             self._changed.notify_all()
@@ -152,6 +154,11 @@ class Board:
         """Whether that question was answered."""
         with self._changed:
             return self._settled >= question
+
+    def unfinished(self) -> list[Unfinished]:
+        """What the answer to the last question says of captured versions."""
+        with self._changed:
+            return self._unfinished
 
     def is_free(self, index: int, generation: int) -> bool:
         """Whether an arena may be overwritten, holding that generation."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from uuid import uuid4
 
 from evergrad.checkpoint.arena import Arena, Ticket, check_open_files
 from evergrad.checkpoint.arena_folder import arena_folder, moved_to, open_run_folder
@@ -21,6 +22,7 @@ from evergrad.checkpoint.capture.plan import Plan
 from evergrad.checkpoint.capture.recorder import InFlight, Recorder
 from evergrad.checkpoint.catalogue.journal import Journal
 from evergrad.checkpoint.catalogue.pins import Pins, keep_guarded
+from evergrad.checkpoint.events import Unfinished
 from evergrad.checkpoint.finish.agent import linger_seconds
 from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.finish.completion import Completion
@@ -223,7 +225,8 @@ class Checkpointer:
         is loaded. A corrupt or torn version is passed over for the one before, and that is
         logged. `version` asks for one: by step, by name, by tag, or exactly. With `strict=False` what does not fit is
         left out and logged; `where` restores only some tensors (names, globs, roles: as `select`). `RestoreError` if
-        there are versions and none of them is intact.
+        there are versions and none of them is intact, or if a newer one that every rank has captured cannot be
+        finished: it is tried again by the next call, and `version` goes back behind it.
 
         `source` begins from elsewhere: another job's run folder, the URL of its persistent tier, or a folder of
         torch.distributed.checkpoint, which knows no step: 0. With another number of ranks what is sharded is cut anew,
@@ -235,12 +238,14 @@ class Checkpointer:
         ranks.together(self._check_readable)
         if source is not None and is_dcp_folder(source):
             return self._restore_dcp(Path(source), state, strict, where, ranks)
-        self._settle(ranks)
+        unfinished = self._settle(ranks)
         job, stores = self._job.id, self._stores
         if source is not None:
             job, stores = ranks.together(lambda: stores_of(source, self._tiers))
         asked = ranks.together(lambda: self._named(version, source)) if isinstance(version, str) else version
-        request = Request(state, asked, strict, where)
+        if source is not None:
+            unfinished = ()  # another job's versions are restored, whatever became of this one's
+        request = Request(state, asked, strict, where, newest=version == "latest")
         scratch = self._scratch()
         obtaining = Obtaining(job, stores, state, scratch, self._recorder.mapped(), resize, strict, self._replicated)
         try:
@@ -248,7 +253,7 @@ class Checkpointer:
                 committed = Completion(self._job.run_dir, None).last_committed() if source is None else None
                 home = self._job.run_dir if source is None else os.fspath(source)
                 journal = Journal(Path(home)) if "://" not in str(home) else None
-                self._restored = restore(request, job, stores, ranks, obtaining, committed, journal)
+                self._restored = restore(request, job, stores, ranks, obtaining, committed, journal, unfinished)
             ranks.gather(None)  # nobody reads any more what another one may remove
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -367,12 +372,16 @@ class Checkpointer:
         ranks.together(lambda: self._take_part(ranks, attempt))
         self._attempt, self._attached, self._saves = attempt, ranks, 0
 
-    def _settle(self, ranks: Ranks) -> None:
-        """Have what was captured on all nodes finished, and then what is whole in shared tiers committed."""
+    def _settle(self, ranks: Ranks) -> Sequence[Unfinished]:
+        """Have what was captured on all nodes finished, and then what is whole in shared tiers committed.
+
+        Returns what this node knows of versions that were captured and could not be finished.
+        """
         slow = [tier.to_json() for tier in self._tiers if tier.slow]
         self._recorder.settle()
-        ranks.together(lambda: self._link.settle(ranks.rank, slow))
-        ranks.together(lambda: self._link.settle(ranks.rank, slow, commit=True) if slow else None)
+        again = ranks.gather(uuid4().hex)[0]  # what failed before is tried once, however many ranks a node has
+        found = ranks.together(lambda: self._link.settle(ranks.rank, slow, again=again))
+        return ranks.together(lambda: self._link.settle(ranks.rank, slow, commit=True) if slow else found)
 
     def _begin_attempt(self, ranks: Ranks) -> int:
         check_open_files()

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, said
 
-__all__ = ["Alive", "Attached", "Committed", "Event", "Failed", "Free", "Refused", "Settled", "read_event"]
+__all__ = [
+    "Alive",
+    "Attached",
+    "Committed",
+    "Event",
+    "Failed",
+    "Free",
+    "Refused",
+    "Settled",
+    "Unfinished",
+    "read_event",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +99,32 @@ class Refused(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What a node knows of a version that is captured, or begun in a tier, and may be complete in none."""
+
+    step: int
+    attempt: int
+    world_size: int
+    ranks: list[int]
+    """The ranks whose shards are in the arenas of this node, or in a tier that all nodes share."""
+    damaged: list[int]
+    """The ranks whose arenas on this node do not hold what was captured."""
+    why: str
+    """Why it could not be finished; empty if nothing failed here."""
+
+    @property
+    def version(self) -> Version:
+        """Which version."""
+        return Version(self.step, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
 class Settled(Event):
     """Everything that was captured before the question can be found in a tier by now, or never will be."""
 
     kind: ClassVar[str] = "settled"
     question: int
+    unfinished: list[Unfinished] = field(default_factory=list)
 
 
 _KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (Alive, Attached, Committed, Failed, Free, Refused, Settled)}
@@ -102,6 +134,8 @@ def read_event(line: str | bytes) -> Event:
     """The event of a line."""
     try:
         fields: dict[str, Any] = json.loads(line)
+        if "unfinished" in fields:
+            fields["unfinished"] = [Unfinished(**each) for each in fields["unfinished"]]
         return _KINDS[fields.pop("event")](**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise AgentError(f"the agent said something that is no event: {line!r:.80} ({said(error)})") from None

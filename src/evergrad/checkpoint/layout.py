@@ -48,6 +48,7 @@ __all__ = [
     "cut",
     "escaped",
     "parse",
+    "shard_record",
 ]
 
 ALIGNMENT = 4096
@@ -215,6 +216,17 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
     return Parsed(
         Layout(tuple(entries), aliases, data_start, end), skeleton, shard, placements, values, absent, absent_aliases
     )
+
+
+def shard_record(buffer: Any, path: str | PathLike[str] = "shard") -> dict[str, Any]:
+    """Whose shard a mapped file is, by its header alone; `DamagedFile` if that does not say it."""
+    length = int.from_bytes(buffer[:8], "little")
+    if not 0 < length <= min(MAX_HEADER_BYTES, len(buffer) - 8):
+        raise DamagedFile(path, "has no header")
+    try:
+        return {**json.loads(json.loads(buffer[8 : 8 + length])["__metadata__"][SHARD_KEY])}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedFile(path, f"not the header of a shard: {said(error)}") from None
 
 
 def cut(buffer: Any, parsed: Parsed, without: Container[str]) -> tuple[bytes, list[Entry]]:

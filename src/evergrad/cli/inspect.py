@@ -74,6 +74,8 @@ def _print_json(ck: Checkpoint, infos: list[TensorInfo]) -> None:
         write(f', "others": {json.dumps(dict(ck.others))}')
     if arrays := ck.skeleton.arrays():
         write(f', "arrays": {json.dumps(arrays)}')
+    if ck.unindexed:
+        write(f', "unindexed": {json.dumps(list(ck.unindexed))}')
     write("}\n")
 
 
@@ -112,6 +114,8 @@ def _print_summary(ck: Checkpoint, infos: list[TensorInfo]) -> None:
         print(f"not listed as a tensor: {printable(name)} ({printable(what)})")
     if len(arrays) > _SHOWN_OTHERS:
         print(f"not listed as a tensor: {len(arrays) - _SHOWN_OTHERS} more arrays; --json names all")
+    if ck.unindexed:
+        print(f"not in the index: {printable(_few(tuple(ck.unindexed)))}")
     fixed = [info.name for info in infos if info.read_only]
     if fixed:
         print(f"cannot be altered in place: {printable(_few(tuple(fixed)))} ({ck.tensors[fixed[0]].read_only})")

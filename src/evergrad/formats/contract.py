@@ -8,7 +8,7 @@ serves everything whose tensors lie at known places), name the format in the ent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,12 @@ class TensorAttributes(str):
 
 class OtherTensor(str):
     """The description, in `Checkpoint.others`, of a tensor or array that is not listed as one: sparse, quantised, …"""
+
+    __slots__ = ()
+
+
+class AttributesWithTensors(TensorAttributes, OtherTensor):
+    """Attributes that were set on a tensor and hold tensors, which nothing lists."""
 
     __slots__ = ()
 
@@ -134,6 +140,8 @@ class Checkpoint(ABC):
     """
     unkept: Mapping[str, str] = {}
     """What stands in the way of nothing but is lost when the file is converted (HDF5's attributes): name → what."""
+    unindexed: Sequence[str] = ()
+    """Tensors of shards that the index of these does not name; in all else they are tensors like others."""
     metadata: Mapping[str, str]
     """The container's own notes, where it has some."""
     skeleton: Skeleton

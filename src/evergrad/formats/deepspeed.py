@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, UnsupportedContent
-from evergrad.formats.contract import Checkpoint, Format, OtherTensor, Probe
+from evergrad.formats.beside import Beside, unread_file
+from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.data_file import close_all, file_errors, open_file
 from evergrad.formats.folders import Opener, by_file
-from evergrad.formats.signatures import signature_of
 
 __all__ = ["DeepSpeed"]
 
@@ -46,7 +46,7 @@ class DeepSpeed(Format):
         """Open every file of the step."""
         folder = path if _states(path) else _latest(path)
         opened: dict[str, Checkpoint] = {}
-        others: dict[str, str] = {}
+        beside = Beside()
         try:
             files = _states(folder)
             if len(files) > MAX_FILES:
@@ -56,9 +56,9 @@ class DeepSpeed(Format):
                 try:
                     opened[file.name] = self._open_file(file)
                 except UnknownFormat:
-                    signature = signature_of(Probe(file))
-                    others[file.name] = OtherTensor(signature.what if signature else "a file of no known format")
-            return by_file(self.name, folder, opened, others)
+                    beside.add(file, unread_file(file))
+            beside.add_rest(folder, {folder / name for name in opened})
+            return by_file(self.name, folder, opened, beside)
         except BaseException:
             close_all(opened.values())
             raise

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat, said
-from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
+from evergrad.formats.beside import TENSOR_FILES, Beside, unread_file
+from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, blocks, digest, read_blocks
 from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size, open_file
-from evergrad.formats.signatures import signature_of
+from evergrad.formats.shards import merge
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View
@@ -26,7 +27,6 @@ __all__ = ["CompositeCheckpoint", "PlainFolder", "Sharded", "TrainerFolder"]
 
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 1 << 28
-_TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
 
 Opener = Callable[[Path], Checkpoint]
 
@@ -47,6 +47,8 @@ class CompositeCheckpoint(Checkpoint):
         others: Mapping[str, str] | None = None,
         metadata: Mapping[str, str] | None = None,
         other_names: Mapping[str, tuple[Checkpoint, str]] | None = None,
+        other_files: Mapping[str, Path] | None = None,
+        unindexed: Sequence[str] = (),
     ) -> None:
         self.format = format
         self.path = path
@@ -59,6 +61,8 @@ class CompositeCheckpoint(Checkpoint):
         self._parts = parts
         self._names = names
         self._other_names = other_names or {}
+        self._other_files = other_files or {}
+        self.unindexed = unindexed
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         part, inner = self._names[name]
@@ -71,6 +75,11 @@ class CompositeCheckpoint(Checkpoint):
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         part, inner = self._names[name]
         return part.xor(inner, indices, patterns)
+
+    @property
+    def parts(self) -> list[Checkpoint]:
+        """The checkpoints that this one is made of."""
+        return self._parts
 
     def files(self) -> list[Path]:
         """Those of every part, and the index or folder itself."""
@@ -103,10 +112,15 @@ class CompositeCheckpoint(Checkpoint):
         """As the part that holds it says; of a file that is no part, over all of its bytes."""
         if name in self._other_names:
             part, inner = self._other_names[name]
-            return part.fingerprint(inner)
-        if name not in self.others or "/" in name or not self.path.is_dir() or not (self.path / name).is_file():
+            if inner in part.others or inner not in part.tensors:
+                return part.fingerprint(inner)
+            info = part.tensors[inner]
+            bits = (part.read_bits(inner, start, stop).tobytes() for start, stop in blocks(info))
+            return digest((info.shape, info.dtype.value), bits)
+        path = self._other_files.get(name)
+        if path is None or not path.is_file():
             return None
-        file = DataFile(self.path / name)
+        file = DataFile(path)
         try:
             return digest(self.others[name], read_blocks(file, 0, file.size))
         finally:
@@ -117,7 +131,10 @@ class CompositeCheckpoint(Checkpoint):
         if name not in self._other_names:
             return Check.UNKNOWN
         part, inner = self._other_names[name]
-        return part.check_other(inner)
+        if inner in part.others or inner not in part.tensors:
+            return part.check_other(inner)
+        # A checksum alone does not make a tensor sound whose values nobody looks at.
+        return Check.FAILED if part.checksum(inner) is Check.FAILED else Check.UNKNOWN
 
     def container_checks(self) -> Mapping[str, Check]:
         """Those of every part, behind its file name."""
@@ -131,7 +148,8 @@ class CompositeCheckpoint(Checkpoint):
 class Sharded(Format):
     """Logical tensors over several files, by a `*.index.json` (safetensors or torch shards).
 
-    Opened by the index file or by its folder. A folder with a single tensor file and no index is that file.
+    Opened by the index file or by its folder: then other tensor files in it are listed behind their names. A folder
+    with a single tensor file and no index is that file.
     """
 
     name = "sharded"
@@ -150,43 +168,49 @@ class Sharded(Format):
         if not path.is_dir():
             return self.open_index(path)
         indices = _indices(path)
-        return self.open_index(indices[0]) if indices else self._open_file(_tensor_files(path)[0])
+        if not indices:
+            (file,) = _tensor_files(path)[:1]
+            return self._with_rest(self._open_file(file), path, {file})
+        return self._with_rest(self.open_index(indices[0]), path, {indices[0], *shards_of(indices[0])})
 
-    def open_index(self, index: Path) -> Checkpoint:
-        """The logical tensors that an index names."""
+    def open_index(self, index: Path) -> CompositeCheckpoint:
+        """The logical tensors that an index names, and what else its shards hold."""
         weight_map = _read_index(index)
         parts: dict[str, Checkpoint] = {}
         try:
-            names: dict[str, tuple[Checkpoint, str]] = {}
-            for name, file in weight_map.items():
+            for file in weight_map.values():
                 if file not in parts:
                     parts[file] = self._open_file(_beside(index, file))
-                # A torch shard escapes what a path may not hold; a safetensors shard lists names as they are.
-                inner = name if name in parts[file].tensors else escape(name)
-                if inner not in parts[file].tensors:
-                    raise DamagedFile(index, f"names tensor {name!r} in {file!r}, which does not hold it")
-                names[inner] = (parts[file], inner)
-            other_names = {name: (part, name) for part in parts.values() for name in part.others}
-            others = {name: part.others[inner] for name, (part, inner) in other_names.items()}
-            for part in parts.values():  # values besides tensors, which no index names and hardly any shard holds
-                for name, what in part.skeleton.described_values().items():
-                    other_names.setdefault(name, (part, name))
-                    others.setdefault(name, what)
-            skeleton = _merged([part.skeleton for part in parts.values()], names)
+            merged = merge(index, parts, weight_map)
             kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
-            notes = {key: text for part in parts.values() for key, text in part.metadata.items()}
             return CompositeCheckpoint(
                 kind,
                 index,
                 list(parts.values()),
-                names,
-                skeleton=skeleton,
-                others=others,
-                metadata=notes,
-                other_names=other_names,
+                merged.names,
+                skeleton=merged.skeleton,
+                others=merged.others,
+                metadata={key: text for part in parts.values() for key, text in part.metadata.items()},
+                other_names=merged.other_names,
+                unindexed=merged.unindexed,
             )
         except BaseException:
             close_all(parts.values())
+            raise
+
+    def _with_rest(self, main: Checkpoint, folder: Path, taken: set[Path]) -> Checkpoint:
+        """The checkpoint with all else that lies in its folder: tensor files are opened, other files named."""
+        opened: dict[str, Checkpoint] = {}
+        try:
+            beside = Beside()
+            _open_all(self._open_file, [file for file in _tensor_files(folder) if file not in taken], opened, beside)
+            beside.add_rest(folder, taken | {folder / name for name in opened})
+            if not opened and not beside.others:
+                main.unkept = {**main.unkept, **beside.unkept}
+                return main
+            return _joined(main, folder, opened, beside)
+        except BaseException:
+            close_all([main, *opened.values()])
             raise
 
 
@@ -208,26 +232,16 @@ class PlainFolder(Format):
     def open(self, path: Path) -> Checkpoint:
         """Open every tensor file of the folder; other files are named and left alone."""
         opened: dict[str, Checkpoint] = {}
-        others: dict[str, str] = {}
         try:
-            shards: set[Path] = set()
+            taken: set[Path] = set()
             for index in _indices(path):
-                logical = index.name.removesuffix(INDEX_SUFFIX)
-                opened[logical] = Sharded(self._open_file).open_index(index)
-                shards |= {_beside(index, file) for file in _read_index(index).values()}
-            for file in _tensor_files(path):
-                if file in shards or file.name in opened:
-                    continue
-                try:
-                    opened[file.name] = self._open_file(file)
-                except UnknownFormat:
-                    signature = signature_of(Probe(file))
-                    others[file.name] = OtherTensor(signature.what if signature else "a file of no known format")
-            folder = by_file(self.name, path, opened, others)
-            taken = {path / name for name in opened} | shards
-            rest = [child for child in sorted(path.iterdir()) if child not in taken and child.name not in others]
-            folder.unkept = {**folder.unkept, **{child.name: "a file without tensors" for child in rest}}
-            return folder
+                opened[index.name.removesuffix(INDEX_SUFFIX)] = Sharded(self._open_file).open_index(index)
+                taken |= {index, *shards_of(index)}
+            beside = Beside()
+            files = [file for file in _tensor_files(path) if file not in taken and file.name not in opened]
+            _open_all(self._open_file, files, opened, beside)
+            beside.add_rest(path, taken | {path / name for name in opened})
+            return by_file(self.name, path, opened, beside)
         except BaseException:
             close_all(opened.values())
             raise
@@ -243,39 +257,81 @@ class TrainerFolder(PlainFolder):
         return "trainer_state.json" in probe.names
 
 
-def by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], others: dict[str, str]) -> Checkpoint:
+def by_file(format: str, path: Path, opened: Mapping[str, Checkpoint], beside: Beside) -> CompositeCheckpoint:
     """Every part's tensors, behind the name of its file."""
+    return _combined(format, path, None, opened, beside)
+
+
+def _joined(main: Checkpoint, folder: Path, opened: Mapping[str, Checkpoint], beside: Beside) -> CompositeCheckpoint:
+    """A checkpoint under its own names, and the tensors of other files behind the names of these."""
+    root = main.skeleton.root
+    taken = {name.partition("/")[0] for name in (*main.tensors, *main.others, *main.skeleton.values())}
+    fits = isinstance(root, dict) and "dict" in root
+    if opened and (not fits or not taken.isdisjoint(map(escape, opened))):
+        logical = main.path.name.removesuffix(INDEX_SUFFIX)
+        return by_file(PlainFolder.name, folder, {logical: main, **opened}, beside)
+    return _combined(main.format, main.path, main, opened, beside)
+
+
+def _combined(
+    format: str, path: Path, main: Checkpoint | None, opened: Mapping[str, Checkpoint], beside: Beside
+) -> CompositeCheckpoint:
+    """`main`, if there is one, as it is, and the content of every other part behind the name of its file."""
     names: dict[str, tuple[Checkpoint, str]] = {}
+    others: dict[str, str] = {}
+    other_names: dict[str, tuple[Checkpoint, str]] = {}
+    unindexed: list[str] = []
     roots: list[Json] = []
     sizes: list[int] = []
     views: dict[str, View] = {}
-    other_names: dict[str, tuple[Checkpoint, str]] = {}
+    parts = list(opened.values())
+    if main is not None:
+        parts = [*(main.parts if isinstance(main, CompositeCheckpoint) else [main]), *parts]
+        names.update((name, (main, name)) for name in main.tensors)
+        others.update(main.others)
+        other_names.update((name, (main, name)) for name in main.others)
+        unindexed += main.unindexed
+        sizes += main.skeleton.sharing.sizes
+        views.update(main.skeleton.sharing.views)
     for file, part in sorted(opened.items()):
         prefix = escape(file)
         names.update((f"{prefix}/{name}", (part, name)) for name in part.tensors)
         others.update((f"{prefix}/{name}", what) for name, what in part.others.items())
         other_names.update((f"{prefix}/{name}", (part, name)) for name in part.others)
+        unindexed += [f"{prefix}/{name}" for name in part.unindexed]
         below = part.skeleton.below(prefix)
         roots.append([file, below.root])
         for name, view in below.sharing.views.items():
             views[name] = View(view.storage + len(sizes), view.offset, view.stride)
         sizes.extend(below.sharing.sizes)
-    skeleton = Skeleton({"dict": roots}, Sharing(tuple(sizes), views))
-    return CompositeCheckpoint(
-        format, path, list(opened.values()), names, skeleton=skeleton, others=others, other_names=other_names
+    root: Json = {"dict": roots}
+    if main is not None:
+        root = main.skeleton.root
+        if roots and isinstance(root, dict) and isinstance(pairs := root["dict"], list):
+            root = {**root, "dict": [*pairs, *roots]}
+    combined = CompositeCheckpoint(
+        format,
+        path,
+        parts,
+        names,
+        skeleton=Skeleton(root, Sharing(tuple(sizes), views)),
+        others={**others, **beside.others},
+        metadata=main.metadata if main is not None else {},
+        other_names=other_names,
+        other_files=beside.files,
+        unindexed=unindexed,
     )
+    combined.unkept = {**combined.unkept, **beside.unkept}
+    return combined
 
 
-def _merged(skeletons: list[Skeleton], names: Mapping[str, Any]) -> Skeleton:
-    """Shards hold names only; sharing within one of them is kept."""
-    sizes: list[int] = []
-    views: dict[str, View] = {}
-    for skeleton in skeletons:
-        for name, view in skeleton.sharing.views.items():
-            if name in names:
-                views[name] = View(view.storage + len(sizes), view.offset, view.stride)
-        sizes.extend(skeleton.sharing.sizes)
-    return Skeleton(Skeleton.of_names(names).root, Sharing(tuple(sizes) if views else (), views))
+def _open_all(opener: Opener, files: Iterable[Path], opened: dict[str, Checkpoint], beside: Beside) -> None:
+    """Open tensor files; those that turn out to be of a format that is not read are named."""
+    for file in files:
+        try:
+            opened[file.name] = opener(file)
+        except UnknownFormat:
+            beside.add(file, unread_file(file))
 
 
 def _renamed(name: str, info: TensorInfo, chains: dict[int, dict[str, Neighbour]]) -> TensorInfo:
@@ -322,6 +378,11 @@ def _beside(index: Path, file: str) -> Path:
     return path
 
 
+def shards_of(index: Path) -> set[Path]:
+    """The files that an index names."""
+    return {_beside(index, file) for file in set(_read_index(index).values())}
+
+
 def _indices(folder: Path) -> list[Path]:
     with file_errors(folder):
         return sorted(child for child in folder.iterdir() if child.name.endswith(INDEX_SUFFIX) and child.is_file())
@@ -329,7 +390,7 @@ def _indices(folder: Path) -> list[Path]:
 
 def _tensor_files(folder: Path) -> list[Path]:
     with file_errors(folder):
-        return sorted(child for child in folder.iterdir() if child.suffix in _TENSOR_FILES and child.is_file())
+        return sorted(child for child in folder.iterdir() if child.suffix in TENSOR_FILES and child.is_file())
 
 
 def _tail(path: Path) -> bytes:

@@ -13,7 +13,7 @@ from evergrad.errors import DamagedFile, UnsupportedContent
 from evergrad.formats.addressed import describe
 from evergrad.formats.contract import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
 from evergrad.formats.data_file import closed_on_error, file_errors, open_file
-from evergrad.formats.hdf5_attributes import Unkept
+from evergrad.formats.hdf5_attributes import MAX_NAMED, Unkept
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors, library
 from evergrad.formats.hdf5_listing import Entry, Listing, list_file
 from evergrad.formats.hdf5_notes import NOTES, Notes, Source, read_notes, write_hdf5
@@ -109,7 +109,9 @@ class Hdf5Checkpoint(Checkpoint):
             self.metadata = notes.metadata
         self._entries = listing.entries
         self.others = listing.others
-        self.unkept = Unkept(file, _objects(listing), _kept(self.metadata, listing, notes), unkept)
+        empty = _empty_groups(listing) if notes is None else {}
+        kept = _kept(self.metadata, listing, notes)
+        self.unkept = Unkept(file, _objects(listing), kept, {**(unkept or {}), **empty})
         placements = [
             Placement(name, e.address, 0, e.shape, contiguous_strides(e.shape), e.dtype.itemsize)
             for name, e in listing.entries.items()
@@ -157,6 +159,16 @@ def _objects(listing: Listing) -> dict[str, bytes]:
     """Everything that may have attributes, under one name each."""
     sets = {entry.address: (name, entry.where) for name, entry in reversed(listing.entries.items())}
     return {"/": b"/", **listing.groups, **dict(reversed(sets.values()))}
+
+
+def _empty_groups(listing: Listing) -> dict[str, str]:
+    """The groups of another library's file with nothing in them, which the names of tensors do not tell of."""
+    above = {name.rpartition("/")[0] for name in (*listing.entries, *listing.others, *listing.groups)}
+    empty = [name for name in listing.groups if name not in above]
+    found = dict.fromkeys(empty[:MAX_NAMED], "an empty HDF5 group")
+    if len(empty) > MAX_NAMED:
+        found["… groups"] = f"{len(empty) - MAX_NAMED} further empty HDF5 groups"
+    return found
 
 
 def _kept(metadata: Mapping[str, str], listing: Listing, notes: Notes | None) -> set[str]:

@@ -51,7 +51,7 @@ class Unkept(Mapping[str, str]):
                     key = f"{name}@{attribute.decode('utf-8', 'backslashreplace')[:200]}"
                     if key in self._kept:
                         continue
-                    if len(found) < MAX_NAMED:
+                    if len(found) < MAX_NAMED + len(self._beside):
                         found[key] = "an HDF5 attribute"
                     else:
                         more += 1

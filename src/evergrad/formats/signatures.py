@@ -28,6 +28,8 @@ class Signature:
 
     what: str
     instead: str
+    holds_tensors: bool = False
+    """Whether such a file mostly is a model or data of one, whatever it is called."""
 
 
 _SAVE_STATE = "Save the weights of the model it was made from with torch.save or safetensors."
@@ -38,7 +40,7 @@ _NO_MODEL = "It holds no checkpoint."
 _GZIP, _XZ, _BZIP2 = b"\x1f\x8b", b"\xfd7zXZ\0", b"BZh"
 
 _STARTS: tuple[tuple[bytes, Signature], ...] = (
-    (b"GGUF", Signature("a GGUF model (llama.cpp)", "Open the safetensors or PyTorch files it was made from.")),
+    (b"GGUF", Signature("a GGUF model (llama.cpp)", "Open the safetensors or PyTorch files it was made from.", True)),
     (b"version https://git-lfs", Signature("a Git LFS pointer", "Fetch the file itself: git lfs pull.")),
     (b"/annex/objects/", Signature("a git-annex pointer", "Fetch the file itself: git annex get.")),
     (_GZIP, Signature("a gzip file", "Unpack it: gunzip, or tar -xzf.")),
@@ -55,39 +57,43 @@ _STARTS: tuple[tuple[bytes, Signature], ...] = (
     (b"%PDF-", Signature("a PDF document", _NO_MODEL)),
     (b"\x89PNG\r\n\x1a\n", Signature("a PNG image", _NO_MODEL)),
     (b"\xff\xd8\xff", Signature("a JPEG image", _NO_MODEL)),
-    (b"MATLAB 5.0 MAT-file", Signature("a MATLAB file", "Load it with scipy.io.loadmat and save it with numpy.savez.")),
+    (
+        b"MATLAB 5.0 MAT-file",
+        Signature("a MATLAB file", "Load it with scipy.io.loadmat and save it with numpy.savez.", True),
+    ),
     (
         (0x112).to_bytes(8, "little"),
-        Signature("an MXNet parameter file", "Load it with mxnet.nd.load and save it with numpy.savez."),
+        Signature("an MXNet parameter file", "Load it with mxnet.nd.load and save it with numpy.savez.", True),
     ),
     *(
-        (magic, Signature("a GGML model (llama.cpp before GGUF)", "Open the PyTorch files it was made from."))
+        (magic, Signature("a GGML model (llama.cpp before GGUF)", "Open the PyTorch files it was made from.", True))
         for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
     ),
 )
-_LITE = Signature("a TensorFlow Lite model", "Open the SavedModel or Keras file it was made from.")
-_ONNX = Signature("an ONNX model", _SAVE_STATE)
-_CORE_ML = Signature("a Core ML model", _SAVE_STATE)
+_LITE = Signature("a TensorFlow Lite model", "Open the SavedModel or Keras file it was made from.", True)
+_ONNX = Signature("an ONNX model", _SAVE_STATE, True)
+_CORE_ML = Signature("a Core ML model", _SAVE_STATE, True)
 _CORE_ML_PACKAGE = Signature("a Core ML package", _SAVE_STATE)
-_GRAPH = Signature("the graph of a SavedModel", "Open its folder: the variables are in the files beside it.")
+_GRAPH = Signature("the graph of a SavedModel", "Open its folder: the variables are in the files beside it.", True)
 _JOBLIB = Signature(
-    "a joblib pickle", "Load it with joblib.load where you trust it, and save its arrays with numpy.savez."
+    "a joblib pickle", "Load it with joblib.load where you trust it, and save its arrays with numpy.savez.", True
 )
 _JOBLIB_PACKED = "as joblib writes it with compress="
 _JOBLIB_STATE = "Load it with joblib.load where you trust it, and save its state uncompressed, with torch.save."
 _ZLIB = Signature("zlib-compressed data", f"If joblib wrote it: {_JOBLIB_STATE[0].lower()}{_JOBLIB_STATE[1:]}")
-_PICKLE = Signature("a pickle", "Load it with pickle where you trust it, and save its state with torch.save.")
+_PICKLE = Signature("a pickle", "Load it with pickle where you trust it, and save its state with torch.save.", True)
 _MSGPACK = Signature(
     "a msgpack file, as Flax writes it",
     "Load it with flax.serialization.msgpack_restore and save it with safetensors.flax.save_file.",
+    True,
 )
 _HTML = Signature("an HTML page", _DOWNLOAD)
 _XML = Signature("an XML document", _DOWNLOAD)
 _ZEROS = Signature("a file of zeros", "It was allotted and not written: take another copy.")
 _KERAS_JSON = Signature("a Keras architecture", "It holds no weights: open the .weights.h5 or .keras file.")
 _JSON = Signature("a JSON file", "It holds no tensors: open the weights beside it.")
-_OLD_TAR = Signature("PyTorch's tar format of 2016", "Load it with torch.load and save it again.")
-_EXPORT = Signature("a torch.export program", "Save its state_dict with torch.save.")
+_OLD_TAR = Signature("PyTorch's tar format of 2016", "Load it with torch.load and save it again.", True)
+_EXPORT = Signature("a torch.export program", "Save its state_dict with torch.save.", True)
 _ARCHIVED = re.compile(r".*\.(safetensors|pt|pth|bin|ckpt|h5|hdf5|keras|npz|npy|pb|index)")
 _MSGPACK_MAP = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[\w./-]", re.DOTALL)
 # Protocols 2 to 5 say so; 1 and 0 begin with a container that is put into the memo, or with a global.
@@ -156,7 +162,7 @@ def _packed_pickle(head: bytes) -> Signature | None:
             start = lzma.LZMADecompressor(memlimit=_LZMA_MEMORY).decompress(head, _START_BYTES)
     if _PICKLED.match(start):
         article = "an" if kind in ("xz", "lzma") else "a"
-        return Signature(f"{article} {kind}-compressed pickle, {_JOBLIB_PACKED}", _JOBLIB_STATE)
+        return Signature(f"{article} {kind}-compressed pickle, {_JOBLIB_PACKED}", _JOBLIB_STATE, True)
     return _ZLIB if is_zlib and start else None
 
 
@@ -189,7 +195,9 @@ def _zip(path: Path) -> Signature:
     if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
         return _EXPORT
     found = next((name for name in names if _ARCHIVED.fullmatch(name)), None)
-    return Signature(f"a zip archive with {found}" if found else "a zip archive", _UNPACK if found else _NO_MODEL)
+    if found:
+        return Signature(f"a zip archive with {found}", _UNPACK, True)
+    return Signature("a zip archive", _NO_MODEL)
 
 
 def _serialised(head: bytes) -> Signature | None:

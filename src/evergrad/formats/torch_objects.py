@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import StateError, UnsupportedContent
-from evergrad.formats.contract import OtherTensor, TensorAttributes, digest
+from evergrad.formats.contract import AttributesWithTensors, OtherTensor, TensorAttributes, digest
 from evergrad.formats.opcodes import Global, PickleError, check_key
 from evergrad.records import MAX_AXES
 from evergrad.state import InlineArray, Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
@@ -116,7 +116,26 @@ class PickledTensors:
         self.skeleton = Skeleton(walked.root, find_sharing(place for place, _ in self.placements))
         self.attributes = {f"{path}@attributes": ref.attributes for path, ref in self.refs.items() if ref.attributes}
         self.others = dict(self.skeleton.objects())
-        self.others.update((name, TensorAttributes(", ".join(held)[:80])) for name, held in self.attributes.items())
+        deep = self._with_tensors(8 * opcodes + 1000, 64 * pickle_bytes + (1 << 20)) if self.attributes else set()
+        for name, held in self.attributes.items():
+            kind = AttributesWithTensors if name in deep else TensorAttributes
+            self.others[name] = kind(", ".join(held)[:80])
+
+    def _with_tensors(self, max_nodes: int, max_chars: int) -> set[str]:
+        """Those of `attributes` that hold tensors or arrays; all of them if they are too many to look through."""
+        numbered = dict(enumerate(self.attributes.values()))
+        names = list(self.attributes)
+        try:
+            walked = outline(
+                numbered,
+                lambda leaf: type(leaf) is TensorRef,
+                max_nodes=max_nodes,
+                max_chars=max_chars,
+                live=False,
+            )
+        except StateError:
+            return set(names)
+        return {names[int(path.partition("/")[0])] for path in walked.leaves}
 
     def fingerprint(self, name: str) -> str | None:
         """A digest of a tensor's attributes; None if there are tensors among them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from evergrad.errors import DamagedFile, FormatError, UnsupportedContent
 from evergrad.formats.addressed import AddressedCheckpoint
+from evergrad.formats.beside import Beside
 from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.data_file import close_all
 from evergrad.formats.folders import CompositeCheckpoint, by_file
@@ -78,7 +79,8 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
             skeleton, others = only.skeleton, {**others, **only.others}
             other_names: dict[str, tuple[Checkpoint, str]] = {name: (only, name) for name in only.others}
         else:
-            folder = by_file(VersionFolder.name, path, parts, others)
+            folder = by_file(VersionFolder.name, path, parts, Beside(others))
+            others = dict(folder.others)
             names = {f"{stem}/{name}": (part, name) for stem, part in sorted(parts.items()) for name in part.tensors}
             skeleton = folder.skeleton
             other_names = {f"{stem}/{name}": (part, name) for stem, part in parts.items() for name in part.others}
@@ -90,6 +92,7 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
             skeleton=skeleton,
             others=others,
             other_names=other_names,
+            other_files={f"{stem}.safetensors": path / f"{stem}.safetensors" for stem in damaged},
         )
 
     def files(self) -> list[Path]:

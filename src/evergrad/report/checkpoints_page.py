@@ -18,6 +18,7 @@ _STATES: dict[str, Mark] = {
     "restorable": "good",
     "partial": "bad",
     "uncommitted": "bad",
+    "damaged": "bad",
     "torn": "bad",
     "retired": "muted",
     "unknown": "",

@@ -81,6 +81,7 @@ def _incomplete(seen: JobVersions) -> Iterator[str]:
     for state, words in (
         ("partial", "only in part here: other shards may be on other nodes, or lost"),
         ("uncommitted", "in a shared tier without a sound record of it: the next restore commits what is whole"),
+        ("damaged", "in memory as a damaged rest alone, and cannot be restored"),
         ("torn", "gone, and never whole"),
     ):
         others = [entry for entry in seen.entries if entry.state == state and entry is not newest]
@@ -125,6 +126,7 @@ def _state_of(entry: CatalogueEntry) -> str:
     return {
         "partial": "here only in part: other shards may be on other nodes, or lost",
         "uncommitted": "in a shared tier without a sound record of it: the next restore commits what is whole",
+        "damaged": "in memory as a damaged rest alone",
         "retired": "gone",
         "torn": "gone, and never was whole",
         "unknown": "in no tier that could be looked at",

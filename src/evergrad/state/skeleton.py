@@ -30,7 +30,7 @@ from evergrad.state.encoding import decode_value, describe, items_of, text_of
 from evergrad.state.paths import ROOT, escape, segment_beside, unescape
 from evergrad.state.sharing import Sharing
 
-__all__ = ["Skeleton"]
+__all__ = ["Joined", "Skeleton", "join_states"]
 
 SCHEMA_VERSION = 1
 _LEAVES = {"float", "int", "bytes", "bytearray", "array", "numpy", "torch.Size", "torch.dtype", "torch.device"}
@@ -192,6 +192,107 @@ class Skeleton:
         found: list[tuple[str, str]] = []
         _find_objects(self.root, "", found, unread)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One state made of several, each called by a name."""
+
+    root: Json
+    tensors: Mapping[str, str]
+    """The path of each tensor, with the state that it is from."""
+    lost: list[tuple[str, str]]
+    """(state, path) of what has no place, because another state holds something else there."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A key of a state that is being joined: its node, and whose it is, or the level made of several dicts."""
+
+    key: Json
+    node: Json
+    whose: str
+    level: dict[str, _Entry] | None = None
+
+
+def join_states(roots: Mapping[str, Json], owners: Mapping[str, str]) -> Joined | None:
+    """Dicts as one dict, level by level; None where they cannot be joined.
+
+    Where two states hold something else at one path, the one in `owners` is taken, else the first.
+    """
+    top: dict[str, _Entry] = {}
+    lost: list[tuple[str, str]] = []
+    for whose, root in roots.items():
+        if _children_of(root)[0] != "dict" or not _join(top, root, whose, "", owners, lost):
+            return None
+    gone = {(whose, path) for whose, path in lost}
+    if gone and any((whose, above) in gone for path, whose in owners.items() for above in _prefixes(path)):
+        return None
+    tensors: dict[str, str] = {}
+    root = _joined_node(top, tensors)
+    return None if root is None else Joined(root, tensors, lost)
+
+
+def _join(
+    level: dict[str, _Entry],
+    node: Json,
+    whose: str,
+    position: str,
+    owners: Mapping[str, str],
+    lost: list[tuple[str, str]],
+) -> bool:
+    for segment, key, child in _children_of(node)[1]:
+        path, there = _below(position, segment), level.get(segment)
+        if there is None:
+            level[segment] = _Entry(key, child, whose)
+        elif _children_of(there.node)[0] == "dict" == _children_of(child)[0] and key == there.key:
+            if there.level is None:
+                there.level = {}
+                _join(there.level, there.node, there.whose, path, owners, lost)
+            if not _join(there.level, child, whose, path, owners, lost):
+                return False
+        elif json.dumps([key, child]) != json.dumps([there.key, there.node]) or _holds_tensors(child):
+            if owners.get(path) != whose:
+                lost.append((whose, path))
+            elif there.level is not None:
+                return False
+            else:
+                lost.append((there.whose, path))
+                level[segment] = _Entry(key, child, whose)
+    return True
+
+
+def _joined_node(level: dict[str, _Entry], tensors: dict[str, str]) -> Json:
+    """The dict of a level, with its tensors noted; None if it would have one key twice."""
+    pairs: list[Json] = []
+    odd = [json.dumps(entry.key) for entry in level.values() if not isinstance(entry.key, str)]
+    if len(set(odd)) != len(odd):
+        return None
+    for entry in level.values():
+        node = entry.node
+        if entry.level is not None:
+            node = _joined_node(entry.level, tensors)
+            if node is None:
+                return None
+        else:
+            found: set[str] = set()
+            _find_tensors(node, found)
+            tensors.update(dict.fromkeys(sorted(found), entry.whose))
+        pairs.append([entry.key, node])
+    return {"dict": pairs}
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """The path, and those of everything that it lies in."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+
+
+def _holds_tensors(node: Json) -> bool:
+    found: set[str] = set()
+    _find_tensors(node, found)
+    return bool(found)
 
 
 def _children_of(node: Json) -> tuple[str, list[tuple[str, Json, Json]]]:

@@ -63,6 +63,8 @@ def check_version(
         if tier in (None, kind):
             verdicts.append(CopyVerdict(kind, -1, "", "failed", why))
             there |= {found.copy.rank for found in seen.begun.get(entry.version, []) if found.copy.tier == kind}
+    if entry.state == "damaged" and tier in (None, "memory"):
+        verdicts.append(CopyVerdict("memory", -1, "", "failed", entry.damaged))
     for rank in sorted(set(range(entry.world_size)) - there):
         node = entry.nodes.get(rank, "")
         if seen.unseen or (node and node not in seen.nodes):
@@ -113,6 +115,7 @@ def _open_one(entry: CatalogueEntry, seen: Survey, rank: int, folder: Path) -> S
         shard.close()
         complaints.append(f"tier {found.copy.tier}: {wrong}")
     complaints += [f"tier {kind}: {why}" for kind, why in seen.damaged.get(entry.version, {}).items()]
+    complaints += [f"tier memory: {entry.damaged}"] if entry.state == "damaged" else []
     raise RestoreError(
         f"{entry.version.name}: no intact shard of rank {rank}: {'; '.join(complaints) or 'none can be seen from here'}"
     )

@@ -25,9 +25,9 @@ from evergrad.records import Json
 
 __all__ = ["Catalogue", "CatalogueEntry", "State"]
 
-State = Literal["restorable", "partial", "uncommitted", "retired", "torn", "unknown"]
-"""Whole somewhere · some shards are here · only in a shared tier whose record of it is damaged or missing · gone ·
-gone, and never whole · some tier could not be looked at."""
+State = Literal["restorable", "partial", "uncommitted", "damaged", "retired", "torn", "unknown"]
+"""Whole somewhere · some shards are here · only in a shared tier whose record of it is damaged or missing · only a
+damaged rest is in memory · gone · gone, and never whole · some tier could not be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CatalogueEntry:
     unverified: bool = False
     """True if a rank's digests were taken again after a restart, with none from the time of the capture to compare."""
     damaged: str = ""
-    """What is wrong with the record by which a shared tier had it committed; empty if nothing is."""
+    """What is wrong with the record by which a shared tier had it committed, or with its rest in memory."""
 
     @property
     def guarded(self) -> bool:
@@ -248,7 +248,7 @@ def _entry(
         tags=tuple(sorted(tags)),
         nodes={rank: safe_name(note.node) for rank, note in notes.items() if note.node},
         unverified=any(note.unverified for note in notes.values()),
-        damaged="; ".join(seen.damaged.get(version, {}).values()),
+        damaged=_wrong(seen, version),
     )
 
 
@@ -261,9 +261,21 @@ def _state(seen: Survey, version: Version, world_size: int, noted: int) -> State
         return "partial"
     if version in seen.damaged or version in seen.begun:
         return "uncommitted"
+    if _is_rest(seen, version):
+        return "damaged"
     if seen.unseen:
         return "unknown"
     return "retired" if noted == world_size else "torn"
+
+
+def _is_rest(seen: Survey, version: Version) -> bool:
+    """Whether only a damaged rest in memory is left of a version, and not because a newer one took its place."""
+    return version in seen.rests and not any(each.age() >= version.age() for each in seen.shards)
+
+
+def _wrong(seen: Survey, version: Version) -> str:
+    told = list(seen.damaged.get(version, {}).values())
+    return "; ".join([*told, seen.rests[version]] if _is_rest(seen, version) else told)
 
 
 def _digest(notes: Mapping[int, ShardNote]) -> str:

@@ -72,6 +72,9 @@ class Survey:
     damaged: dict[Version, dict[str, str]] = field(default_factory=dict)
     """By version and kind of tier: what is wrong with the record by which it was committed."""
 
+    rests: dict[Version, str] = field(default_factory=dict)
+    """What is left in memory, of versions that cannot be restored from there: what is wrong with it."""
+
     def is_begun(self, version: Version, world_size: int) -> bool:
         """Whether every rank's shard lies in a shared tier, and only the record of the version is missing."""
         ranks = {found.copy.rank for found in self.begun.get(version, [])}
@@ -135,6 +138,8 @@ def survey(home: Home, only: str | None = None) -> Survey:
                 if is_shared:
                     _look_uncommitted(found, home.job, tier.kind, store)
                 found.nodes |= {node} if node else set()
+                if isinstance(tier, Memory):
+                    _look_rests(found, site, store)
             except (EvergradError, OSError) as error:
                 found.unseen.append(f"tier {tier.kind}: {error}")
     return found
@@ -149,6 +154,13 @@ def _look_uncommitted(found: Survey, job: str, kind: str, store: Store) -> None:
     for copy in store.begun() if torn else ():
         if _is_of(job, copy, store):
             found.begun.setdefault(copy.version, []).append(Found(copy, store, ""))
+
+
+def _look_rests(found: Survey, site: Site, store: Store) -> None:
+    """Note what lies in arenas that no trainer holds, and is no copy of a version."""
+    for rank in {files.rank for files in find_arenas(site.arenas, rests=True) if not files.is_locked()}:
+        for version, torn in store.torn(rank).items():
+            found.rests.setdefault(version, torn.what)
 
 
 def sites(home: Home, tier: Tier) -> list[Site]:

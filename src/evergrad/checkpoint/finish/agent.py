@@ -6,7 +6,7 @@ connected all the same. Trainers send one JSON line a message and get events bac
     {"op": "attach", "attempt": 2, "tiers": […], "modules": […]}      → attached, then free and committed; or refused
     {"op": "captured", "rank": 3, "index": 0, "generation": 17}         → committed or failed, and free, when it is so
     {"op": "failed", "step": 120, "attempt": 2, "rank": 3, …}           so that no other rank waits for this one
-    {"op": "settle", "question": 5, "slow": […]}                      → settled, when all that is captured can be found
+    {"op": "settle", "question": 5, "slow": […], "again": "4f…"}      → settled, when all that is captured can be found
     {"op": "settle", "question": 6, "slow": […], "commit": true}      → settled, when what is whole there is committed
 
 What is captured is also in the arena's ticket, so that nothing depends on a message getting through. Every second it
@@ -252,9 +252,12 @@ class _Agent:
                 self._answers.add(answer)  # meanwhile what is captured next is heard
                 answer.add_done_callback(self._answers.discard)
             elif message["op"] == "settle":
-                act = self._engine.commit_whole if message.get("commit") else self._engine.settle
-                await asyncio.to_thread(act, message.get("slow", ()))
-                _say(writer, Settled(message["question"]))
+                slow = message.get("slow", ())
+                if message.get("commit"):
+                    await asyncio.to_thread(self._engine.commit_whole, slow)
+                else:
+                    await asyncio.to_thread(lambda: self._engine.settle(slow, again=message.get("again")))
+                _say(writer, Settled(message["question"], await asyncio.to_thread(self._engine.unfinished)))
             elif message["op"] == "failed":
                 version = Version(message["step"], message["attempt"])
                 whose = message["rank"], message["world_size"], message["tiers"], message["why"]

@@ -143,6 +143,25 @@ class Completion:
         shards = self._known.get((version, tier))
         return None if shards is None else next(iter(shards.failures.values()), None)
 
+    def forgive(self, version: Version, tier: str) -> None:
+        """Forget why shards of a version failed to get there: that is tried again."""
+        shards = self._known.get((version, tier))
+        failures = list(shards.failures) if shards is not None else []
+        for rank in failures:
+            assert shards is not None
+            del shards.failures[rank]
+            if self._lines.pop((version, tier, rank), None) is not None and rank in shards.ranks:
+                self.note(version, tier, rank, shards.world_size)
+
+    def ranks(self, version: Version, tier: str) -> set[int]:
+        """The ranks whose shards are there."""
+        shards = self._known.get((version, tier))
+        return set() if shards is None else set(shards.ranks)
+
+    def begun(self, tier: str) -> list[Version]:
+        """The versions of a tier of which anything is known."""
+        return [version for version, name in self._known if name == tier]
+
     def complete(self, tier: str | None = None) -> list[Version]:
         """The complete versions of a tier, or of any, oldest first."""
         found = {version for version, name in self._known if tier in (None, name) and self.is_complete(version, name)}

@@ -21,7 +21,7 @@ from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.catalogue.journal import Journal, shard_digest
-from evergrad.checkpoint.events import Committed, Event, Failed, Free
+from evergrad.checkpoint.events import Committed, Event, Failed, Free, Unfinished
 from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, run_chain
 from evergrad.checkpoint.finish.desk import Desk, where
 from evergrad.checkpoint.finish.flushing import Flushing
@@ -57,6 +57,14 @@ class Engine:
         """Version and rank of shards that the catalogue knows of."""
         self._unsettled: set[tuple[int, int, int]] = set()
         """(rank, index, generation) of what is captured, in no tier yet, and may still get into one."""
+        self._unread: set[tuple[int, int, int]] = set()
+        """(rank, index, generation) of arenas that were taken up once more: settled when nobody reads them any more."""
+        self._altered: set[tuple[int, int, int]] = set()
+        """(rank, index, generation) of arenas that do not hold what was captured."""
+        self._left: dict[tuple[int, int, int], str] = {}
+        """(rank, index, generation) → why what was captured there is not taken up."""
+        self._again: set[str] = set()
+        """What was said with each request to try again."""
         self._looking = 0
         """Slow tiers that are being looked at."""
         self._settled = threading.Condition(self._lock)
@@ -94,6 +102,7 @@ class Engine:
                 missing = self._holdings.missing(ticket)
             except EvergradError as error:  # such as a tier that this Evergrad does not know
                 _log.error("%s: found in memory, and left there: %s", where(ticket), error)
+                self._left[_use(files, ticket)] = f"rank {ticket.rank}: {error}"
                 continue
             slow = [tier for tier in read_tiers(ticket.tiers) if tier.slow]
             if missing and {tier.kind for tier in slow}.issuperset(missing):
@@ -177,12 +186,17 @@ class Engine:
         if attempt < latest:
             raise SaveRefused(f"attempt {attempt} of the job is over: attempt {latest} runs it now")
 
-    def settle(self, slow: Sequence[dict[str, Any]] = (), *, everywhere: bool = False) -> None:
+    def settle(
+        self, slow: Sequence[dict[str, Any]] = (), *, everywhere: bool = False, again: str | None = None
+    ) -> None:
         """Wait until all that has been captured is in a tier, or has failed.
 
-        With `everywhere`, or with `slow` tiers to look at, also until it is known what slow tiers hold.
+        With `everywhere`, or with `slow` tiers to look at, also until it is known what slow tiers hold. What failed
+        before is tried once more for each new value of `again`, which all ranks of a restore have in common.
         """
         self._survey(slow)
+        if again is not None:
+            self._retry(again)
         self.recover()
         with self._settled:
             self._settled.wait_for(lambda: not self._unsettled and not ((everywhere or slow) and self._looking))
@@ -199,6 +213,44 @@ class Engine:
         self._evaluate()
         with self._settled:
             self._settled.wait_for(lambda: not self._flushing.is_committing)
+
+    def unfinished(self) -> list[Unfinished]:
+        """What is in the arenas, or begun in a tier that all nodes share, with what failed.
+
+        Whether a version can be restored all the same is for the ranks to see: what other nodes once noted as complete
+        may have been lost since.
+        """
+        tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
+        found: dict[Version, Unfinished] = {}
+        with self._lock:
+            tiers = self._holdings.tiers()
+            shared = [tier.kind for tier in tiers if tier.shared]
+            for files, ticket in tickets:
+                if ticket is None or not ticket.captured:
+                    continue
+                version = ticket.version
+                known = found.setdefault(version, Unfinished(*_place(version), ticket.world_size, [], [], ""))
+                (known.damaged if _use(files, ticket) in self._altered else known.ranks).append(ticket.rank)
+            for kind in shared:
+                visible = {*self._holdings.complete(kind)}
+                for version in self._completion.begun(kind):
+                    if version not in visible:
+                        size = self._completion.world_size(version, kind)
+                        known = found.setdefault(version, Unfinished(*_place(version), size, [], [], ""))
+                        known.ranks.extend(self._completion.ranks(version, kind))
+            left = {
+                ticket.version: self._left[_use(files, ticket)]
+                for files, ticket in tickets
+                if ticket is not None and _use(files, ticket) in self._left
+            }
+            whys = {
+                version: [why for tier in tiers if (why := self._completion.failure(version, tier.kind)) is not None]
+                for version in found
+            }
+        return [
+            replace(each, why="; ".join(dict.fromkeys(whys[version])) or left.get(version, ""))
+            for version, each in found.items()
+        ]
 
     def close(self) -> None:
         """Finish what is owed, and stop."""
@@ -219,6 +271,38 @@ class Engine:
         """Give back the memory of arenas that nobody needs."""
         self._freeing.clean()
 
+    def _retry(self, again: str) -> None:
+        """Take up again what was captured and got into no tier, and what could not be committed; once a value."""
+        with self._lock:
+            if again in self._again:
+                return
+            self._again.add(again)
+            for version, tier in self._holdings.uncommitted():
+                self._forgive(version, tier.kind)
+        for files in find_arenas(self._site.arenas, self._rank):
+            ticket = files.read_ticket()
+            if ticket is None or not ticket.captured or not self._is_taken(files, ticket):
+                continue
+            if not self._freeing.has_ended(files, ticket):
+                continue  # it is on its way
+            try:
+                missing = self._holdings.missing(ticket)
+            except EvergradError:
+                continue
+            # What lies in a tier can be restored from there: its arena may be free, and is left alone.
+            if {*missing} == {tier["kind"] for tier in ticket.tiers}:
+                with self._lock:
+                    for kind in missing:
+                        self._forgive(ticket.version, kind)
+                    self._altered.discard(_use(files, ticket))
+                    self._unread.add(_use(files, ticket))
+                    self._taken.pop((files.rank, files.index), None)
+                    self._freeing.resume(files)
+
+    def _forgive(self, version: Version, tier: str) -> None:
+        self._completion.forgive(version, tier)
+        self._told.discard((Failed, version, tier))
+
     def _is_taken(self, files: ArenaFiles, ticket: Ticket) -> bool:
         with self._lock:
             return self._taken.get((files.rank, files.index)) == ticket.generation
@@ -229,7 +313,7 @@ class Engine:
             if self._is_taken(files, ticket):
                 return False
             self._taken[files.rank, files.index] = ticket.generation
-            self._unsettled.add((files.rank, files.index, ticket.generation))
+            self._unsettled.add(_use(files, ticket))
             if not self._near.submit(files.rank, self._finish, files, ticket):
                 self._settle(files, ticket)
                 return False
@@ -246,6 +330,8 @@ class Engine:
                     if now is not None and now.generation == ticket.generation:
                         flushed_from_here = self._run(files, ticket)
         except EvergradError as error:
+            if isinstance(error, _Altered):
+                self._altered.add(_use(files, ticket))
             _log.error("%s: not finished: %s", where(ticket), error)
             self._fail(ticket, str(error))
         except OSError as error:
@@ -267,11 +353,13 @@ class Engine:
     def _end(self, files: ArenaFiles, ticket: Ticket) -> None:
         """The arena is not read any more: its shard is in tiers, or will not get there."""
         self._freeing.end(files, ticket)
+        self._unread.discard(_use(files, ticket))
         self._settle(files, ticket)
 
     def _settle(self, files: ArenaFiles, ticket: Ticket) -> None:
         with self._settled:
-            self._unsettled.discard((files.rank, files.index, ticket.generation))
+            if _use(files, ticket) not in self._unread:
+                self._unsettled.discard(_use(files, ticket))
             self._settled.notify_all()
 
     def _run(self, files: ArenaFiles, ticket: Ticket) -> bool:
@@ -318,12 +406,12 @@ class Engine:
         for copy, original in self._holdings.originals(ticket):
             if wrong := _differing(original, manifest):
                 by = f"by the manifest in tier {copy.tier}"
-                raise TierError(f"{files.shard}: {wrong} is not what was captured, {by}: this arena is left aside")
+                raise _Altered(f"{files.shard}: {wrong} is not what was captured, {by}: this arena is left aside")
             return replace(manifest, unverified=False)
         noted = self._journal.read().shards.get(ticket.version, {}).get(ticket.rank)
         if noted is not None and noted.digest and noted.digest != shard_digest(manifest):
             by = "by the digest in the catalogue"
-            raise TierError(f"{files.shard}: is not what was captured, {by}: this arena is left aside")
+            raise _Altered(f"{files.shard}: is not what was captured, {by}: this arena is left aside")
         _log.warning("%s: unverified: its digests were taken after a restart, with none to compare", where(ticket))
         return replace(manifest, unverified=True)
 
@@ -416,6 +504,19 @@ class Engine:
             if changed:
                 pause = _QUICK_S
                 self._evaluate()
+
+
+class _Altered(TierError):
+    """An arena does not hold what was captured."""
+
+
+def _use(files: ArenaFiles, ticket: Ticket) -> tuple[int, int, int]:
+    """Rank, index and generation: one use of one arena."""
+    return files.rank, files.index, ticket.generation
+
+
+def _place(version: Version) -> tuple[int, int]:
+    return version.step, version.attempt
 
 
 def _earlier(files: ArenaFiles, ticket: Ticket) -> Manifest | None:

@@ -6,6 +6,7 @@ from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.finish.desk import Desk
 from evergrad.checkpoint.tiers import read_tiers
+from evergrad.checkpoint.tiers.memory import version_in
 from evergrad.checkpoint.version import Version
 
 __all__ = ["Freeing"]
@@ -23,6 +24,11 @@ class Freeing:
         """Nobody reads the arena any more."""
         with self._desk.lock:
             self._ended[files.rank, files.index] = ticket
+
+    def resume(self, files: ArenaFiles) -> None:
+        """The arena is read again."""
+        with self._desk.lock:
+            self._ended.pop((files.rank, files.index), None)
 
     def has_ended(self, files: ArenaFiles, ticket: Ticket) -> bool:
         """Whether that was said of what is in it now."""
@@ -65,7 +71,15 @@ class Freeing:
                     flushed = any(tier.survives_reboot for tier in read_tiers(ticket.tiers))
                     if ticket.version in kept or not flushed or self._desk.holdings.missing(ticket):
                         continue
+                elif ticket is None and self._is_lost(files):
+                    continue  # a rest: without it the next restore would find nothing, and begin anew
                 files.remove_if_free()
+
+    def _is_lost(self, files: ArenaFiles) -> bool:
+        """Whether an arena without a sound ticket is what is left of the newest version."""
+        version = version_in(files, self._desk.job.id)
+        complete = self._desk.holdings.complete()  # itself, too, if another process once noted it
+        return version is not None and not any(each.age() > version.age() for each in complete)
 
     def _is_needed(self, ticket: Ticket, complete: list[Version], attempt: int) -> bool:
         version = ticket.version

@@ -21,7 +21,7 @@ from typing import Any
 from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.board import Board
-from evergrad.checkpoint.events import Alive, Attached, Refused, Settled, read_event
+from evergrad.checkpoint.events import Alive, Attached, Refused, Settled, Unfinished, read_event
 from evergrad.checkpoint.finish.agent import agent_process, end_agent, socket_address, timeout_seconds
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
@@ -56,11 +56,14 @@ class Link(ABC):
         """This rank could not capture a version: no other one shall wait for it. Returns at once."""
 
     @abstractmethod
-    def settle(self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False) -> None:
-        """Wait until all that was captured on this node can be found in a tier, or never will be.
+    def settle(
+        self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
+    ) -> Sequence[Unfinished]:
+        """Wait until all that was captured on this node can be found in a tier, or could not be put there.
 
         `slow` tiers are looked at first. With `commit`, when all nodes have settled, instead until every version that
-        is whole in them is committed.
+        is whole in them is committed. Each new value of `again` has what failed before tried once more. Returns what
+        is known here of captured versions, and why they could not be finished.
         """
 
     @abstractmethod
@@ -91,9 +94,16 @@ class ThreadLink(Link):
         if self._engine is not None:
             self._engine.fail(version, rank, world_size, tiers, why)
 
-    def settle(self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False) -> None:
+    def settle(
+        self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
+    ) -> Sequence[Unfinished]:
+        is_new = self._engine is None or rank != self._rank  # it tries everything when it is made
         engine = self._engine_of(rank)
-        (engine.commit_whole if commit else engine.settle)(slow)
+        if commit:
+            engine.commit_whole(slow)
+        else:
+            engine.settle(slow, again=None if is_new else again)
+        return engine.unfinished()
 
     def close(self) -> None:
         if self._engine is not None:
@@ -181,10 +191,12 @@ class AgentLink(Link):
             if self._socket is not None:
                 self._socket.sendall(_line({"op": "failed", **place, "tiers": list(tiers), "why": why}))
 
-    def settle(self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False) -> None:
+    def settle(
+        self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
+    ) -> Sequence[Unfinished]:
         self._question += 1
         question = self._question
-        asked = {"op": "settle", "question": question, "slow": list(slow), "commit": commit}
+        asked = {"op": "settle", "question": question, "slow": list(slow), "commit": commit, "again": again}
         asked["run_dir"] = str(self._job.run_dir)
         self._send(asked)
         waited_s, said_s = 0.0, _SAY_SO_AFTER_S
@@ -195,6 +207,7 @@ class AgentLink(Link):
                 said_s *= 2
                 what = "commits what is whole" if commit else "finishes what was captured"
                 _log.warning("rank %d: waiting for %.0f s while agent %s %s", rank, waited_s, self.pid or "", what)
+        return self._board.unfinished()
 
     def close(self) -> None:
         with self._lock:

@@ -2,7 +2,8 @@
 
 Every rank says what it can obtain; all take the newest that all have named. Each then checks the digests of its
 nearest copy, and of the next if they are wrong; if one rank has no intact copy, all go back to the version before.
-Nothing of the live state is touched before all ranks hold verified shards that fit.
+Nothing of the live state is touched before all ranks hold verified shards that fit. A newer version that all ranks have
+captured, and that could not be finished, is an error: going back behind it, or starting anew, is the user's decision.
 
 A rank takes its own shard where it can. With another number of ranks, another cut of the tensors, or a version that
 only a shared tier has, the state is assembled from several (`obtaining.py`).
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from evergrad.checkpoint.arena import check_open_files
 from evergrad.checkpoint.catalogue.journal import Journal, ShardNote
+from evergrad.checkpoint.events import Unfinished
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.ranks import Ranks
@@ -41,6 +43,8 @@ class Request:
     version: Version | int | None = None
     strict: bool = True
     where: Where | None = None
+    newest: bool = False
+    """True if `version` is the newest that can be obtained, and was not chosen by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class _News:
     damaged: Mapping[Version, str]
     torn: Mapping[Version, str]
     committed: Version | None
+    unfinished: Sequence[Unfinished]
 
 
 def restore(
@@ -75,14 +80,15 @@ def restore(
     obtaining: Obtaining,
     committed: Version | None,
     journal: Journal | None = None,
+    unfinished: Sequence[Unfinished] = (),
 ) -> Restored | None:
     """Restore the newest version that all ranks can obtain, or the one asked for; None if there is none at all.
 
     `committed` is the newest version that is known to have been complete where it survives a reboot; the `journal` of
-    the job tells which ones were complete in any tier.
+    the job tells which ones were complete in any tier. `unfinished` is what this node knows of captured versions.
     """
     shelf = ranks.together(lambda: look(job, stores, ranks.rank, ranks.world_size))
-    news = ranks.gather(_News(shelf.offers, shelf.damaged, shelf.torn, committed))
+    news = ranks.gather(_News(shelf.offers, shelf.damaged, shelf.torn, committed, unfinished))
     size = ranks.world_size
     seen = {version for each in news for version in each.offers}
     common = {v for v in seen if all(v in each.offers and each.offers[v].obtainable(size) for each in news)}
@@ -91,14 +97,18 @@ def restore(
     for version in common:
         if why := shelf.damaged.get(version) or shelf.torn.get(version):
             complaints[version] = [f"{version}: {why}"]
+    waiting, lost = _unfinished(common, news)
+    complaints.update({**waiting, **lost})
     for version in candidates:
+        _refuse_older(request, waiting, version)
         restored = _try(request, version, shelf, [each.offers[version] for each in news], ranks, obtaining, complaints)
         if restored is not None:
             for newer in sorted(complaints, key=Version.age, reverse=True):
                 if newer.age() >= version.age():
                     _log.warning("rank %d: %s. Restoring %s.", ranks.rank, "; ".join(complaints[newer]), version)
             return restored
-    _nothing(request, candidates, complaints, news, ranks, journal)
+    _refuse_older(request, waiting, None)
+    _nothing(request, candidates, complaints, news, ranks, journal, lost)
     return None
 
 
@@ -161,6 +171,53 @@ def _incomplete(common: set[Version], news: Sequence[_News], world_size: int) ->
             reasons.append(f"rank {rank}: {why}")
         found[version] = [f"{version} is not whole: {'; '.join(reasons[:3])}"]
     return found
+
+
+def _unfinished(
+    common: set[Version], news: Sequence[_News]
+) -> tuple[dict[Version, list[str]], dict[Version, list[str]]]:
+    """Versions that every rank had captured and that not every rank can obtain: those that could not be put into a
+    tier, and those whose arenas are damaged, both in words. All ranks get the same.
+    """
+    waiting: dict[Version, list[str]] = {}
+    lost: dict[Version, list[str]] = {}
+    by_version: dict[Version, list[Unfinished]] = {}
+    for told in news:
+        for each in told.unfinished:
+            by_version.setdefault(each.version, []).append(each)
+    for version, parts in by_version.items():
+        if version in common:
+            continue
+        of_all = set(range(max(each.world_size for each in parts)))
+        there = {rank for each in parts for rank in each.ranks}
+        for rank, told in enumerate(news):
+            offer = told.offers.get(version)
+            if offer is not None and offer.world_size == len(of_all):
+                there |= offer.seen | ({rank} if offer.own else set())
+        damaged = {rank for each in parts for rank in each.damaged} - there
+        whys = list(dict.fromkeys(each.why for each in parts if each.why))
+        if there >= of_all and whys:
+            waiting[version] = [f"{version} was captured by every rank, and cannot be finished: {'; '.join(whys[:3])}"]
+        elif damaged and there | damaged >= of_all:
+            lost[version] = [f"{version} was captured and is damaged: {'; '.join(whys[:3])}"]
+    return waiting, lost
+
+
+def _refuse_older(request: Request, waiting: Mapping[Version, list[str]], older: Version | None) -> None:
+    """`RestoreError` if a version that is captured and not finished would be passed over for an older one, or none."""
+    found = [
+        version
+        for version in waiting
+        if (request.newest or _asked(request, version)) and (older is None or older.age() < version.age())
+    ]
+    if not found:
+        return
+    newest = max(found, key=Version.age)
+    what = f"{waiting[newest][0].rstrip('.')}. Nothing was touched. Restore again when that is mended"
+    if older is None:
+        raise RestoreError(f"{what}. To start anew, choose another run folder.")
+    name = repr(older.name) if older.step == newest.step else str(older.step)
+    raise RestoreError(f"{what}, or go back to {older} by restore(version={name}).")
 
 
 def _try(
@@ -261,6 +318,7 @@ def _nothing(
     news: Sequence[_News],
     ranks: Ranks,
     journal: Journal | None,
+    lost_captures: Mapping[Version, list[str]],
 ) -> None:
     """There is nothing to restore; an error, if there should have been."""
     ranks.together(check_open_files)  # what could not be opened was taken for missing
@@ -276,7 +334,7 @@ def _nothing(
     not_intact = RestoreError(
         f"none of the versions is intact: {reasons}. Nothing was touched. To start anew, choose another run folder."
     )
-    if candidates or other_size or any(each.damaged for each in news):
+    if candidates or other_size or lost_captures or any(each.damaged for each in news):
         raise not_intact
     lost = [each.committed for each in news if each.committed is not None]
     if lost:

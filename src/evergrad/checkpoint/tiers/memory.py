@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -9,12 +10,24 @@ from typing import ClassVar
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.checkpoint.arena_folder import find_arenas
+from evergrad.checkpoint.layout import shard_record
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError
+from evergrad.formats.data_file import open_file
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "version_in"]
+
+
+def version_in(files: ArenaFiles, job: str) -> Version | None:
+    """The version that the header of a shard in an arena names, if it is that job's; its bytes may be damaged."""
+    with suppress(FormatError, OSError, ValueError, KeyError, TypeError):
+        with open_file(files.shard) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            shard = shard_record(view, files.shard)
+        if (shard["job"], shard["rank"]) == (job, files.rank):
+            return Version(int(shard["step"]), int(shard["attempt"]))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +71,17 @@ class _MemoryStore(Store):
 
     def torn(self, rank: int) -> dict[Version, Torn]:
         found = {}
-        for files in find_arenas(self._site.arenas, rank):
+        for files in find_arenas(self._site.arenas, rank, rests=True):
             ticket = files.read_ticket()
             if ticket is None:
-                with suppress(FormatError, FileNotFoundError):  # what was in it before
+                what = f"{files.ticket}: {'is not as it was written' if files.ticket.exists() else 'is gone'}"
+                try:  # what was in it before
                     version = Manifest.read(files.manifest, digests=False).version
-                    found[version] = Torn(f"{files.ticket}: is not as it was written", was_complete=True)
+                    found[version] = Torn(what, was_complete=True)
+                except (FormatError, FileNotFoundError):
+                    named = version_in(files, self._site.job)  # complete or not: the catalogue knows
+                    if named is not None and named not in found:
+                        found[named] = Torn(f"{what}, and its manifest is not sound")
             elif ticket.captured and self._copy(files) is None:
                 found[ticket.version] = Torn(f"{files.manifest}: no manifest of this capture")
         return found

@@ -37,7 +37,7 @@ class PosixBucket(Bucket):
                     for entry in entries:
                         with suppress(FileNotFoundError):
                             if not entry.name.startswith("."):
-                                found.append(Item(entry.name, entry.stat().st_size, entry.is_dir()))
+                                found.append(_item(entry))
                     return found
             except (FileNotFoundError, NotADirectoryError):
                 return []
@@ -50,8 +50,10 @@ class PosixBucket(Bucket):
                 with open_file(self._root / name) as file:
                     file.seek(begin or 0)
                     return file.read() if end is None else file.read(end - (begin or 0))
-            except (IsADirectoryError, PermissionError, NoFile) as error:  # a matter of this file, and not of the place
-                raise FileAccessError(self._root / name, f"cannot be read: {reason(error)}") from error
+            except OSError as error:  # a matter of this file, and not of the place
+                if isinstance(error, (IsADirectoryError, PermissionError, NoFile)) or error.errno == errno.ELOOP:
+                    raise FileAccessError(self._root / name, f"cannot be read: {reason(error)}") from error
+                raise
 
         return self._retry(f"reading {name}", get)
 
@@ -123,6 +125,16 @@ class PosixBucket(Bucket):
 
     def _retry(self, what: str, call: Callable[[], _T]) -> _T:
         return self.access.retry(what, call)
+
+
+def _item(entry: os.DirEntry[str]) -> Item:
+    """What lies in a folder; of symbolic links that lead to each other the link itself."""
+    try:
+        return Item(entry.name, entry.stat().st_size, entry.is_dir())
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return Item(entry.name, entry.stat(follow_symlinks=False).st_size, False)
 
 
 @contextmanager

@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 10.0
 _WILL_NOT_PASS = {
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EISDIR, errno.EMFILE, errno.EMSGSIZE, errno.ENAMETOOLONG,
-    errno.ENFILE, errno.ENOENT, errno.ENOSPC, errno.ENOSYS, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EMFILE, errno.EMSGSIZE,
+    errno.ENAMETOOLONG, errno.ENFILE, errno.ENOENT, errno.ENOSPC, errno.ENOSYS, errno.ENOTDIR, errno.EPERM, errno.EROFS,
 }  # fmt: skip
 # Refused with a 4xx, and right the next time.
 _MAY_PASS = {

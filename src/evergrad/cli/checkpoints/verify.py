@@ -70,6 +70,7 @@ def verify(
 
 def _copies(entry: CatalogueEntry, seen: Survey, tier: str | None) -> int:
     damaged = sum(tier in (None, kind) for kind in seen.damaged.get(entry.version, {}))
+    damaged += entry.state == "damaged" and tier in (None, "memory")
     return damaged + sum(tier in (None, each.copy.tier) for each in seen.shards.get(entry.version, []))
 
 
