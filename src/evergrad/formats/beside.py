@@ -6,7 +6,6 @@ tokenizer, a README) is only named when a conversion would drop it.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Container
 from contextlib import suppress
@@ -62,9 +61,8 @@ class Beside:
             is_model = child.name.lower().endswith(_MODELS)
             try:
                 mode = child.stat().st_mode
-            except OSError as error:
-                what = f"a file that cannot be read: {os.strerror(error.errno or 0)}"
-                self._add(child, what, is_model=is_model)
+            except OSError:
+                self.unkept[child.name] = "a link that leads to no file"
                 continue
             if stat.S_ISDIR(mode):
                 self.unkept[child.name] = "a folder"

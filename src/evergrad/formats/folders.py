@@ -166,15 +166,16 @@ class Sharded(Format):
     def open(self, path: Path) -> Checkpoint:
         """Read the index, then the header of every shard it names."""
         if not path.is_dir():
-            return self.open_index(path)
+            return self.open_index(path)[0]
         indices = _indices(path)
         if not indices:
             (file,) = _tensor_files(path)[:1]
             return self._with_rest(self._open_file(file), path, {file})
-        return self._with_rest(self.open_index(indices[0]), path, {indices[0], *shards_of(indices[0])})
+        main, shards = self.open_index(indices[0])
+        return self._with_rest(main, path, {indices[0], *shards})
 
-    def open_index(self, index: Path) -> CompositeCheckpoint:
-        """The logical tensors that an index names, and what else its shards hold."""
+    def open_index(self, index: Path) -> tuple[CompositeCheckpoint, set[Path]]:
+        """The logical tensors that an index names, and what else its shards hold; and the paths of the shards."""
         weight_map = _read_index(index)
         parts: dict[str, Checkpoint] = {}
         try:
@@ -183,7 +184,7 @@ class Sharded(Format):
                     parts[file] = self._open_file(_beside(index, file))
             merged = merge(index, parts, weight_map)
             kind = f"{next(iter(parts.values())).format}-sharded" if parts else "sharded"
-            return CompositeCheckpoint(
+            sharded = CompositeCheckpoint(
                 kind,
                 index,
                 list(parts.values()),
@@ -194,6 +195,7 @@ class Sharded(Format):
                 other_names=merged.other_names,
                 unindexed=merged.unindexed,
             )
+            return sharded, {index.parent / file for file in parts}
         except BaseException:
             close_all(parts.values())
             raise
@@ -235,8 +237,9 @@ class PlainFolder(Format):
         try:
             taken: set[Path] = set()
             for index in _indices(path):
-                opened[index.name.removesuffix(INDEX_SUFFIX)] = Sharded(self._open_file).open_index(index)
-                taken |= {index, *shards_of(index)}
+                sharded, shards = Sharded(self._open_file).open_index(index)
+                opened[index.name.removesuffix(INDEX_SUFFIX)] = sharded
+                taken |= {index, *shards}
             beside = Beside()
             files = [file for file in _tensor_files(path) if file not in taken and file.name not in opened]
             _open_all(self._open_file, files, opened, beside)
@@ -376,11 +379,6 @@ def _beside(index: Path, file: str) -> Path:
         )
     named_size(index, path)
     return path
-
-
-def shards_of(index: Path) -> set[Path]:
-    """The files that an index names."""
-    return {_beside(index, file) for file in set(_read_index(index).values())}
 
 
 def _indices(folder: Path) -> list[Path]:

@@ -62,12 +62,12 @@ def _held(
     for name, file in weight_map.items():
         part = shards[file]
         # A torch shard escapes what a path may not hold; a safetensors shard lists names as they are.
-        for path in (name, escape(name)):
-            if path in part.tensors or path in part.others or path in values[file]:
-                yield path, file
-                break
-        else:
-            raise DamagedFile(index, f"names tensor {name!r} in {file!r}, which does not hold it")
+        path = name if name in part.tensors else escape(name)
+        if path not in part.tensors:
+            path = name if name in part.others or name in values[file] else path
+            if path not in part.others and path not in values[file]:
+                raise DamagedFile(index, f"names tensor {name!r} in {file!r}, which does not hold it")
+        yield path, file
 
 
 def _by_name(

@@ -279,6 +279,7 @@ class Engine:
             self._again.add(again)
             for version, tier in self._holdings.uncommitted():
                 self._forgive(version, tier.kind)
+        self._flushing.try_again()
         for files in find_arenas(self._site.arenas, self._rank):
             ticket = files.read_ticket()
             if ticket is None or not ticket.captured or not self._is_taken(files, ticket):

@@ -52,6 +52,11 @@ class Flushing:
             arena = files or ArenaFiles(self._desk.site.arenas, ticket.rank, 0)
             return self.workers.submit(ticket.rank, self._flush, ticket, manifest, source, arena)
 
+    def try_again(self) -> None:
+        """Leave nothing out because a flush before it has failed."""
+        with self._desk.lock:
+            self._away.clear()
+
     def _flush(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles) -> None:
         tiers = read_tiers(ticket.tiers)
         slow = [tier for tier in tiers if tier.slow]
