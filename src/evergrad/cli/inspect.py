@@ -72,7 +72,7 @@ def _print_json(ck: Checkpoint, infos: list[TensorInfo]) -> None:
     write(f'], "total_bytes": {sum(info.nbytes for info in infos)}')
     if ck.others:
         write(f', "others": {json.dumps(dict(ck.others))}')
-    if arrays := ck.skeleton.arrays():
+    if arrays := ck.arrays:
         write(f', "arrays": {json.dumps(arrays)}')
     if ck.unindexed:
         write(f', "unindexed": {json.dumps(list(ck.unindexed))}')
@@ -109,7 +109,7 @@ def _print_summary(ck: Checkpoint, infos: list[TensorInfo]) -> None:
         print(f"left alone: {printable(name)} ({printable(what)})")
     if len(ck.others) > _SHOWN_OTHERS:
         print(f"left alone: {len(ck.others) - _SHOWN_OTHERS} more objects; --json names all")
-    arrays = ck.skeleton.arrays()
+    arrays = ck.arrays
     for name, what in list(arrays.items())[:_SHOWN_OTHERS]:
         print(f"not listed as a tensor: {printable(name)} ({printable(what)})")
     if len(arrays) > _SHOWN_OTHERS:

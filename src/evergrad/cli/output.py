@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -44,6 +45,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 Row = TypeVar("Row")
 
 _SHOWN_ROWS = 1000  # about what a terminal keeps to scroll back to
+_MANY_ROWS = 1000  # formatted at a time
 _WIDEST_COLUMN = 100  # longer names stick out, so that one of them does not widen every row
 _SLOW_BYTES = 1 << 28  # under a quarter of a gigabyte there is nothing to wait for
 
@@ -100,18 +102,19 @@ def _print_rest(left_out: int) -> None:
 def _lines(
     columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[str]], right: Sequence[str]
 ) -> Iterator[str]:
-    """The rows as text, with two passes over them: the first finds how wide the columns are."""
+    """The rows as text, many at a time, with two passes over them: the first finds how wide the columns are."""
     widths = [len(column) for column in columns]
-    for row in rows:
-        for place, cell in enumerate(cells(row)):
-            widths[place] = max(widths[place], len(cell))
+    for start in range(0, len(rows), _MANY_ROWS):
+        parts = zip(*map(cells, rows[start : start + _MANY_ROWS]), strict=True)
+        widths = [max(width, *map(len, part)) for width, part in zip(widths, parts, strict=True)]
     form = "  ".join(
         f"{{:{'>' if column in right else '<'}{min(width, _WIDEST_COLUMN)}}}"
         for column, width in zip(columns, widths, strict=True)
     )
     yield f"{form.format(*columns).rstrip()}\n"
-    for row in rows:
-        yield f"{printable(form.format(*cells(row)).rstrip())}\n"
+    for start in range(0, len(rows), _MANY_ROWS):
+        lines = [form.format(*cells(row)).rstrip() for row in rows[start : start + _MANY_ROWS]]
+        yield "".join([f"{printable(line)}\n" for line in lines])
 
 
 def printable(text: object) -> str:
@@ -186,6 +189,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield advance
 
 
+@lru_cache(_MANY_ROWS)
 def size(count: float) -> str:
     """Bytes in a person's units.
 
@@ -198,6 +202,7 @@ def size(count: float) -> str:
     return f"{count / 1000**power:.1f} {' kMGTP'[power]}B"
 
 
+@lru_cache(_MANY_ROWS)
 def shape(lengths: tuple[int, ...]) -> str:
     """A shape in a person's words.
 

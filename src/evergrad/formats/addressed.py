@@ -62,6 +62,11 @@ class AddressedCheckpoint(Checkpoint):
         """Nested dicts, unless the format knows better; made when it is first asked for."""
         return Skeleton.of_names(self.tensors)
 
+    @property
+    def arrays(self) -> Mapping[str, str]:
+        """None where there are names alone, which need not be nested for that."""
+        return self.skeleton.arrays() if "skeleton" in vars(self) else {}
+
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         return self.region(name).read(start, stop)
 

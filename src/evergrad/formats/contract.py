@@ -150,6 +150,11 @@ class Checkpoint(ABC):
     """Whether every alteration goes through `Bytes`, so that it can be rehearsed; else it is made in a copy."""
 
     @property
+    def arrays(self) -> Mapping[str, str]:
+        """The arrays that are kept as values and not as tensors: name → what they are."""
+        return self.skeleton.arrays()
+
+    @property
     def unread(self) -> Mapping[str, str]:
         """The part of `others` whose content is not read: it can be compared by its bytes at most.
 
