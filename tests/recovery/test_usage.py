@@ -139,6 +139,17 @@ def test_a_rank_that_dies_while_others_wait_for_it_at_the_end_of_an_epoch_is_rep
     assert {end["weights"] for end in ends(ran).values()} == {end["weights"] for end in ends(whole).values()}
 
 
+def test_a_restart_before_the_first_checkpoint_says_that_the_job_begins_from_its_beginning(use: Any) -> None:
+    ran = use("plain", "--checkpoints", "{folder}/ck", "--await-spare", 2, spares=1, strategy="restart",
+              failures="kill rank=1 step=1")  # fmt: skip
+    ran.assert_survived(1)
+    assert ran.stderr.count("evergrad: there is no checkpoint yet: the job begins from its beginning") == 1, ran.stderr
+    later = use("plain", "--checkpoints", "{folder}/ck", "--await-spare", 2, spares=1, strategy="restart",
+                failures="kill rank=1 step=8")  # fmt: skip
+    later.assert_survived(1)
+    assert "no checkpoint yet" not in later.stderr
+
+
 def test_a_scaler_may_be_tracked_or_unscale_the_gradients_itself(use: Any) -> None:
     for what in ("scaler is tracked", "scaler unscales"):
         use(what).assert_finished()

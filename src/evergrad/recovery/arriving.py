@@ -133,6 +133,8 @@ class Arrival:
                 "up: their last bits may differ"
             )
         if found is None and not self.has_yielded:
+            if plan.restart and engine.crew.rank == 0:
+                print("evergrad: there is no checkpoint yet: the job begins from its beginning", file=sys.stderr)
             if plan.generation and engine.gradients is not None:
                 engine.gradients.broadcast(engine.crew.group(), 0)
             return
