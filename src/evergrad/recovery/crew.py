@@ -56,9 +56,6 @@ class Crew(ABC):
         `UsageError` if another rank takes this point for one of another kind.
         """
 
-    def note_step(self, epoch: int, point: int, step: int) -> None:  # noqa: B027
-        """This rank takes part in a collective of a step, which all ranks have to make at this point."""
-
     @abstractmethod
     def group(self) -> Group:
         """The group of the present generation, formed when it is first asked for; `GroupBroken` if it cannot be."""

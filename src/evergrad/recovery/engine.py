@@ -96,7 +96,8 @@ class Engine:
     def meet(self, kind: Point) -> None:
         """Wait for all ranks at the beginning or the end of an epoch, before any collective of that point."""
         crew, course = self.crew, self.course
-        crew.meet(Boundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank))
+        begun = crew.group().num_begun
+        crew.meet(Boundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank, begun))
 
     def pass_point(self, kind: Point, num_batches: int = 0) -> bool:
         """Pass the next point together with all others; `GroupBroken` if that cannot be.

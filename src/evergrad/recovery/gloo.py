@@ -61,12 +61,14 @@ class GlooGroup(Group):
         """Begin to combine a tensor of all ranks."""
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[op]
+        self.num_begun += 1
         return self._begin(lambda group: group.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         """Begin to give one rank's tensor to all."""
         options = dist.BroadcastOptions()
         options.rootRank = root
+        self.num_begun += 1
         return self._begin(lambda group: group.broadcast([tensor], options))
 
     def send(self, tensor: torch.Tensor, to: int) -> Ticket:

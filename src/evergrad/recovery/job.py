@@ -102,6 +102,7 @@ class Job:
         self._engine = Engine(crew, tell, keeps=keeps and crew.survives, course=self._course, site=self._site)
         if isinstance(crew, Launched):
             crew.reported = lambda: self._site(Phase.AGREEMENT)
+            crew.position = lambda: (self._course.epoch, self._course.point, self._course.step)
         self._trained, self._window, self._progress = Trained(), Window(), Progress()
         self._departure = Departure(self._asked_to_leave)
         self._arrival = Arrival(

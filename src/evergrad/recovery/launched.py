@@ -66,8 +66,10 @@ class Launched(Crew):
         self._is_closed = False
         self._group_of = -1
         self._changing = -2
-        self._in_step: tuple[int, int, int, int] | None = None
-        """Generation, epoch, point and number of the step in which this rank has last begun a collective."""
+        self.position: Callable[[], tuple[int, int, int]] = lambda: (-1, -1, -1)
+        """Where the rank is: its epoch, the next point, the step that comes next. Asked by another thread."""
+        self._meeting: tuple[int, int] | None = None
+        """Generation and point of the last boundary to which this rank has come."""
         self._mistake: str | None = None
         """The mistake of the script for which this rank has broken its generation, to be raised by the main thread."""
         self.reported: Callable[[], None] = lambda: None
@@ -131,10 +133,6 @@ class Launched(Crew):
         """Whether there is no generation after this one yet."""
         return not self.client.has(Keys.plan(self.plan.generation + 1))
 
-    def note_step(self, epoch: int, point: int, step: int) -> None:
-        """Remember it for the thread that asks the store whether another rank is at a boundary instead."""
-        self._in_step = self.plan.generation, epoch, point, step
-
     def meet(self, here: Boundary) -> None:
         """Wait for all ranks, by the store and not in the group.
 
@@ -144,6 +142,7 @@ class Launched(Crew):
         if self.world_size == 1:
             return
         self._check()
+        self._meeting = here.generation, here.point
         text, members = here.to_json(), self.plan.members
         self.client.set_all({Keys.at_boundary(self.uid): text, Keys.boundary: text})
         with self._waiting():
@@ -174,17 +173,22 @@ class Launched(Crew):
             pause = min(2 * pause, longest)
 
     def _look_for_boundary(self, client: StoreClient) -> None:
-        """Break this generation off if another rank waits at a boundary, where this one is in a step."""
-        if self._in_step is None:
+        """Break this generation off if another rank waits at a boundary that this one cannot come to.
+
+        That one waits by the store until all have come. So it takes no part in a collective that it has not begun: a
+        rank that has begun one more before it comes there waits for ever.
+        """
+        generation, group = self.plan.generation, self._group
+        if group is None or self._group_of != generation or (found := client.find(Keys.boundary)) is None:
             return
-        generation, epoch, point, step = self._in_step
-        if generation != self.plan.generation or (found := client.find(Keys.boundary)) is None:
+        other, num_begun = Boundary.from_json(found), group.num_begun
+        epoch, point, step = self.position()  # after the number: it was begun at this point, or before it
+        if (other.generation, other.point) != (generation, point) or num_begun <= other.num_begun:
             return
-        other = Boundary.from_json(found)
-        group = self._group
-        if (other.generation, other.point) == (generation, point) and self._mistake is None and group is not None:
-            where = f"rank {group.rank} is in step {step}, of epoch {epoch}"
-            self._mistake = f"job.batches: {where}, and {other}. {_EQUALLY}"
+        if self._meeting != (generation, point) and self._mistake is None:
+            self._mistake = (
+                f"job.batches: rank {group.rank} is at step {step}, of epoch {epoch}, and {other}. {_EQUALLY}"
+            )
             group.interrupt("another rank is not in this step")
 
     def leave_group(self) -> None:

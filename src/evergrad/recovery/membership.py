@@ -60,6 +60,8 @@ class Boundary:
     kind: Point
     epoch: int
     rank: int
+    num_begun: int
+    """How many collectives this rank has begun in this generation."""
 
     def is_at(self, other: Boundary) -> bool:
         """Whether two ranks have come to the same point of one generation, whatever each takes it for."""

@@ -125,6 +125,7 @@ class NcclGroup(Group):
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
         """Begin to combine a tensor of all ranks."""
+        self.num_begun += 1
         if tensor.device.type == "cpu":
             return self._over_gloo(lambda: self._cpu.all_reduce(tensor, op))
         options = dist.AllreduceOptions()
@@ -133,6 +134,7 @@ class NcclGroup(Group):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         """Begin to give one rank's tensor to all."""
+        self.num_begun += 1
         if tensor.device.type == "cpu":
             return self._over_gloo(lambda: self._cpu.broadcast(tensor, root))
         options = dist.BroadcastOptions()

@@ -51,6 +51,8 @@ class Group(ABC):
 
     rank: int
     size: int
+    num_begun: int = 0
+    """How many collectives this rank has begun, which all ranks begin in the same order; sending is none."""
 
     @property
     def before(self) -> int:

@@ -297,9 +297,9 @@ def refuse_strangers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
 
 
 def used_scalers() -> list[GradScaler]:
-    """The gradient scalers of this process that have scaled a loss."""
+    """The gradient scalers of this process that have scaled a loss, by another factor than 1."""
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), GradScaler)]
-    return [scaler for scaler in found if scaler.is_enabled() and scaler._scale is not None]
+    return [one for one in found if one.is_enabled() and one._scale is not None and one.get_scale() != 1.0]
 
 
 def refuse_untracked_scaler(
@@ -317,7 +317,7 @@ def refuse_untracked_scaler(
             raise UsageError(
                 f"job.step: a {type(thing).__qualname__} has scaled a loss, and is not tracked, so the step would be "
                 "made with scaled gradients. Call job.track(scaler=scaler) before the loop: job.step then calls the "
-                "scaler's step and update"
+                "scaler's step and update. Or call scaler.unscale_(optimizer) before job.step, and update() after it"
             )
 
 

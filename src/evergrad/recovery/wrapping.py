@@ -32,10 +32,8 @@ class Around:
         self._weight: tuple[object, float] = (None, 1.0)
 
     def group(self) -> Group:
-        """The group of the present generation, for a collective of the step under way."""
-        engine = self._engine
-        engine.crew.note_step(engine.course.epoch, engine.course.point, engine.course.step)
-        return engine.crew.group()
+        """The group of the present generation."""
+        return self._engine.crew.group()
 
     def weight(self) -> float:
         """By samples, of all batches since the last reduction."""
