@@ -182,10 +182,13 @@ class Launched(Crew):
         if group is None or self._group_of != generation or (found := client.find(Keys.boundary)) is None:
             return
         other, num_begun = Boundary.from_json(found), group.num_begun
-        epoch, point, step = self.position()  # after the number: it was begun at this point, or before it
+        # The main thread goes on meanwhile, so the order counts: the collective was begun at this point or before it,
+        # and a boundary at this point that the rank has come to is not hidden by a later one.
+        meeting = self._meeting
+        epoch, point, step = self.position()
         if (other.generation, other.point) != (generation, point) or num_begun <= other.num_begun:
             return
-        if self._meeting != (generation, point) and self._mistake is None:
+        if meeting != (generation, point) and self._mistake is None:
             self._mistake = (
                 f"job.batches: rank {group.rank} is at step {step}, of epoch {epoch}, and {other}. {_EQUALLY}"
             )
