@@ -67,7 +67,7 @@ class TensorInfo:
     """The chain of tensors whose bytes overlap, this one included, by where they start."""
     place: Neighbour | None = field(default=None, repr=False, compare=False)
     read_only: str = ""
-    """Why its bits cannot be altered in place; empty if they can."""
+    """The reason why its bits cannot be altered in place; empty if they can."""
 
     @property
     def numel(self) -> int:
@@ -157,9 +157,9 @@ class Comparison:
     uncompared: Mapping[str, str] = field(default_factory=dict)
     """Content that could not be compared, by name, with what it is; anything here makes the verdict `unknown`."""
     compared: int = 0
-    """How many values and other things besides tensors were compared."""
+    """The number of values and other content besides tensors that was compared."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What `tensors_only` left out of the comparison, by name, with what it is; it is no part of the verdict."""
+    """Content that `tensors_only` excluded, by name, with a description; it is no part of the verdict."""
 
     @property
     def verdict(self) -> str:

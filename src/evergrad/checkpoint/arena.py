@@ -113,7 +113,7 @@ class ArenaFiles:
         return self.folder / f"{shard_name(self.rank)}.{self.index}.digests"
 
     def read_ticket(self, *, strict: bool = False) -> Ticket | None:
-        """What is in the arena now; None if that cannot be told, or, if strict, `OSError` if it cannot be opened."""
+        """Return the arena's ticket; None if it cannot be read, or, if strict, `OSError` if it cannot be opened."""
         try:
             return Ticket.from_bytes(read_small(self.ticket))
         except OSError as error:
@@ -296,7 +296,7 @@ def check_open_files() -> None:
 
 
 def open_files_hint(error: OSError) -> str:
-    """Why the system refuses; if it is for too many open files, with the limit and how to raise it."""
+    """Return the system's reason; for too many open files, add the limit and how to raise it."""
     what = reason(error)
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -156,7 +156,7 @@ class Board:
             return self._settled >= question
 
     def unfinished(self) -> list[Unfinished]:
-        """What the answer to the last question says of captured versions."""
+        """Return the unfinished versions of the agent's last answer."""
         with self._changed:
             return self._unfinished
 

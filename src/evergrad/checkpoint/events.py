@@ -100,7 +100,7 @@ class Refused(Event):
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What a node knows of a version that is captured, or begun in a tier, and may be complete in none."""
+    """One node's knowledge of a version that is captured, or begun in a tier, and may be complete in none."""
 
     step: int
     attempt: int
@@ -110,7 +110,7 @@ class Unfinished:
     damaged: list[int]
     """The ranks whose arenas on this node do not hold what was captured."""
     why: str
-    """Why it could not be finished; empty if nothing failed here."""
+    """The reason why it could not be finished; empty if nothing failed here."""
 
     @property
     def version(self) -> Version:

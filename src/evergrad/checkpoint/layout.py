@@ -219,7 +219,7 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
 
 
 def shard_record(buffer: Any, path: str | PathLike[str] = "shard") -> dict[str, Any]:
-    """Whose shard a mapped file is, by its header alone; `DamagedFile` if that does not say it."""
+    """Return the identity of a mapped shard from its header alone; `DamagedFile` if the header lacks it."""
     length = int.from_bytes(buffer[:8], "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, len(buffer) - 8):
         raise DamagedFile(path, "has no header")

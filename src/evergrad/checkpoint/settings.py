@@ -18,7 +18,7 @@ _SPELLED = {
     "persistent": "eg.Persistent(url)",
     "compress": "eg.Compress()",
 }
-"""How the tiers are given, by the words that people write instead."""
+"""Names of tiers that people write as text, and the objects to pass instead."""
 
 
 def checked_tiers(tiers: Sequence[Tier | Compress] | Tier | None) -> list[Tier]:

@@ -39,7 +39,7 @@ _MAX_LOOKED_AT = 1024
 
 @dataclass(slots=True)
 class Beside:
-    """What lies in a folder beside the parts of its checkpoint."""
+    """The content of a folder beside the parts of its checkpoint."""
 
     others: dict[str, str] = field(default_factory=dict)
     """Models and tensor files that are not read: name → what it is."""
@@ -85,7 +85,7 @@ class Beside:
 
 
 def unread_file(path: Path) -> str:
-    """What a file is that is not opened, by its first bytes."""
+    """Describe a file that is not opened, by its first bytes."""
     probe = Probe(path)
     try:
         signature = signature_of(probe)
@@ -99,7 +99,7 @@ def unread_file(path: Path) -> str:
 
 
 def _model(path: Path) -> str:
-    """What a file is if its first bytes say that it holds tensors, else nothing."""
+    """Describe a file if its first bytes show that it holds tensors; else return an empty string."""
     probe = Probe(path)
     with suppress(FormatError, OSError):
         signature = signature_of(probe)

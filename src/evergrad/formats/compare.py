@@ -92,7 +92,7 @@ def compare(
 
 @dataclass(slots=True)
 class _Chosen:
-    """What a selection takes of two checkpoints, by name."""
+    """The names that a selection takes from two checkpoints."""
 
     a: set[str] = field(default_factory=set)
     """Tensors and unread content of the first."""
@@ -238,12 +238,12 @@ def _name_values(ck: Checkpoint, side: str, chosen: _Chosen, tensors_only: bool,
 
 
 def _tells_containers(ck: Checkpoint) -> bool:
-    """Whether a file tells a list from a dict: the names of tensors alone do not."""
+    """Return True if the file distinguishes lists from dicts; names of tensors alone do not."""
     return ck.format in _WITH_VALUES or ck.skeleton.root != Skeleton.of_names(ck.tensors).root
 
 
 def _same(a: Json, b: Json) -> bool:
-    """Whether two nodes are the same in type and to the bit: 0.0 is not -0.0, and 1, 1.0 and True are three values."""
+    """Return True if two nodes have equal types and bits: 0.0 is not -0.0, and 1, 1.0 and True are three values."""
     waiting = [(a, b)]
     while waiting:
         x, y = waiting.pop()

@@ -331,7 +331,7 @@ def choose(ck: Checkpoint, where: Where) -> tuple[list[str], dict[str, str]]:
 
 
 def named(others: Mapping[str, str], tensors: Container[str]) -> dict[str, TensorInfo]:
-    """What selections see of content besides `tensors`: tensors of other kinds have the role that their path tells."""
+    """Return content other than `tensors` as selections see it: tensors of other kinds have the role of their path."""
     return {
         name: TensorInfo(
             name, (), DType.UINT8, role_of(name) if isinstance(what, OtherTensor) else _role_of_value(name), 0

@@ -68,7 +68,7 @@ def parts_of_unread(source: Checkpoint) -> list[str]:
 
 
 def left_out(source: Checkpoint, b: str | PathLike[str], *, to: str | None = None) -> dict[str, str]:
-    """What `tensors_only=True` leaves out when `source` is written as `b`: name → what it is.
+    """Return the content that `tensors_only=True` drops when `source` is written as `b`: name → description.
 
     First content that no target keeps (`ck.others`, `ck.unkept`), then arrays that are no tensors, then all other
     values, then the container's notes where the target has no place for them.

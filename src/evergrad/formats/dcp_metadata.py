@@ -45,7 +45,7 @@ class Folder:
     others: dict[str, str]
     objects: list[Place]
     object_places: dict[str, Place]
-    """Where the objects are that lie in a file as they were saved."""
+    """The places of objects in the file as they were saved."""
 
 
 def read_metadata(path: Path) -> Folder:

@@ -105,7 +105,7 @@ class CompositeCheckpoint(Checkpoint):
 
     @property
     def doubts(self) -> Mapping[str, str]:
-        """Those of every part."""
+        """The doubts of all parts."""
         return {name: why for part in self._parts for name, why in part.doubts.items()}
 
     def fingerprint(self, name: str) -> str | None:

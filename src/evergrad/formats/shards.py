@@ -1,4 +1,4 @@
-"""What the shards of an index hold together: tensors that it names, tensors that it does not, and values.
+"""Read the shards of an index as one state: tensors with and without an entry in the index, and values.
 
 A shard may hold more than the index says. Everything in it is listed: under its own name where no other shard has
 that name, else behind the name of its file, as content that is compared by its bytes and that no conversion keeps.
@@ -142,7 +142,7 @@ def _add_second(found: Merged, file: str, part: Checkpoint, path: str, what: str
 
 
 def _below_any(positions: set[str]) -> Callable[[str], bool]:
-    """Whether a path is one of these positions, or a part or an attribute of one."""
+    """Return a predicate that is true for these positions and for their parts and attributes."""
 
     def is_below(path: str) -> bool:
         if not positions:

@@ -29,7 +29,7 @@ class Signature:
     what: str
     instead: str
     holds_tensors: bool = False
-    """Whether such a file mostly is a model or data of one, whatever it is called."""
+    """True if such a file usually is a model or the data of one, whatever its name."""
 
 
 _SAVE_STATE = "Save the weights of the model it was made from with torch.save or safetensors."

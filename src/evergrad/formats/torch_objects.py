@@ -27,7 +27,7 @@ from evergrad.state.tree import EXTRA
 __all__ = ["READ_ONLY", "PickledArray", "PickledTensors", "StorageRef", "TensorRef", "TorchBuilder"]
 
 READ_ONLY = "a NumPy array inside the pickle"
-"""Why arrays of a pickle are read and compared, and not altered."""
+"""The reason why arrays in a pickle are read and compared, but not altered."""
 _ARRAY = "numpy.ndarray"
 _MATRIX = OtherTensor("a NumPy matrix")
 _LAYOUT = "torch.layout"
@@ -122,7 +122,7 @@ class PickledTensors:
             self.others[name] = kind(", ".join(held)[:80])
 
     def _with_tensors(self, max_nodes: int, max_chars: int) -> set[str]:
-        """Those of `attributes` that hold tensors or arrays; all of them if they are too many to look through."""
+        """Return the `attributes` that hold tensors or arrays; all of them if there are too many to search."""
         numbered = dict(enumerate(self.attributes.values()))
         names = list(self.attributes)
         try:

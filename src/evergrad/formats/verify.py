@@ -75,7 +75,7 @@ class Verification:
 
     @property
     def nothing_checked(self) -> bool:
-        """Whether there was no tensor and nothing else to check, and the rest of the container is sound."""
+        """True if there was no tensor and nothing else to check, and the rest of the container is sound."""
         bad = any(check in (Check.FAILED, Check.DEGRADED) for check in self.container.values())
         return not self.tensors and not self.others and not bad
 

@@ -76,7 +76,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         return super()._xor_bits(name, indices, patterns)
 
     def checksum(self, name: str) -> Check:
-        """Whether the bytes have the digest of the manifest; `unknown` if that cannot be believed or came later."""
+        """Compare the bytes with the digest in the manifest; `unknown` if that is damaged or was taken later."""
         self._info(name)
         if self._table() is None:
             return Check.UNKNOWN

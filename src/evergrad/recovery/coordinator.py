@@ -71,7 +71,7 @@ class Outcome:
     """What the launcher exits with."""
     failures_survived: int
     uncompared: str = ""
-    """Why the final states of the ranks were not compared; empty if they were, or there is one rank."""
+    """The reason why the final states of the ranks were not compared; empty if they were, or if there is one rank."""
 
 
 class Coordinator:

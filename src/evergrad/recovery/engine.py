@@ -68,7 +68,7 @@ class Engine:
     passed_in: int = 0
     """The generation in which the last step's point was passed by all; -1 if some passed it, and then it broke."""
     is_stopped: bool = False
-    """Whether this process has made a mistake that ends the job."""
+    """True if this process has made a mistake that ends the job."""
     leaving: bool = False
     """Whether this process has been asked to leave."""
     suspicious: bool = False
@@ -184,7 +184,7 @@ class Engine:
         self.draws.inherit(self._posted(uid), {each: self._posted(each) for each in members})
 
     def doubt_of_draws(self) -> str:
-        """Why this process may not have drawn what the lost rank would have; empty if there is no doubt."""
+        """Return the reason why this process may not have drawn the lost rank's numbers; empty if there is no doubt."""
         if not self.keeps or not isinstance(self.crew, Launched):
             return ""
         mine, members = self._posted(self.crew.uid), self.crew.plan.members

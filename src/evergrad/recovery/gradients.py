@@ -50,7 +50,7 @@ class Surroundings(Protocol):
         """The rank whose layout holds then: one that was there from the beginning."""
 
     def misused(self) -> str:
-        """Why gradients must not be reduced now; empty if they may be."""
+        """Return the reason why gradients must not be reduced now; empty if they may be."""
 
     def shares_buffers(self) -> bool:
         """Whether this forward pass is one that every rank makes: in a step, and not in one that others repair."""

@@ -67,7 +67,7 @@ class Launched(Crew):
         self._group_of = -1
         self._changing = -2
         self.position: Callable[[], tuple[int, int, int]] = lambda: (-1, -1, -1)
-        """Where the rank is: its epoch, the next point, the step that comes next. Asked by another thread."""
+        """The rank's position: its epoch, the next point, the next step. Read by another thread."""
         self._meeting: tuple[int, int] | None = None
         """Generation and point of the last boundary to which this rank has come."""
         self._mistake: str | None = None

@@ -60,7 +60,7 @@ _PASSED_ON = (
 _SAMPLERS: Any = torch_data.distributed
 _TOO_MANY = 1_000
 _DEPTH, _MOST_DIGESTS, _ROWS, _ITEMS = 3, 64, 64, 1024
-"""How far a dataset is searched for data, and how much of it is compared."""
+"""Limits for the search of a dataset for data, and for the amount that is compared."""
 _ADVICE = "Pass a DataLoader over a map-style dataset, or a loader with state_dict and load_state_dict"
 
 

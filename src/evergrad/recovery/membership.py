@@ -61,10 +61,10 @@ class Boundary:
     epoch: int
     rank: int
     num_begun: int
-    """How many collectives this rank has begun in this generation."""
+    """The number of collectives that this rank has begun in this generation."""
 
     def is_at(self, other: Boundary) -> bool:
-        """Whether two ranks have come to the same point of one generation, whatever each takes it for."""
+        """Return True if two ranks are at the same point of one generation, even if they take it for different ones."""
         return (self.generation, self.point) == (other.generation, other.point)
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Report:
     back_to: str = ""
     """The version that all have agreed to go back to, because what they have cannot be trusted."""
     keeps_place: bool = False
-    """Whether only its loader knows its place in the data, so that a new rank cannot be given a share."""
+    """True if only the loader knows its place in the data, so that a new rank cannot be given a share."""
 
     @property
     def begun_at(self) -> int:
@@ -348,7 +348,7 @@ class Keys:
     diverged = "diverged"
     """The first difference between ranks after a process joined; empty once a guard has healed it."""
     unverified = "unverified"
-    """Why nobody can tell whether the job still is exactly what it would have been, if nobody can."""
+    """The reason why it is unknown whether the job is still exact, if it is unknown."""
 
     boundary = "boundary"
     """The last rank that has come to the beginning or the end of an epoch: a `Boundary`."""

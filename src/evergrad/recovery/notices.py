@@ -41,7 +41,7 @@ class Notices:
         return self._store.has(Keys.joined(uid))
 
     def has_waited(self, uid: int) -> bool:
-        """Whether this process has come to its first `job.batches` as a spare."""
+        """Return True if this process has come to its first `job.batches` as a spare."""
         return self._store.has(Keys.waiting(uid))
 
     def has_checkpointer(self, uid: int) -> bool:

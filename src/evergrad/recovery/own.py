@@ -25,7 +25,7 @@ _NUMPY = "MT19937"
 _WORDS = 624
 _MANY_KINDS = 64
 _TORCH_NEXT = 16
-"""Where torch's state on the CPU has its place among the words."""
+"""Index of the position within torch's CPU generator state."""
 
 
 class Randomness:
@@ -60,7 +60,7 @@ class Randomness:
         )
 
     def positions(self) -> list[int]:
-        """How many numbers each generator has given: of a Mersenne Twister modulo the length of its state."""
+        """Return the number of draws from each generator; for a Mersenne Twister, modulo the length of its state."""
         found = [int(self.torch[_TORCH_NEXT : _TORCH_NEXT + 8].view(torch.int64)) % _WORDS]
         found += [int(self.numpy[2]) % _WORDS, int(self.python[1][-1]) % _WORDS]
         return found + [int(state[-8:].view(torch.int64)) for state in self.cuda]
@@ -133,7 +133,7 @@ class Own:
         return taken
 
     def positions(self) -> list[int]:
-        """How many numbers the generators had given when this was last looked at."""
+        """Return the number of draws from each generator at the last look."""
         return (self._seen or Randomness()).positions()
 
     def put(self, taken: torch.Tensor) -> Any:
@@ -152,7 +152,7 @@ class Own:
 
 
 class Draws:
-    """How many random numbers this rank draws in each step, to find what is drawn on some ranks only.
+    """Counts of random numbers that this rank draws in each step, to find draws that only some ranks make.
 
     An evaluation on rank 0 alone is such a thing. A spare that takes rank 0's place does it if the script asks
     `job.rank`, and not if it has kept a rank from its beginning. Numbers are told modulo the length of a generator's
@@ -164,15 +164,15 @@ class Draws:
         self._last: tuple[int, list[int]] | None = None
         """The epoch and the positions of the generators before the last step."""
         self._kinds: dict[tuple[int, ...], _Kind] = {}
-        """Of steps, by how many numbers they draw."""
+        """Numbers of steps, by the number of draws in them."""
         self._num_steps = self._num_epochs = 0
         self._between = 0
-        """How often anything was drawn between two epochs."""
+        """Number of times that anything was drawn between two epochs."""
         self._inherited = 0
         self._lost: Mapping[str, Any] = {}
-        """What the lost rank had posted last whose place this process has."""
+        """The last posted counts of the lost rank whose place this process has."""
         self._then: dict[int, list[int]] = {}
-        """What old members had drawn then that had drawn something else, and not more often."""
+        """The counts of old members that had drawn other numbers by then, and not more often."""
 
     def note(self, epoch: int, positions: list[int]) -> dict[str, Any]:
         """Note the positions of the generators before a step of this epoch; what is posted of them."""
@@ -211,7 +211,7 @@ class Draws:
         }
 
     def is_like_others(self, mine: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether this process has since drawn as many as an old member that differed from the lost rank before.
+        """Return True if this process has since drawn as many as an old member that differed from the lost rank before.
 
         Not if the lost rank would not have drawn anything unusual either.
         """

@@ -60,7 +60,7 @@ class Passage:
     is_iterating: bool = False
     is_save_due: bool = False
     _num_passes: int = 0
-    """How many backward passes of this epoch have reduced gradients on this rank, whatever became of them."""
+    """Number of this epoch's backward passes that have reduced gradients on this rank, whether or not they counted."""
     _must_follow: bool = False
     _is_rest_noted: bool = False
     _compared: tuple[int, int] = (-1, 0)

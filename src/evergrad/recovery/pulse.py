@@ -48,7 +48,7 @@ class Vital:
     asks_s: float
     """How long it has been waiting for an answer of the store; 0: it is not."""
     asks_beats: int
-    """How often it has beat meanwhile: rarely, if it gets no processor or some call holds the interpreter."""
+    """Number of beats meanwhile: few if the process gets no processor, or a call holds the interpreter."""
     waits_s: float
     """How long its main thread has been waiting for other ranks; 0: it is not."""
     waited_s: float

@@ -137,7 +137,7 @@ def is_exact(plan: Plan) -> bool:
 
 
 def is_rest(plan: Plan) -> bool:
-    """Whether these are the ranks that had not heard that the last point was passed, when others had finished."""
+    """Return True if these ranks had not heard that the last point was passed when others had finished."""
     ended = set(plan.previous) - set(plan.members) - set(plan.dead) - set(plan.left)
     return plan.kind is Point.END and bool(ended) and set(plan.verdicts.values()) == {Verdict.PROCEED}
 

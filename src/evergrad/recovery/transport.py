@@ -52,7 +52,7 @@ class Group(ABC):
     rank: int
     size: int
     num_begun: int = 0
-    """How many collectives this rank has begun, which all ranks begin in the same order; sending is none."""
+    """The number of collectives that this rank has begun, in the same order as all ranks. Sends do not count."""
 
     @property
     def before(self) -> int:

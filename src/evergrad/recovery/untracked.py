@@ -287,7 +287,7 @@ def find_schedulers(optimizers: Sequence[Optimizer], tracked: Mapping[str, Any])
 
 
 def sets_hyper_parameters(codes: Iterable[types.CodeType]) -> bool:
-    """Whether any of this code has an assignment such as `group["lr"] = rate`, or `group["lr"] *= 0.1`.
+    """Return True if any of this code has an assignment such as `group["lr"] = rate` or `group["lr"] *= 0.1`.
 
     >>> sets_hyper_parameters([compile('for group in groups: group["lr"] *= 0.5', "", "exec")])
     True

@@ -248,7 +248,7 @@ class OptimizerCalls:
 
 
 class EpochBatches(Iterator[Any]):
-    """What `job.batches` returns: the batches of one epoch, which can be iterated once.
+    """The result of `job.batches`: the batches of one epoch, which can be iterated once.
 
     A DataLoader begins anew with each `for`; an iterator that has ended gives nothing, and an epoch would have no step.
     """

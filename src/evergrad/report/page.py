@@ -114,7 +114,7 @@ def page_html(page: Page) -> str:
 
 
 def missing_for(page: Page) -> str:
-    """Why a page cannot be made here, in one line with the command that helps; empty if it can."""
+    """Return the reason why a page cannot be made here, in one line with the command that helps; empty if it can."""
     return missing_plotly() if _figures(page) else ""
 
 

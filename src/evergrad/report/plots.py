@@ -21,7 +21,7 @@ _OTHER_TAG = re.compile(r"<(?!(?:br|/?b|/?i|/?sub|/?sup|/?extra)>)")
 
 
 def missing_plotly() -> str:
-    """Why no page with figures can be made here, in one line with the command that helps; empty if one can."""
+    """Return one line that says why no figures can be drawn here, with the command that helps; empty if they can."""
     return "" if _script_file() else f"figures need plotly, which is not installed: {install_hint('report')}"
 
 

@@ -228,7 +228,7 @@ class RunStory:
     inexact: str
     """Why the result is not what it would have been without failures; empty if nothing says so."""
     unverified: str
-    """Why that is not known, as the launcher has recorded it; empty if it was compared, or nothing is recorded."""
+    """The reason why that is unknown, as the launcher recorded it; empty if it was compared or not recorded."""
     is_told_exact: bool
     """True if the launcher has compared the ranks, and recorded that the result is exact."""
     is_spread: bool

@@ -50,7 +50,7 @@ def items_of_where(where: Where) -> list[str | re.Pattern[str] | Role]:
 
 
 def select_one(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> list[str]:
-    """What one item of a selection chooses; an empty list if nothing."""
+    """Return the names chosen by one item of a selection; an empty list if there are none."""
     if isinstance(item, Role):
         return [name for name, info in tensors.items() if info.role is item]
     if isinstance(item, re.Pattern):

@@ -60,7 +60,7 @@ class CatalogueEntry:
     unverified: bool = False
     """True if a rank's digests were taken again after a restart, with none from the time of the capture to compare."""
     damaged: str = ""
-    """What is wrong with the record by which a shared tier had it committed, or with its rest in memory."""
+    """The damage of the version's record in a shared tier, or of its remains in memory; empty if there is none."""
 
     @property
     def guarded(self) -> bool:
@@ -193,7 +193,7 @@ class Catalogue:
 
 
 def _noted(version: Version, found: Sequence[Found], history: Mapping[int, ShardNote]) -> dict[int, ShardNote]:
-    """What was noted of a version's shards; of ranks of which nothing was, what their manifests say.
+    """Return the shard notes of a version, completed from manifests for ranks without a note.
 
     Whether a shard is unverified is said by the manifests of its copies: it is, if all of them say so. Only where none
     can be read the note counts.
@@ -269,7 +269,7 @@ def _state(seen: Survey, version: Version, world_size: int, noted: int) -> State
 
 
 def _is_rest(seen: Survey, version: Version) -> bool:
-    """Whether only a damaged rest in memory is left of a version, and not because a newer one took its place."""
+    """Return True if only damaged remains in memory are left of a version that no newer one has replaced."""
     return version in seen.rests and not any(each.age() >= version.age() for each in seen.shards)
 
 

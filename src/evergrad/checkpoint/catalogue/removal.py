@@ -23,7 +23,7 @@ class Removal:
     held: tuple[Found, ...] = ()
     """In the memory of a running trainer: its next saves overwrite them."""
     left: tuple[str, ...] = ()
-    """What is wrong with records of the version, where its shards cannot be told for that and stay."""
+    """Damaged records of the version whose shards cannot be found through them and stay."""
 
     def run(self) -> None:
         """Remove them; `TierError` if that cannot be done. Each manifest goes first: a rest is no version."""

@@ -73,10 +73,10 @@ class Survey:
     """By version and kind of tier: what is wrong with the record by which it was committed."""
 
     rests: dict[Version, str] = field(default_factory=dict)
-    """What is left in memory, of versions that cannot be restored from there: what is wrong with it."""
+    """Versions of which only unrestorable remains are in memory, each with its damage."""
 
     def is_begun(self, version: Version, world_size: int) -> bool:
-        """Whether every rank's shard lies in a shared tier, and only the record of the version is missing."""
+        """Return True if every rank's shard lies in a shared tier and only the version's record is missing."""
         ranks = {found.copy.rank for found in self.begun.get(version, [])}
         return bool(world_size) and ranks >= set(range(world_size))
 

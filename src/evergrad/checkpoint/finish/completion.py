@@ -52,11 +52,11 @@ class Completion:
         self._behind = self._own is not None
         """Whether the journal has to be made anew."""
         self._said = ""
-        """Why it could not be, as was said last."""
+        """The last reported reason why it could not be made."""
         self._unread: dict[str, bytes] = {}
         """By journal: the end of a line that was not whole when it was last looked at."""
         self._told: set[tuple[Path, str]] = set()
-        """What was said of other writers' journals."""
+        """Reports about other writers' journals that were already made."""
         self._remembered: Version | None = None
         self._catch_up()
 

@@ -64,7 +64,7 @@ class Engine:
         self._left: dict[tuple[int, int, int], str] = {}
         """(rank, index, generation) → why what was captured there is not taken up."""
         self._again: set[str] = set()
-        """What was said with each request to try again."""
+        """Reports that were already made about requests to try again."""
         self._looking = 0
         """Slow tiers that are being looked at."""
         self._settled = threading.Condition(self._lock)
@@ -215,7 +215,7 @@ class Engine:
             self._settled.wait_for(lambda: not self._flushing.is_committing)
 
     def unfinished(self) -> list[Unfinished]:
-        """What is in the arenas, or begun in a tier that all nodes share, with what failed.
+        """Return the versions in arenas, or begun in a tier shared by all nodes, each with its failures.
 
         Whether a version can be restored all the same is for the ranks to see: what other nodes once noted as complete
         may have been lost since.

@@ -76,7 +76,7 @@ class Freeing:
                 files.remove_if_free()
 
     def _is_lost(self, files: ArenaFiles) -> bool:
-        """Whether an arena without a sound ticket is what is left of the newest version."""
+        """Return True if an arena without a sound ticket is the remains of the newest version."""
         version = version_in(files, self._desk.job.id)
         complete = self._desk.holdings.complete()  # itself, too, if another process once noted it
         return version is not None and not any(each.age() > version.age() for each in complete)

@@ -115,7 +115,7 @@ def restore(
 def list_versions(
     job: str, stores: Mapping[str, Store], completion: Completion, rank: int, journal: Journal
 ) -> list[VersionRecord]:
-    """What this rank could restore, newest first, with the tiers that hold all of it.
+    """Return the versions that this rank could restore, newest first, with the tiers that hold all of each.
 
     A version is unverified if one rank has no copy with the digests of its capture: by the manifests that are seen
     here, and by the catalogue where a rank's are on another node.

@@ -128,7 +128,7 @@ class PosixBucket(Bucket):
 
 
 def _item(entry: os.DirEntry[str]) -> Item:
-    """What lies in a folder; of symbolic links that lead to each other the link itself."""
+    """Return the item of a folder entry; for symbolic links that form a loop, the link itself."""
     try:
         return Item(entry.name, entry.stat().st_size, entry.is_dir())
     except OSError as error:

@@ -373,7 +373,7 @@ class _Launch:
         )
 
     def _unverified(self, outcome: Outcome | None) -> str:
-        """Why nobody can tell whether the job went as it would have without failures; empty if that can be told."""
+        """Return the reason why it is unknown whether the result is exact; empty if it is known."""
         if outcome is None or outcome.kind not in ("finished", "diverged"):
             return "it did not finish"
         return self._find(Keys.unverified) or outcome.uncompared

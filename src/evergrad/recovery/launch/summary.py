@@ -51,9 +51,9 @@ class Summary:
     seconds: float
     run: Path
     inexact: str = ""
-    """Why the result is not what it would have been without failures; empty if nothing speaks against that."""
+    """The reason why the result differs from that of a run without failures; empty if no reason is known."""
     unverified: str = ""
-    """Why that is not known; empty if the states of all ranks were compared, and nothing else is in doubt."""
+    """The reason why that is unknown; empty if the states of all ranks were compared and nothing else is in doubt."""
     never: tuple[str, ...] = ()
     """Scheduled failures that did not happen."""
     joined: bool = True
