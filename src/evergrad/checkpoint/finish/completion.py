@@ -153,6 +153,10 @@ class Completion:
             if self._lines.pop((version, tier, rank), None) is not None and rank in shards.ranks:
                 self.note(version, tier, rank, shards.world_size)
 
+    def is_noted_here(self, version: Version, tier: str) -> bool:
+        """Return True if this writer has noted a shard of the version itself, and not only read another's journal."""
+        return any((version, tier, rank) in self._lines for rank in range(self.world_size(version, tier)))
+
     def ranks(self, version: Version, tier: str) -> set[int]:
         """The ranks whose shards are there."""
         shards = self._known.get((version, tier))

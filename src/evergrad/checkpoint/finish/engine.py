@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.manifest import Manifest, shard_name
 from evergrad.checkpoint.tiers import Site, Tier, Work, read_tiers, without_secrets
+from evergrad.checkpoint.tiers.memory import Held
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FormatError, SaveRefused, TierError, reason
 
@@ -234,7 +235,7 @@ class Engine:
             for kind in shared:
                 visible = {*self._holdings.complete(kind)}
                 for version in self._completion.begun(kind):
-                    if version not in visible:
+                    if version not in visible and not self._holdings.is_retired(version, kind):
                         size = self._completion.world_size(version, kind)
                         known = found.setdefault(version, Unfinished(*_place(version), size, [], [], ""))
                         known.ranks.extend(self._completion.ranks(version, kind))
@@ -243,6 +244,14 @@ class Engine:
                 for files, ticket in tickets
                 if ticket is not None and _use(files, ticket) in self._left
             }
+            # The memory tier tells of its own arenas, and whether a version in them was ever complete.
+            if all(tier.kind != "memory" for tier in tiers):
+                for files, held in self._without_ticket():
+                    known = found.setdefault(
+                        held.version, Unfinished(*_place(held.version), held.world_size, [], [], "")
+                    )
+                    known.damaged.append(files.rank)
+                    left[held.version] = f"rank {files.rank}: {files.ticket}: is not as it was written"
             whys = {
                 version: [why for tier in tiers if (why := self._completion.failure(version, tier.kind)) is not None]
                 for version in found
@@ -251,6 +260,13 @@ class Engine:
             replace(each, why="; ".join(dict.fromkeys(whys[version])) or left.get(version, ""))
             for version, each in found.items()
         ]
+
+    def _without_ticket(self) -> Iterator[tuple[ArenaFiles, Held]]:
+        """Yield arenas whose ticket is damaged or gone and that hold a version newer than all complete ones."""
+        for files in find_arenas(self._site.arenas, self._rank, rests=True):
+            with suppress(OSError):  # a ticket that cannot be opened may be sound
+                if files.read_ticket(strict=True) is None and (held := self._freeing.lost(files)) is not None:
+                    yield files, held
 
     def close(self) -> None:
         """Finish what is owed, and stop."""
@@ -523,10 +539,14 @@ def _place(version: Version) -> tuple[int, int]:
 def _earlier(files: ArenaFiles, ticket: Ticket) -> Manifest | None:
     """Digests that were taken before a crash: of what was captured, not of what may have happened to it since."""
     for path in (files.manifest, files.digests):
-        with suppress(FormatError, FileNotFoundError):
+        try:
             earlier = Manifest.read(path)
             if earlier.generation == ticket.generation and earlier.version == ticket.version:
                 return earlier
+        except FileNotFoundError:
+            continue
+        except FormatError as error:
+            _log.warning("%s: %s: the shard is digested again", where(ticket), error)
     return None
 
 

@@ -6,7 +6,7 @@ from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.finish.desk import Desk
 from evergrad.checkpoint.tiers import read_tiers
-from evergrad.checkpoint.tiers.memory import version_in
+from evergrad.checkpoint.tiers.memory import Held, held_by
 from evergrad.checkpoint.version import Version
 
 __all__ = ["Freeing"]
@@ -71,15 +71,16 @@ class Freeing:
                     flushed = any(tier.survives_reboot for tier in read_tiers(ticket.tiers))
                     if ticket.version in kept or not flushed or self._desk.holdings.missing(ticket):
                         continue
-                elif ticket is None and self._is_lost(files):
+                elif ticket is None and self.lost(files) is not None:
                     continue  # a rest: without it the next restore would find nothing, and begin anew
                 files.remove_if_free()
 
-    def _is_lost(self, files: ArenaFiles) -> bool:
-        """Return True if an arena without a sound ticket is the remains of the newest version."""
-        version = version_in(files, self._desk.job.id)
+    def lost(self, files: ArenaFiles) -> Held | None:
+        """Return the newest version's remains in an arena without a sound ticket; None if a newer one is complete."""
+        held = held_by(files, self._desk.job.id)
         complete = self._desk.holdings.complete()  # itself, too, if another process once noted it
-        return version is not None and not any(each.age() > version.age() for each in complete)
+        is_newest = held is not None and not any(each.age() > held.version.age() for each in complete)
+        return held if is_newest else None
 
     def _is_needed(self, ticket: Ticket, complete: list[Version], attempt: int) -> bool:
         version = ticket.version

@@ -117,15 +117,26 @@ class Holdings:
             return sorted(found, key=Version.age)
 
     def uncommitted(self) -> list[tuple[Version, Tier]]:
-        """What is complete in a shared tier, and not visible there yet."""
+        """Return the versions that are complete in a shared tier, and not visible there yet."""
         with self._lock:
             return [
                 (version, tier)
                 for tier in self.tiers()
                 if tier.shared
                 for version in self._completion.complete(tier.kind)
-                if (version, tier.kind) not in self._visible
+                if (version, tier.kind) not in self._visible and not self.is_retired(version, tier.kind)
             ]
+
+    def is_retired(self, version: Version, kind: str) -> bool:
+        """Return True if only other writers' journals tell of a version in a shared tier that has a newer one.
+
+        A journal keeps its lines until its writer starts again, also those of versions that were retired since. A
+        version that is there was found by this process, or put there by it.
+        """
+        with self._lock:
+            if (version, kind) in self._visible or self._completion.is_noted_here(version, kind):
+                return False
+            return any(each.age() > version.age() for each in self._completion.complete(kind))
 
     def missing(self, ticket: Ticket) -> list[str]:
         """The tiers that a shard should be in, and is not, as far as can be seen; retired is not missing."""

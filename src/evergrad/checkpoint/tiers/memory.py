@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
@@ -17,16 +17,23 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError
 from evergrad.formats.data_file import open_file
 
-__all__ = ["Memory", "version_in"]
+__all__ = ["Held", "Memory", "held_by"]
 
 
-def version_in(files: ArenaFiles, job: str) -> Version | None:
-    """The version that the header of a shard in an arena names, if it is that job's; its bytes may be damaged."""
+class Held(NamedTuple):
+    """The content of an arena as its shard's header names it; the bytes may be damaged or incomplete."""
+
+    version: Version
+    world_size: int
+
+
+def held_by(files: ArenaFiles, job: str) -> Held | None:
+    """Return the version that an arena's header names; None if the header is damaged or another job's."""
     with suppress(FormatError, OSError, ValueError, KeyError, TypeError):
         with open_file(files.shard) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             shard = shard_record(view, files.shard)
         if (shard["job"], shard["rank"]) == (job, files.rank):
-            return Version(int(shard["step"]), int(shard["attempt"]))
+            return Held(Version(int(shard["step"]), int(shard["attempt"])), int(shard["world_size"]))
     return None
 
 
@@ -75,13 +82,16 @@ class _MemoryStore(Store):
             ticket = files.read_ticket()
             if ticket is None:
                 what = f"{files.ticket}: {'is not as it was written' if files.ticket.exists() else 'is gone'}"
-                try:  # what was in it before
-                    version = Manifest.read(files.manifest, digests=False).version
-                    found[version] = Torn(what, was_complete=True)
+                held = held_by(files, self._site.job)
+                try:
+                    digested = Manifest.read(files.manifest, digests=False).version
                 except (FormatError, FileNotFoundError):
-                    named = version_in(files, self._site.job)  # complete or not: the catalogue knows
-                    if named is not None and named not in found:
-                        found[named] = Torn(f"{what}, and its manifest is not sound")
+                    digested = None
+                if digested is not None and (held is None or held.version == digested):
+                    found[digested] = Torn(what, was_complete=True)
+                elif held is not None and held.version not in found:  # complete or not: the catalogue knows
+                    stale = f"is that of {digested}" if digested is not None else "is not sound"
+                    found[held.version] = Torn(f"{what}, and its manifest {stale}")
             elif ticket.captured and self._copy(files) is None:
                 found[ticket.version] = Torn(f"{files.manifest}: no manifest of this capture")
         return found
@@ -98,8 +108,6 @@ class _MemoryStore(Store):
             manifest = Manifest.read(files.manifest, digests=False)
             if manifest.generation != ticket.generation or manifest.version != ticket.version:
                 return None  # of what was in the arena before
-        except FileNotFoundError:
-            return None  # not digested yet
-        except FormatError:
-            pass  # damaged: whoever reads it says so
+        except (FileNotFoundError, FormatError):
+            return None  # not digested yet, or to be digested again: a damaged manifest may be an older version's
         return Copy("memory", ticket.version, files.rank, files.shard, files.manifest, ticket.generation)
