@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, random_split
 
 import evergrad as eg
 
@@ -44,6 +44,8 @@ parser.add_argument("--optimizers", type=int, default=1)
 parser.add_argument("--late-optimizer", action="store_true", help="made inside of the loop")
 parser.add_argument("--drift", action="store_true", help="a joiner's weights change after its first step")
 parser.add_argument("--own-split", action="store_true", help="each process takes other samples: no seed")
+parser.add_argument("--own-sampler", action="store_true", help="one that draws from torch's generator")
+parser.add_argument("--zero-grad", choices=["none", "zeros", "never", "after"], default="none")
 parser.add_argument("--checkpoints", type=Path)
 parser.add_argument("--every", type=int, default=3)
 parser.add_argument("--until", type=int, help="leave the loop after so many steps")
@@ -57,7 +59,10 @@ features = torch.randn(64, 12)
 data: Dataset[Any] = TensorDataset(features, (features.sum(1) > 0).long())
 if options.own_split:
     data = random_split(data, [48, 16], torch.Generator().manual_seed(os.getpid()))[0]
-loader = DataLoader(data, batch_size=8, shuffle=True)
+if options.own_sampler:
+    loader = DataLoader(data, batch_size=8, sampler=WeightedRandomSampler(torch.arange(64) + 1.0, 64))
+else:
+    loader = DataLoader(data, batch_size=8, shuffle=True)
 net = nn.ModuleDict({
     "body": nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2)),
     "head": nn.Linear(24, 2),
@@ -141,8 +146,8 @@ for epoch in range(options.epochs):
                 group["lr"] = 0.02 * (1 + math.cos(0.3 * step)) / 2 + 0.001
             elif options.lr == "multiplied":
                 group["lr"] *= 0.9
-        for optimizer in made:
-            optimizer.zero_grad()
+        for optimizer in made if options.zero_grad in ("none", "zeros") else ():
+            optimizer.zero_grad(set_to_none=options.zero_grad == "none")
         is_first = is_master if options.evaluate_in_steps == "RANK" else job.rank == 0
         if options.evaluate_in_steps != "no" and is_first and job.applied % 3 == 0:
             with torch.no_grad():
@@ -151,7 +156,10 @@ for epoch in range(options.epochs):
             x = x + 0.1 * draw()
         nn.functional.cross_entropy(model(x), y).backward()
         rates[job.applied] = [group["lr"] for optimizer in made for group in optimizer.param_groups]
-        if job.step(*made):
+        was_applied = job.step(*made)
+        for optimizer in made if options.zero_grad == "after" else ():
+            optimizer.zero_grad()
+        if was_applied:
             counter += 1
             if options.lr in ("scheduler", "one-cycle", "lambda"):
                 stepwise.step()

@@ -96,6 +96,52 @@ def test_numbers_from_a_generator_of_the_scripts_own_leave_a_doubt_after_a_join(
     assert f"its own generator {name!r}" in summary_of(ran)["unverified"], ran.said
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--spares", 1, "--fail", "kill rank=0 step=3 phase=backward"],
+        ["--spares", 1, "--fail", "leave rank=1 step=5 phase=forward"],
+        ["--min-ranks", 2, "--fail", "kill rank=1 step=7 phase=forward", "--checkpoints"],
+    ],
+    ids=["kill", "leave", "restart"],
+)
+def test_gradients_that_a_script_keeps_from_step_to_step_leave_a_doubt(
+    launch: Launch, plain: Callable[..., Ran], tmp_path: Path, how: list[object]
+) -> None:
+    kept = ["--zero-grad", "never"]
+    versions = ["--checkpoints", str(tmp_path / "versions")] if how[-1] == "--checkpoints" else []
+    options = how[:-1] if versions else how
+    ran = launch("-n", 2, *options, script=HYPER, arguments=[*kept, *versions])
+    assert ran.code == 0, ran.said
+    assert ends(ran) != ends(plain(*kept)), "the script has trained something else, as it should here"
+    assert summary_of(ran)["exact"] is None, ran.said
+    assert "keeps gradients from step to step (no zero_grad)" in summary_of(ran)["unverified"], ran.said
+
+
+@pytest.mark.parametrize("zero_grad", ["zeros", "after"])
+def test_gradients_that_are_zeros_or_gone_before_a_step_leave_none(
+    launch: Launch, plain: Callable[..., Ran], zero_grad: str
+) -> None:
+    arguments = ["--zero-grad", zero_grad]
+    ran = launch(
+        "-n", 2, "--spares", 1, "--fail", "kill rank=0 step=3 phase=backward", script=HYPER, arguments=arguments
+    )
+    assert ran.code == 0, ran.said
+    assert ends(ran) == ends(plain(*arguments)), ran.said
+    assert summary_of(ran)["exact"] is True, ran.said
+
+
+@pytest.mark.parametrize("fail", ["kill rank=0 step=5 phase=backward", "leave rank=0 step=3 phase=forward"])
+def test_the_order_of_a_sampler_that_draws_is_that_of_rank_0_whoever_has_its_place(
+    launch: Launch, plain: Callable[..., Ran], fail: str
+) -> None:
+    """Each rank of this script has a seed of its own, and so would draw an order of its own."""
+    ran = launch("-n", 2, "--spares", 1, "--fail", fail, script=HYPER, arguments=["--own-sampler"])
+    assert ran.code == 0, ran.said
+    assert ends(ran) == ends(plain("--own-sampler")), ran.said
+    assert summary_of(ran)["exact"] is True, ran.said
+
+
 def trained() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
 

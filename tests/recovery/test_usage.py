@@ -93,6 +93,27 @@ def test_a_model_that_one_rank_only_wraps_is_refused_instead_of_waiting_for_the_
     assert said in last_line(ran)
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("wider on rank 1", "model/weight is no. 1, float32 [1, 8] on rank 0 and no. 1, float32 [2, 8] on rank 1"),
+        ("other order on rank 1", "model/a.weight is no. 1, float32 [8, 8] on rank 0 and no. 3, float32 [8, 8] on"),
+    ],
+)
+def test_different_models_on_the_ranks_are_refused_before_anything_is_exchanged(use: Any, what: str, said: str) -> None:
+    ran = use(what)
+    assert ran.exit_code == 2, ran.stderr
+    assert f"job.wrap: ranks have built different models: {said}" in last_line(ran)
+
+
+def test_a_spare_that_has_built_another_model_says_so_and_the_job_goes_on_without_it(use: Any) -> None:
+    ran = use("wider on spares", spares=1, failures="kill rank=1 step=4")
+    ran.assert_finished()
+    assert "weight is shape [1, 8] there and shape [2, 8] here. Build the same model in every process" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.summary["exact"] is False
+
+
 def test_a_model_may_be_wrapped_after_an_epoch_without_one(use: Any) -> None:
     ran = use("wraps later")
     ran.assert_finished()

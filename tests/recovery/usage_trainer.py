@@ -132,6 +132,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "function": lambda: fresh().forward,
     "compiled": lambda: torch.compile(fresh(), backend="eager"),
     "two nets": TwoNets,
+    "wider on rank 1": lambda: nn.Linear(8, 2 if job.rank == 1 else 1),
+    "wider on spares": lambda: nn.Linear(8, 2 if job.rank < 0 else 1),
+    "other order on rank 1": lambda: nn.ModuleDict({name: nn.Linear(8, 8) for name in ("ab", "ba")[job.rank == 1]}),
 }
 
 

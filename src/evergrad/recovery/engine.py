@@ -309,7 +309,7 @@ class Engine:
 
     @property
     def root(self) -> int:
-        """A rank that has been there from the beginning."""
+        """A rank whose layout of gradients holds: one that has been there from the beginning."""
         source = self.crew.plan.source
         rank = self.crew.plan.rank_of(source) if source is not None else None
         return 0 if rank is None else rank

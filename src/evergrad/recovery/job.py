@@ -31,13 +31,13 @@ from evergrad.recovery.departure import Departure
 from evergrad.recovery.engine import Engine
 from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.failures.sites import Sites
-from evergrad.recovery.fingerprints import tell_weights
+from evergrad.recovery.fingerprints import compare_ranks, tell_weights
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.guard.guarding import Guarding
 from evergrad.recovery.guard.settings import GuardSettings, Healing
 from evergrad.recovery.launched import Launched
 from evergrad.recovery.loading import SamplerRanks, Source
-from evergrad.recovery.membership import Keys, Point
+from evergrad.recovery.membership import Fingerprint, Keys, Point
 from evergrad.recovery.overlapping import Overlap, refuse_overlap
 from evergrad.recovery.own import Own
 from evergrad.recovery.passage import Passage
@@ -47,7 +47,7 @@ from evergrad.recovery.snapshots import Snapshot, checked_tracked
 from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
-from evergrad.recovery.untracked import Untracked
+from evergrad.recovery.untracked import KeptGradients, Untracked
 from evergrad.recovery.usage import (
     EpochBatches,
     OptimizerCalls,
@@ -109,9 +109,10 @@ class Job:
             self._engine, self._trained, self._window, saves, self._departure, tell, is_spare, seed, self._let_go
         )
         self._untracked = Untracked(self._engine.note_unverified)
+        self._kept_gradients = KeptGradients(self._engine.note_unverified)
         self._passage = Passage(
             self._engine, self._arrival, self._trained, self._window, saves, self._progress, self._site, tell,
-            self._untracked, joining=is_spare or saves is not None,
+            self._untracked, self._kept_gradients, joining=is_spare or saves is not None,
         )  # fmt: skip
         self._optimizer_calls = OptimizerCalls(self._stepped_directly)
         self._sampler_ranks = SamplerRanks(lambda: (max(self.rank, 0), self.world_size))
@@ -208,6 +209,7 @@ class Job:
         if self._engine.keeps:
             self._engine.own.watch(model)
         trained.snapshot = Snapshot(buffers) if self._crew.survives else None
+        self._kept_gradients.watch([each for each in model.parameters() if each.requires_grad])
         if self._num_ranks == 1 and not self._can_grow:
             return Unwrapped(model)
         return self._reduced(model, optimizer if overlap else None, hooks, find_unused_parameters, options)
@@ -304,6 +306,8 @@ class Job:
             passage.guarding.applied()
         course.applied(len(self._window), sorted(engine.missing))
         self._untracked.after_step(known)
+        assert self._trained.model is not None
+        self._kept_gradients.applied(self._trained.model.parameters())
         self._trained.let_go()
         passage.end_step()
         passage.is_save_due = self._is_save_due()
@@ -504,6 +508,7 @@ class Job:
         if not self._arrival.waits and self._crew.plan.generation == 0:
             self._refuse_part_wrapped(wraps=True)
             try:
+                self._refuse_other_models(model)
                 gradients.broadcast(self._crew.group(), 0)
             except GroupBroken as error:
                 self._passage.stop(UsageError(
@@ -511,6 +516,19 @@ class Job:
                     "that every rank calls job.wrap"
                 ))  # fmt: skip
         return gradients.module
+
+    def _refuse_other_models(self, model: nn.Module) -> None:
+        """`UsageError` if ranks have built different models, before anything is exchanged by their shapes."""
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        mine = {
+            f"model/{name}": f"no. {number}, {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+            for number, (name, each) in enumerate(tensors, 1)
+        }
+        _, difference = compare_ranks(self._crew.group(), Fingerprint(0, mine, {}))
+        if difference:
+            self._passage.stop(UsageError(
+                f"job.wrap: ranks have built different models: {difference}. Build the same model on every rank"
+            ))  # fmt: skip
 
     def _let_go(self) -> None:
         """Of loaders and their workers."""

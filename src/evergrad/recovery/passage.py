@@ -32,7 +32,7 @@ from evergrad.recovery.saving import Saves
 from evergrad.recovery.strategies import is_rest
 from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
-from evergrad.recovery.untracked import Untracked
+from evergrad.recovery.untracked import KeptGradients, Untracked
 from evergrad.recovery.window import Given, Window
 from evergrad.wording import counted
 
@@ -55,6 +55,7 @@ class Passage:
     site: Callable[..., None]
     tell: Callable[..., None]
     untracked: Untracked
+    kept_gradients: KeptGradients
     joining: bool
     guarding: Guarding | None = None
     is_iterating: bool = False
@@ -188,7 +189,10 @@ class Passage:
 
     def roll_back(self) -> None:
         """Nothing of this step remains; its batches come again."""
-        self._watch_generators(f"and step {self.engine.course.step} was done again")
+        step = self.engine.course.step
+        self._watch_generators(f"and step {step} was done again")
+        if step:
+            self.kept_gradients.dropped(f"step {step} was done again")
         self.trained.put_back()
         if self.engine.gradients is not None:
             self.engine.gradients.discard()
@@ -233,7 +237,8 @@ class Passage:
             try:
                 self._settle_in()
                 self._meet(Point.BEGIN)
-                course.share_order(crew.group(), engine.root)
+                # Rank 0's, also if another process has its place by now: that has rank 0's random numbers.
+                course.share_order(crew.group(), 0)
                 engine.pass_point(Point.BEGIN)
                 course.is_begun = True
                 continue
@@ -320,6 +325,8 @@ class Passage:
         if arrival.took_up < 0:
             return
         how = "went on from a checkpoint" if arrival.has_restored else "joined"
+        if arrival.took_up:
+            self.kept_gradients.dropped(f"rank {self.engine.crew.rank} {how} at step {arrival.took_up}")
         self._watch_generators(f"and began anew where rank {self.engine.crew.rank} {how} at step {arrival.took_up}")
         if part := self.engine.course.differing_data:
             self.engine.note_unverified(
@@ -385,6 +392,8 @@ class Passage:
         engine = self.engine
         if not engine.is_settled:
             engine.settle_in(lambda: {**self.trained.state(), "course": engine.course.state_dict()})
+            if engine.crew.plan.joiners and engine.course.step:
+                self.kept_gradients.dropped(f"others joined at step {engine.course.step}")
             self._must_follow = True
             if engine.must_restore:
                 self.arrival.restore(in_process=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evergrad.errors import UsageError
 from evergrad.recovery.optimizers import Optimizers
 from evergrad.recovery.saving import together
 from evergrad.recovery.snapshots import Snapshot, is_scaler
@@ -46,10 +47,19 @@ class Trained:
         }
 
     def take_over(self, state: Any) -> None:
-        """Be what another rank has sent."""
+        """Be what another rank has sent; `UsageError` if this process has built another model."""
+        given: dict[str, torch.Tensor] = state["model"]
+        mine = self._tensors()
+        for name in dict.fromkeys([*given, *mine]):
+            here, there = (f"shape {list(each[name].shape)}" if name in each else "missing" for each in (mine, given))
+            if here != there:
+                raise UsageError(
+                    f"job.wrap: this process has built another model than the rank whose state it takes: {name} is "
+                    f"{there} there and {here} here. Build the same model in every process"
+                )
         with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                tensor.copy_(state["model"][name])
+            for name, tensor in mine.items():
+                tensor.copy_(given[name])
         for name, thing in self.tracked.items():
             if name in state["tracked"]:
                 thing.load_state_dict(state["tracked"][name])

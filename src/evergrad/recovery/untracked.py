@@ -10,6 +10,7 @@ reports what nobody can verify:
 | a scheduler of one of the job's optimizers | it is stepped, and was not where the job is when the job went on |
 | hyper-parameters that the script sets | nothing shows that they come from where the job is, and not from a counter |
 | generators in its variables and objects | numbers are drawn after the state was taken up, or when a step is redone |
+| gradients that it keeps over a step | the first backward pass of a step finds some that are not 0 |
 
 A counter of the script begins at 0 again. If the first hyper-parameters that the script sets after a restore are others
 than those that the job began with, they do not come from such a counter. Hyper-parameters that change later for the
@@ -47,6 +48,7 @@ from evergrad.recovery.course import OPENING
 from evergrad.recovery.snapshots import is_scaler
 
 __all__ = [
+    "KeptGradients",
     "Untracked",
     "find_generators",
     "find_schedulers",
@@ -70,6 +72,61 @@ _LIBRARIES = tuple(
 )
 _OF_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Parts of paths: of the user's own packages, of another environment that is on the path, of Debian."""
+
+
+class KeptGradients:
+    """Finds gradients that a script keeps from one step to the next, by leaving out `zero_grad`.
+
+    A joiner has none of them, a checkpoint holds none, and a step that is done again begins without. A script does so
+    in every step or in none: the second step of this process is watched, and no other one unless that is done again.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._hooks: list[Any] = []
+        self._unseen: set[int] = set()
+        """Ids of parameters that no backward pass of the watched step has reached yet."""
+        self._found: list[torch.Tensor] = []
+        self._is_watching = self._are_kept = self._is_reported = False
+        self._dropped = ""
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look at the gradients of these parameters, before a backward pass adds to them."""
+        self._hooks = [each.register_hook(functools.partial(self._look, each)) for each in parameters]  # type: ignore[no-untyped-call]
+
+    def applied(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A step was applied: the next one is watched; what was found in one that was watched is final."""
+        if not self._hooks:
+            return
+        if self._is_watching:
+            self._judge()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        else:
+            self._is_watching, self._unseen = True, {id(each) for each in parameters}
+
+    def dropped(self, how: str) -> None:
+        """Gradients from before were dropped on some rank; `how` says by what."""
+        self._dropped = self._dropped or how
+        self._judge()
+        self._is_watching = False
+
+    def _look(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
+        if self._is_watching and id(parameter) in self._unseen:
+            self._unseen.discard(id(parameter))
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                self._found.append(parameter.grad.any())
+
+    def _judge(self) -> None:
+        self._are_kept = self._are_kept or any(bool(each) for each in self._found)
+        self._found.clear()
+        if self._are_kept and self._dropped and not self._is_reported:
+            self._is_reported = True
+            self._report(
+                f"the script keeps gradients from step to step (no zero_grad), and they were dropped where "
+                f"{self._dropped}. Call optimizer.zero_grad() in each step"
+            )
 
 
 @dataclass(slots=True)
