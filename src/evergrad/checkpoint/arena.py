@@ -225,8 +225,14 @@ class Arena:
             os.close(fd)
 
     def begin(self) -> None:
-        """From here on the arena holds nothing, until `captured`."""
+        """From here on the arena holds nothing, until `captured`.
+
+        The digests of its last content go with that: a manifest beside an arena is that of what it holds, or damaged.
+        """
         self._say(Ticket(generation=self.ticket.generation + 1, captured=False))
+        for path in (self.files.manifest, self.files.digests):
+            with suppress(OSError):  # a folder in its place: whoever writes the next one says so
+                storage.remove(path)
 
     def captured(self, ticket: Ticket) -> None:
         """All bytes are there: what they are."""

@@ -108,6 +108,8 @@ class _MemoryStore(Store):
             manifest = Manifest.read(files.manifest, digests=False)
             if manifest.generation != ticket.generation or manifest.version != ticket.version:
                 return None  # of what was in the arena before
-        except (FileNotFoundError, FormatError):
-            return None  # not digested yet, or to be digested again: a damaged manifest may be an older version's
+        except FileNotFoundError:
+            return None  # not digested yet
+        except FormatError:
+            pass  # damaged: whoever reads it says so
         return Copy("memory", ticket.version, files.rank, files.shard, files.manifest, ticket.generation)
