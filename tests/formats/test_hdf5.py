@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import evergrad as eg
+from evergrad.cli import main
 from evergrad.dtypes import DType
 from evergrad.errors import (
     ConversionLoss,
@@ -373,6 +374,186 @@ def test_a_broken_checksum_is_told_and_a_good_one_too(tmp_path: Path) -> None:
             with pytest.raises(DamagedFile, match=name):
                 ck.read(name)
         assert ck.checksum("contiguous") is Check.UNKNOWN
+
+
+def chunked(path: Path, **more: Any) -> Path:
+    """A file with one compressed, checksummed data set of ten chunks, whose index has no checksum."""
+    options: dict[str, Any] = {"chunks": (100,), "compression": "gzip", "fletcher32": True, **more}
+    with h5py.File(path, "w") as file:
+        file.create_dataset("g", data=np.arange(1.0, 1001.0), **options)
+    return path
+
+
+NODE, ENTRY = 24, 8 + 2 * 8 + 8  # bytes of a node before its entries; size, mask, coordinates and place of a chunk
+
+
+def with_bytes(path: Path, *changes: tuple[int, bytes]) -> Path:
+    """The same file with other bytes in the only node of its chunk index."""
+    data = bytearray(path.read_bytes())
+    start = data.find(b"TREE\x01")
+    for at, new in changes:
+        data[start + at : start + at + len(new)] = new
+    path.write_bytes(data)
+    return path
+
+
+def entry(number: int, field: int) -> int:
+    """Where a field of a chunk's entry lies in the node: size at 0, mask at 4, corner at 8, place at 24."""
+    return NODE + ENTRY * number + field
+
+
+DAMAGE: dict[str, tuple[tuple[int, bytes], ...]] = {
+    # These nine bytes end the process in the library.
+    "crash": ((80, bytes(2)), (88, b"\0"), (96, b"\0"), (112, bytes(2)), (120, b"\0"), (128, bytes(2))),
+    "no-bytes": ((entry(3, 0), bytes(4)),),
+    "beyond-the-end": ((entry(9, 0), b"\xff\xff"),),
+    "off-the-grid": ((entry(4, 8), b"\x91"),),
+    "within-the-element": ((entry(4, 16), b"\1"),),
+    "outside": ((entry(9, 8), b"\xe8\x03"),),
+    "twice": ((entry(4, 8), (300).to_bytes(8, "little")),),
+    "out-of-order": ((entry(4, 8), (600).to_bytes(8, "little")),),
+    "last-bound": ((entry(10, 8), bytes(8)),),
+    "unfiltered-size": ((entry(2, 4), b"\1"), (entry(2, 0), b"\2")),
+    "level": ((5, b"\3"),),
+    "too-many": ((6, b"\xff\xff"),),
+    "signature": ((0, b"XREE"),),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_a_chunk_index_that_cannot_be_is_refused_and_never_followed(damage: str, tmp_path: Path) -> None:
+    path = with_bytes(chunked(tmp_path / "a.h5"), *DAMAGE[damage])
+    run = [sys.executable, "-m", "evergrad", "verify", str(path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, (done.returncode, done.stdout, done.stderr)
+    assert "cannot be read: " in done.stdout
+    assert done.stdout.rstrip().endswith("failed: hdf5, 1 of 1 tensors wrong")
+    with eg.open_checkpoint(path) as ck:
+        with pytest.raises(DamagedFile, match=r"g: .* is damaged .expected .*, found ") as told:
+            ck.read_bits("g")
+        with pytest.raises(DamagedFile):
+            ck.xor("g", [5], [1])
+    assert "\n" not in str(told.value)
+
+
+def test_two_chunks_in_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    path = chunked(tmp_path / "a.h5")
+    with h5py.File(path) as file:
+        place = file["g"].id.get_chunk_info(3).byte_offset
+    with_bytes(path, (entry(4, 24), place.to_bytes(8, "little")))
+    (row,) = eg.verify(path).tensors
+    assert row.verdict is Check.FAILED
+    assert "expected bytes of its own" in row.reason
+
+
+def test_two_data_sets_with_the_same_chunk_are_not_both_sound(tmp_path: Path) -> None:
+    path = chunked(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("h", data=np.arange(100.0), chunks=(100,), compression="gzip", fletcher32=True)
+        place = file["h"].id.get_chunk_info(0)
+    changes = (entry(4, 24), place.byte_offset.to_bytes(8, "little")), (entry(4, 0), place.size.to_bytes(4, "little"))
+    assert eg.verify(with_bytes(path, *changes)).verdict is Check.FAILED
+
+
+def test_no_flipped_bit_of_a_chunk_index_is_called_ok_where_the_data_differ(tmp_path: Path) -> None:
+    intact = chunked(tmp_path / "a.h5", chunks=(400,)).read_bytes()
+    with eg.open_checkpoint(tmp_path / "a.h5") as ck:
+        expected = ck.read_bits("g").tobytes()
+        assert ck.checksum("g") is Check.OK
+    start = intact.find(b"TREE\x01")
+    (tmp_path / "intact").write_bytes(intact)
+    (tmp_path / "expected").write_bytes(expected)
+    done = subprocess.run(
+        [sys.executable, "-c", FLIP, str(tmp_path), str(start), str(start + NODE + 3 * ENTRY + 24)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert int(done.stdout) > 400  # flips that were refused
+
+
+FLIP = """
+import sys
+from pathlib import Path
+
+import evergrad as eg
+
+folder, start, stop = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+intact, expected = (folder / "intact").read_bytes(), (folder / "expected").read_bytes()
+path, refused = folder / "flipped.h5", 0
+for bit in range(8 * start, 8 * stop):
+    data = bytearray(intact)
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    with eg.open_checkpoint(path) as ck:
+        check = ck.checksum("g")
+        refused += check == "failed"
+        if check == "ok":
+            assert ck.read_bits("g").tobytes() == expected, (bit // 8 - start, bit % 8)
+print(refused)
+"""
+
+
+def test_chunks_that_no_checksum_vouches_for_are_unknown_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.h5"
+    options: dict[str, Any] = {"dtype": "f8", "chunks": (100,), "shuffle": True, "fletcher32": True}
+    with h5py.File(path, "w") as file:
+        file.create_dataset("none", (1000,), **options)
+        file.create_dataset("partly", (1000,), compression="gzip", **options)[:250] = 0.5
+        whole_numbers = {**options, "dtype": "i8"}
+        _, raw = file.create_dataset("sound", data=np.arange(100), **whole_numbers).id.read_direct_chunk((0,))
+        skips = file.create_dataset("skips", (1000,), **whole_numbers)
+        for number in range(10):
+            skips.id.write_direct_chunk((100 * number,), raw, int(number == 3))
+        noise = np.random.default_rng(0).integers(0, 1 << 63, 1000)
+        whole = file.create_dataset("incompressible", data=noise, chunks=(100,), compression="lzf", fletcher32=True)
+        assert whole.id.get_chunk_info(0).filter_mask
+    rows = {row.name: row for row in eg.verify(path).tensors}
+    assert rows["incompressible"].verdict is Check.OK
+    expected = {
+        "none": "10 of 10 chunks are not in the file",
+        "partly": "7 of 10 chunks are not in the file",
+        "skips": "1 of 10 chunks skip a filter",
+    }
+    for name, words in expected.items():
+        assert rows[name].verdict is Check.UNKNOWN, name
+        assert words in rows[name].doubt
+    assert main(["verify", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "unknown: partly (7 of 10 chunks are not in the file; the checksums cannot tell" in shown
+    assert "3 with checksums for a part only" in shown
+    with eg.open_checkpoint(path) as ck:
+        ck.xor("partly", range(0, 1000, 100), [1] * 10)
+        assert ck.checksum("partly") is Check.OK  # all chunks are there now
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"libver": "latest"}, {"libver": ("earliest", "v108")}, {"libver": "v110"}, {"userblock_size": 1024}],
+    ids=["old", "latest", "v108", "v110", "user-block"],
+)
+def test_sound_indexes_of_every_kind_pass(kind: dict[str, Any], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"compression": "gzip", "shuffle": True, "fletcher32": True}
+    random = np.random.default_rng(0)
+    with h5py.File(tmp_path / "a.h5", "w", **kind) as file:
+        deep = file.create_dataset("deep", data=random.standard_normal((300, 41)), chunks=(7, 5), **options)
+        for number in range(9):
+            deep.attrs[f"note{number}"] = "x" * 200
+        file.create_dataset(
+            "grows", data=random.standard_normal((9, 9)), chunks=(4, 4), maxshape=(None, None), **options
+        )
+        file.create_dataset("rows", data=random.standard_normal((9, 9)), chunks=(4, 4), maxshape=(None, 9), **options)
+        file.create_dataset("one", data=random.standard_normal(100), chunks=(100,), **options)
+        mixed = file.create_dataset("mixed", (900, 3), "f8", chunks=(7, 2), maxshape=(None, 3), **options)
+        for row in random.permutation(900).tolist():
+            mixed[row] = row / 900
+        mixed.resize(600, 0)
+    verification = eg.verify(tmp_path / "a.h5")
+    assert verification.verdict is Check.OK, [row for row in verification.tensors if row.verdict is not Check.OK]
 
 
 def test_a_tiny_file_cannot_claim_a_petabyte(tmp_path: Path) -> None:

@@ -72,6 +72,11 @@ def _print(verification: Verification, show_all: bool) -> None:
     for name, check in verification.others.items():
         if check in _wrong(False):
             print(f"{check}: {printable(name)}, which is listed and not read: its checksum does not hold")
+    doubted = [row for row in verification.tensors if row.doubt]
+    for row in doubted[:_SHOWN]:
+        print(f"unknown: {printable(row.name)} ({printable(row.doubt)})")
+    if len(doubted) > _SHOWN:
+        print(f"unknown: {len(doubted) - _SHOWN} more; --json names all")
     for name, what in list(verification.unverified.items())[:_SHOWN]:
         print(f"not verified: {printable(name)} ({printable(what)})")
     if len(verification.unverified) > _SHOWN:
@@ -100,7 +105,8 @@ def _summary(verification: Verification) -> str:
         )
     tensors = verification.tensors
     bad_parts = sum(check in _wrong(False) for check in verification.container.values())
-    unsealed = sum(tensor.checksum == "unknown" for tensor in tensors)
+    doubted = sum(bool(tensor.doubt) for tensor in tensors)
+    unsealed = sum(tensor.checksum == "unknown" for tensor in tensors) - doubted
     told = [f"{len(verification.wrong)} of {len(tensors)} tensors wrong"]
     if bad_parts:
         told.append(f"{bad_parts} of {len(verification.container)} other parts wrong")
@@ -110,6 +116,8 @@ def _summary(verification: Verification) -> str:
         told.append(f"{unsealed} without a digest from the time of the capture")
     elif unsealed:
         told.append(f"{unsealed} without a checksum" if unsealed < len(tensors) else "no checksums in this format")
+    if doubted:
+        told.append(f"{doubted} with checksums for a part only")
     return f"{verification.verdict}: {verification.format}, {', '.join(told)}"
 
 

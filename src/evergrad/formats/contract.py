@@ -209,6 +209,11 @@ class Checkpoint(ABC):
         self._info(name)
         return Check.UNKNOWN
 
+    def doubt(self, name: str) -> str:
+        """Return what of a tensor its checksums, where they hold, do not vouch for; empty if nothing is known."""
+        self._info(name)
+        return ""
+
     def fingerprint(self, name: str) -> str | None:
         """A digest of something in `others`, over its description and stored bytes; None if these cannot be had."""
         return None

@@ -103,6 +103,12 @@ class CompositeCheckpoint(Checkpoint):
         part, inner = self._names[name]
         return part.checksum(inner)
 
+    def doubt(self, name: str) -> str:
+        """As the part that holds the tensor says."""
+        self._info(name)
+        part, inner = self._names[name]
+        return part.doubt(inner)
+
     @property
     def doubts(self) -> Mapping[str, str]:
         """The doubts of all parts."""

@@ -139,6 +139,11 @@ class Hdf5Checkpoint(Checkpoint):
         self._info(name)
         return self._set(name).check()
 
+    def doubt(self, name: str) -> str:
+        """Return what the filters' checksums do not vouch for: chunks that are not in the file, or skip a filter."""
+        self._info(name)
+        return self._set(name).doubt()
+
     def close(self) -> None:
         """Make changes durable and let go of the file; twice is fine."""
         self._sets.clear()

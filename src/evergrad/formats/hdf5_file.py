@@ -52,6 +52,7 @@ class Hdf5File:
         self._altered = self._closed = False
         self._handle: Any = None
         self._current: tuple[bytes, Any] | None = None
+        self._claims: dict[int, int] = {}
         try:
             self._open("r")
         except BaseException:
@@ -134,9 +135,15 @@ class Hdf5File:
             raise
         return self._handle
 
+    def claim(self, address: int, starts: list[int]) -> int | None:
+        """Note where chunks of a data set begin; return the first place that another data set has, too."""
+        taken = (start for start in starts if self._claims.setdefault(start, address) != address)
+        return next(taken, None)
+
     def refresh(self) -> None:
         """The library has made the file longer: see its bytes anew."""
         self.let_go()
+        self._claims.clear()
         if self._data is not None and self._own is not None:
             self._data.close()
             self._data = DataFile(self._own)

@@ -18,6 +18,7 @@ from evergrad.errors import DamagedFile, LimitExceeded
 from evergrad.formats.contract import Bits
 from evergrad.formats.hdf5_chunks import Box, ChunkedRegion, boxes, chunk_box
 from evergrad.formats.hdf5_file import CHUNK_CACHE_BYTES, Hdf5File, hdf5_errors, library
+from evergrad.formats.hdf5_index import DEFLATE, FLETCHER32, SUM_BYTES, ChunkIndex, check_index
 from evergrad.formats.hdf5_listing import Entry
 from evergrad.formats.region import Region, check_seal
 from evergrad.formats.rehearsal import rehearsing
@@ -26,8 +27,6 @@ from evergrad.records import Check
 __all__ = ["DataSet"]
 
 _BLOCK_BYTES = 1 << 24
-_FLETCHER32, _DEFLATE = 3, 1
-_SUM_BYTES = 4
 _TRUSTED_BYTES = 1 << 20  # a deflated chunk of this size takes a gigabyte at the very worst
 
 
@@ -44,9 +43,10 @@ class DataSet:
         self._chunk_bytes = math.prod(self._chunk) * entry.dtype.itemsize if self._chunk else 0
         if self._chunk_bytes > file.limit or any(n < 1 for n in self._chunk):
             raise LimitExceeded(file.path, f"{name}: absurd chunks {self._chunk} in a file of {file.size} bytes")
-        if self._filters.count(_DEFLATE) > 1:
-            raise LimitExceeded(file.path, f"{name}: compressed {self._filters.count(_DEFLATE)} times over")
+        if self._filters.count(DEFLATE) > 1:
+            raise LimitExceeded(file.path, f"{name}: compressed {self._filters.count(DEFLATE)} times over")
         self._region: Region | None = None
+        self._index: ChunkIndex | None = None  # once it was checked
         self._unproved: dict[tuple[int, ...], int] | None = None  # large compressed chunks, and their sizes
 
     def read(self, start: int, stop: int) -> Bits:
@@ -70,8 +70,8 @@ class DataSet:
         """XOR patterns onto elements, in place where they have one, and return their old bits."""
         region = self._locate()
         noted = rehearsing()
-        if noted is not None and noted.stale and self._filters == [_FLETCHER32]:
-            summed = self._chunks(_SUM_BYTES)
+        if noted is not None and noted.stale and self._filters == [FLETCHER32]:
+            summed = self._chunks(SUM_BYTES)
             region = None if summed.missing(indices) else summed
         if isinstance(region, ChunkedRegion):
             missing = region.missing(indices)
@@ -98,18 +98,41 @@ class DataSet:
         return out
 
     def check(self) -> Check:
-        """Whether every filter with a checksum (fletcher32, and gzip's Adler-32) agrees; reads everything."""
+        """Whether every filter with a checksum (fletcher32, and gzip's Adler-32) agrees; reads everything.
+
+        These cover what is in the chunks: the chunk index is checked first, and what it leaves open is `doubt`.
+        """
         if not self._filters:
             return check_seal(self._file.seal())
         self._file.let_go()  # a chunk in the cache has been checked already
         try:
+            claimed = self._file.claim(self._entry.address, self._checked_index().starts.tolist())
+            if claimed is not None:
+                return Check.FAILED
             step = max(1, _BLOCK_BYTES // self._entry.dtype.itemsize)
             total = math.prod(self._entry.shape)
             for start in range(0, total, step):
                 self.read(start, min(start + step, total))
         except DamagedFile:
             return Check.FAILED
-        return Check.OK if {_FLETCHER32, _DEFLATE} & set(self._filters) else Check.UNKNOWN
+        if self.doubt():
+            return check_seal(self._file.seal())
+        return Check.OK if {FLETCHER32, DEFLATE} & set(self._filters) else Check.UNKNOWN
+
+    def doubt(self) -> str:
+        """Return what of this data set its filters' checksums, which hold, do not vouch for; empty if nothing."""
+        if not {FLETCHER32, DEFLATE} & set(self._filters):
+            return ""
+        what = self._checked_index().doubt
+        return f"{what}; the checksums cannot tell that this is as it was written" if what else ""
+
+    def _checked_index(self) -> ChunkIndex:
+        """Return the chunk index of filtered data, or refuse it: the library would follow it wherever it leads."""
+        if self._index is None:
+            with self._errors():
+                data = self._open()
+                self._index = check_index(self._file, self._name, self._entry, self._chunk, self._filters, data)
+        return self._index
 
     def _creation(self) -> tuple[int, list[int], tuple[int, ...]]:
         """How the data set was created: layout, filters, chunk."""
@@ -162,6 +185,8 @@ class DataSet:
             if within:
                 found[number] = int(info.byte_offset)
 
+        if self._filters:
+            self._checked_index()
         with self._errors():
             self._open().chunk_iter(take)
         if found:
@@ -196,7 +221,7 @@ class DataSet:
             self._through("read", box, raw)
             self._through("write", box, raw)
         self._file.refresh()
-        self._region = None
+        self._region = self._index = None
 
     def _xor_through(self, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         """Read, alter and write each touched chunk (or all of a compact data set) through the library."""
@@ -208,7 +233,8 @@ class DataSet:
             np.bitwise_xor.at(bits, local, patterns[members])
             stored = bits.byteswap() if self._entry.big_endian else bits
             self._through("write", box, stored.reshape(-1).view(np.uint8))
-        self._file.let_go()
+        self._file.refresh()  # chunks may have moved to beyond the old end
+        self._index = None
         return old
 
     def _touched(
@@ -238,9 +264,11 @@ class DataSet:
 
     def _through(self, verb: str, box: Box, raw: npt.NDArray[np.uint8]) -> None:
         """Read or write one box through the library, in the file's own type, so that nothing is converted."""
+        if self._filters:
+            self._checked_index()
         with self._errors():
             data = self._open()
-            if verb == "read" and _DEFLATE in self._filters:
+            if verb == "read" and DEFLATE in self._filters:
                 self._refuse_bombs(data, box)
             space = data.get_space()
             if box[0]:
@@ -268,8 +296,8 @@ class DataSet:
                 del self._unproved[corner]
 
     def _check_inflation(self, data: Any, corner: tuple[int, ...], size: int) -> None:
-        order = [kind for kind in self._filters if kind != _FLETCHER32]
-        if size > self._file.size or order[-1] != _DEFLATE:
+        order = [kind for kind in self._filters if kind != FLETCHER32]
+        if size > self._file.size or order[-1] != DEFLATE:
             raise LimitExceeded(self._file.path, f"{self._name}: chunk at {corner} may inflate to any size")
         stream, total = zlib.decompressobj(), 0
         rest = data.read_direct_chunk(corner)[1]

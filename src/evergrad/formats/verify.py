@@ -33,6 +33,8 @@ class TensorVerdict:
     nonfinite: int = 0
     outliers: int = 0
     worst: Worst | None = None
+    doubt: str = ""
+    """What the checksum, where there is one, does not vouch for; `checksum` is `unknown` then."""
 
     @property
     def verdict(self) -> Check:
@@ -55,6 +57,7 @@ class TensorVerdict:
             "outliers": self.outliers,
             "worst": self.worst.to_json() if self.worst is not None else None,
             "reason": self.reason,
+            **({"doubt": self.doubt} if self.doubt else {}),
         }
 
 
@@ -165,12 +168,13 @@ def _verify(opened: Checkpoint, name: str, told: Callable[[int], None]) -> Tenso
     try:
         # An empty tensor has no bytes that could be wrong.
         checksum = opened.checksum(name) if info.numel else Check.OK
+        doubt = opened.doubt(name) if checksum is Check.UNKNOWN else ""
         found = examine(info, read)
     except (DamagedFile, FileAccessError) as error:
         # One that cannot be read must not hide the state of the others.
         return TensorVerdict(name, Check.FAILED, Check.UNKNOWN, f"cannot be read: {error}")
     return TensorVerdict(
-        name, checksum, found.check, _reason(checksum, found), found.nonfinite, found.outliers, found.worst
+        name, checksum, found.check, _reason(checksum, found), found.nonfinite, found.outliers, found.worst, doubt
     )
 
 
