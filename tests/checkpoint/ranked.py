@@ -1,4 +1,4 @@
-"""A job of several ranks, for tests: `python ranked.py SCENARIO WORLD_SIZE NODES FOLDER`.
+"""A job of several ranks, for tests: `python ranked.py SCENARIO WORLD_SIZE NODES FOLDER [TIERS]`.
 
 torch is imported once; the ranks are forked before there is any other thread. Each runs the scenario's phases in
 turn, as a new job each: a fresh process group, a fresh checkpointer. A rank that fails prints its traceback.
@@ -6,6 +6,7 @@ turn, as a new job each: a fresh process group, a fresh checkpointer. A rank tha
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -28,13 +29,22 @@ from evergrad.errors import CheckpointError, EvergradError, RestoreError
 class Rank:
     """One rank of one phase."""
 
-    def __init__(self, rank: int, world_size: int, nodes: int, folder: Path, phase: str) -> None:
-        self.rank, self.world_size, self.folder = rank, world_size, folder
+    def __init__(self, rank: int, world_size: int, nodes: int, folder: Path, phase: str, kinds: str) -> None:
+        self.rank, self.world_size, self.folder, self._kinds = rank, world_size, folder, kinds
         self._group = f"file://{folder}/store-{phase}"
         os.environ["EVERGRAD_NODE"] = f"n{rank * nodes // world_size}"
 
     def join(self) -> None:
         distributed.init_process_group("gloo", self._group, rank=self.rank, world_size=self.world_size)
+
+    def tiers(self) -> list[Any]:
+        """The tiers of a scenario that is run with several."""
+        made = {
+            "memory": eg.Memory(),
+            "local": eg.Local(self.folder / "disk"),
+            "persistent": eg.Persistent(str(self.folder / "shared")),
+        }
+        return [made[kind] for kind in self._kinds.split("+")]
 
     def checkpointer(self, **settings: Any) -> eg.Checkpointer:
         tiers = settings.pop("tiers", [eg.Memory(), eg.Local(self.folder / "disk")])
@@ -288,6 +298,56 @@ def restore_what_was_captured(me: Rank) -> None:
         assert [record.step for record in ck.versions()] == [30, 20]
 
 
+def capture_a_third_and_die(me: Rank) -> None:
+    """Steps 10 and 20 are saved; step 30 is captured by all ranks while their agents are stopped; all are killed."""
+    me.join()
+    ck = me.checkpointer(tiers=me.tiers())
+    for step in (10, 20):
+        ck.save(step, me.state(step)).wait(timeout=60)
+    while not ck._board.is_free(0, ck._recorder._arenas[0].ticket.generation):
+        time.sleep(0.01)
+    distributed.barrier()
+    agent = getattr(ck._link, "pid", None)
+    assert isinstance(agent, int)
+    os.kill(agent, signal.SIGSTOP)
+    distributed.barrier()
+    ck.save(30, me.state(30))
+    distributed.barrier()
+    with suppress(ProcessLookupError):  # another rank of the node was first
+        os.kill(agent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def damage_the_ticket_of_one(me: Rank) -> None:
+    """A bit of the last rank's ticket of step 30 flips."""
+    if me.rank == me.world_size - 1:
+        (ticket,) = (
+            path
+            for path in Path(os.environ["EVERGRAD_SHM"]).rglob(f"rank-{me.rank:05d}.*.ticket")
+            if b'"step": 30' in path.read_bytes()
+        )
+        ticket.write_bytes(ticket.read_bytes().replace(b'"step": 30', b'"step": 31'))
+        (me.folder / "damaged").write_text(str(ticket))
+
+
+def restore_20_and_name_the_ticket(me: Rank) -> None:
+    """Every rank goes back, and says so in one line that names the one ticket."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evergrad").addHandler(handler)
+    me.join()
+    with me.checkpointer(tiers=me.tiers()) as ck:
+        live = me.state(0)
+        assert ck.restore(live) == 20
+        assert me.holds(live, 20)
+        ticket = (me.folder / "damaged").read_text()
+        lines = [line for line in said if ticket in line]
+        assert len(lines) == 1, said
+        assert lines[0].startswith(f"rank {me.rank}: step 30 (attempt 1) "), lines
+        assert lines[0].endswith(". Restoring step 20 (attempt 1)."), lines
+
+
 def save_in_memory(me: Rank) -> None:
     me.join()
     with me.checkpointer(tiers=[eg.Memory()], agent=False) as ck:
@@ -384,6 +444,7 @@ SCENARIOS: dict[str, list[Callable[[Rank], None]]] = {
     "failure": [fail_on_one],
     "new group": [new_group],
     "captured": [capture_and_die, restore_what_was_captured],
+    "ticket of one": [capture_a_third_and_die, damage_the_ticket_of_one, restore_20_and_name_the_ticket],
     "digests of one": [save_in_memory, lose_the_digests_of_one, restore_unverified],
     "refused": [save_what_is_refused, refuse_to_go_back],
     "refused and torn": [tear_what_is_refused, go_back_from_torn],
@@ -406,17 +467,18 @@ def run_rank(phase: Callable[[Rank], None], me: Rank) -> None:
 
 def main() -> int:
     scenario, world_size, nodes, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    kinds = sys.argv[5] if len(sys.argv) > 5 else "memory+local"
     for phase in SCENARIOS[scenario]:
         children = []
         for rank in range(world_size):
             if (child := os.fork()) == 0:
-                run_rank(phase, Rank(rank, world_size, nodes, folder, phase.__name__))
+                run_rank(phase, Rank(rank, world_size, nodes, folder, phase.__name__, kinds))
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         expected = [0] * world_size
         if phase is die_before_the_second:
             expected[1] = -signal.SIGKILL
-        if phase is capture_and_die:
+        if phase in (capture_and_die, capture_a_third_and_die):
             expected = [-signal.SIGKILL] * world_size
         if codes != expected:
             print(f"{phase.__name__}: exit codes {codes}")

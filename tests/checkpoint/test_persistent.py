@@ -28,6 +28,7 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, TierError, UsageError
 from evergrad.testing import FullStorage, SharedTierContract, StorageCalls, captured, kill_after
 from evergrad.wording import install_hint
+from unprivileged import Unprivileged
 
 ZSTD = {"codec": "zstd", "level": 1}
 
@@ -363,6 +364,25 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_saved(tmp_pa
     (tmp_path / "file").write_text("in the way")
     store = Persistent(str(tmp_path / "file" / "x")).store(Site("j", "n", tmp_path, tmp_path))
     with pytest.raises(TierError, match="is no folder"):
+        store.check()
+
+
+def test_a_folder_that_this_user_may_not_write_is_refused_with_the_reason(unprivileged: Unprivileged) -> None:
+    site = Site("job", "n0", unprivileged.folder, unprivileged.folder)
+    store = Persistent(str(unprivileged.folder / "shared")).store(site)
+    with (
+        unprivileged,
+        pytest.raises(TierError, match=rf"^{unprivileged.folder}: .*cannot be written to: permission denied$"),
+    ):
+        store.check()
+
+
+def test_a_read_only_file_system_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Persistent(str(tmp_path / "shared")).store(Site("job", "n0", tmp_path, tmp_path))
+    found = os.statvfs(tmp_path)
+    read_only = os.statvfs_result([*found[:8], found.f_flag | os.ST_RDONLY, found.f_namemax])
+    monkeypatch.setattr(os, "statvfs", lambda _: read_only)
+    with pytest.raises(TierError, match=rf"^{tmp_path}: .*cannot be written to: read-only file system$"):
         store.check()
 
 

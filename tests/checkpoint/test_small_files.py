@@ -23,7 +23,7 @@ from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.job import read_identity
 from evergrad.cli import main
-from evergrad.errors import CheckpointError, EvergradError, TierError
+from evergrad.errors import AgentError, CheckpointError, EvergradError, TierError
 from programs import run_python
 from unprivileged import Unprivileged
 
@@ -495,6 +495,27 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(job: Job, kind: str, ag
     assert "listed [3, 2, 1]" in done.stdout
     assert "restored 3" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("found", ["a link to itself", "a folder"])
+@pytest.mark.parametrize("lock", ["start.lock", "agent.lock"])
+def test_a_lock_that_cannot_be_opened_is_an_error_that_names_it(job: Job, lock: str, found: str) -> None:
+    path = next(job.folder.glob("shm/*/*/*/")) / lock
+    path.unlink(missing_ok=True)
+    if found == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path.name)
+    why = "is a directory" if found == "a folder" else "too many levels of symbolic links"
+    with pytest.raises(AgentError, match=rf"{path}: .*{why}") as caught:
+        checkpointer(job.folder, "memory+local", agent=True)
+    assert "\n" not in str(caught.value)
+    if found == "a folder":
+        path.rmdir()
+    else:
+        path.unlink()
+    with checkpointer(job.folder, "memory+local", agent=True) as ck:
+        assert ck.restore(state(0)) == 3
 
 
 def job_node(job: Job) -> str:

@@ -23,6 +23,7 @@ import evergrad as eg
 from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
+from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import CheckpointError, EvergradError, RestoreError, TierError
@@ -450,7 +451,8 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Path]], object], str]] = {
     "an empty ticket": (lambda files: os.truncate(files["ticket"], 0), r"{ticket}: is not as it was written"),
 }
 ON_DISK = [name for name in DAMAGE if "ticket" not in name]
-IN_MEMORY = [name for name in DAMAGE if name != "a missing manifest"]
+IN_MEMORY = [name for name in DAMAGE if "manifest" not in name]
+OF_THE_MANIFEST = [name for name in DAMAGE if "manifest" in name]
 
 
 def message_of(what: str, files: dict[str, Path]) -> str:
@@ -460,12 +462,22 @@ def message_of(what: str, files: dict[str, Path]) -> str:
     return text
 
 
-def test_a_capture_whose_manifest_is_missing_is_digested_again(tmp_path: Path, shm: Path) -> None:
-    saved(tmp_path, "memory")
-    arena_of(shm, 2)["manifest"].unlink()
-    with checkpointer(tmp_path, "memory") as ck:
+@pytest.mark.parametrize("kinds", ["memory", "memory+local"])
+@pytest.mark.parametrize("what", OF_THE_MANIFEST)
+def test_a_capture_whose_manifest_is_missing_or_damaged_is_digested_again(
+    what: str, kinds: str, tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, kinds)
+    files = arena_of(shm, 2)
+    DAMAGE[what][0](files)
+    with checkpointer(tmp_path, kinds) as ck:
         assert restored(ck) == 2
-    goes_on(tmp_path, "memory", found=2)
+        assert ck.restored is not None
+        # A copy on disk has the digests of the capture to compare.
+        assert (ck.restored.tier, ck.restored.unverified) == ("memory", kinds == "memory")
+    if what != "a missing manifest":
+        assert re.search(rf"{message_of(what, files)}.*: the shard is digested again", caplog.text), caplog.text
+    goes_on(tmp_path, kinds, found=2)
 
 
 @pytest.mark.parametrize("what", IN_MEMORY)
@@ -666,6 +678,24 @@ def test_a_checkpointer_that_cannot_open_files_says_so(tmp_path: Path, agent: bo
         eg.Checkpointer(tmp_path / "run", agent=agent)
 
 
+def test_news_that_too_many_open_files_leave_out_is_said_with_the_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "complete").mkdir()
+    other, writer = Completion(tmp_path, "other"), Completion(tmp_path, "writer")
+    other.note(eg.Version(1, 1), "local", 0, 1)
+    with no_more_files(free=1):  # for the list of the journals
+        writer.refresh()
+    with no_more_files():
+        writer.note(eg.Version(2, 1), "local", 0, 1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2, lines
+    assert re.fullmatch(rf"{tmp_path}/complete/other\.jsonl: left out: cannot be read: {TOO_MANY}", lines[0])
+    assert re.fullmatch(rf"{tmp_path}/complete/writer\.jsonl: cannot be written now: {TOO_MANY}", lines[1])
+    writer.refresh()
+    assert writer.is_complete(eg.Version(1, 1), "local")
+
+
 @pytest.mark.parametrize("free", [0, 1, 3, 6])
 @pytest.mark.parametrize("agent", [True, False])
 def test_too_many_open_files_at_the_first_save_are_said_with_the_limit(tmp_path: Path, agent: bool, free: int) -> None:
@@ -713,8 +743,9 @@ def test_a_run_folder_that_is_moved_is_said_once_while_tiers_elsewhere_go_on(
         os.rename(old, new)
         with pytest.warns(CheckpointWarning, match="was moved to"):
             save(ck, 2).wait(timeout=SECONDS)
-        save(ck, 3).wait(timeout=SECONDS)  # another warning would be an error
-    assert "not noted in the history: no such file or directory" in caplog.text
+        for step in (3, 4, 5):
+            save(ck, step).wait(timeout=SECONDS)  # another warning would be an error
+    assert caplog.text.count("not noted in the history: no such file or directory") == 1
     assert "[Errno" not in caplog.text
     assert not old.exists()
 

@@ -108,7 +108,7 @@ class Unfinished:
     ranks: list[int]
     """The ranks whose shards are in the arenas of this node, or in a tier that all nodes share."""
     damaged: list[int]
-    """The ranks whose arenas on this node do not hold what was captured."""
+    """The ranks whose arenas on this node do not hold what was captured, or of whose shards nothing is left."""
     why: str
     """The reason why it could not be finished; empty if nothing failed here."""
 

@@ -76,9 +76,11 @@ class Journal:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
+        self._said = ""
+        """The last report of a line that could not be written; empty since one was."""
 
     def note_shard(self, manifest: Manifest, writer: str) -> None:
-        """A shard is complete. Said twice, it counts once. A disk that is full costs the line, and a warning."""
+        """A shard is complete. Said twice, it counts once. A full disk costs the line; a warning says so once."""
         self._append(
             writer,
             {
@@ -156,8 +158,12 @@ class Journal:
                     line = line[os.write(fd, line) :]
             finally:
                 os.close(fd)
+            self._said = ""
         except OSError as error:
-            _log.warning("%s: not noted in the history: %s", path, reason(error))
+            what = f"{path}: not noted in the history: {reason(error)}"
+            if what != self._said:  # a folder that was moved stays so for all that follows
+                self._said = what
+                _log.warning("%s", what)
 
 
 def shard_digest(manifest: Manifest) -> str:

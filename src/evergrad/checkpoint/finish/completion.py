@@ -8,6 +8,7 @@ is so later: on one node nothing depends on it. Each line carries a digest of it
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
 from evergrad.formats.data_file import open_file, open_regular, read_small
@@ -45,6 +47,8 @@ class Completion:
         self._folder = run_dir / "complete"
         self._own = self._folder / f"{writer}.jsonl" if writer is not None else None
         self._known: dict[tuple[Version, str], _Shards] = {}
+        self._newest: dict[str, Version] = {}
+        """By tier: the newest version that was ever complete there, also if it was forgotten since."""
         self._read: dict[str, tuple[int, int]] = {}
         self.seen = 0
         """Grows with every line that another writer noted."""
@@ -104,7 +108,7 @@ class Completion:
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    _log.warning("%s: cannot be read: %s: left out", path, reason(error))
+                    _log.warning("%s: %s", path, _not_read(error))
                 else:
                     if found[-1] is None:
                         _log.warning("%s: names no version: left out", path)
@@ -121,7 +125,7 @@ class Completion:
                     except FileNotFoundError:
                         pass  # made anew at this moment, or removed
                     except OSError as error:
-                        self._say_unread(Path(entry.path), f"cannot be read: {reason(error)}: left out")
+                        self._say_unread(Path(entry.path), _not_read(error))
 
     def is_complete(self, version: Version, tier: str) -> bool:
         """Whether every rank's shard is there."""
@@ -171,6 +175,10 @@ class Completion:
         found = {version for version, name in self._known if tier in (None, name) and self.is_complete(version, name)}
         return sorted(found, key=Version.age)
 
+    def newest(self, tier: str) -> Version | None:
+        """Return the newest version that was ever complete in a tier, as far as anybody has noted."""
+        return self._newest.get(tier)
+
     def missing(self, version: Version, tier: str) -> list[int]:
         """The ranks whose shards are not there."""
         shards = self._known.get((version, tier))
@@ -199,6 +207,9 @@ class Completion:
         elif 0 <= rank < shards.world_size == world_size:
             shards.ranks.add(rank)
             shards.failures.pop(rank, None)  # such as one flushed from another copy than that which was damaged
+            newest = self._newest.get(tier)
+            if self.is_complete(version, tier) and (newest is None or version.age() > newest.age()):
+                self._newest[tier] = version
 
     def _catch_up(self) -> None:
         """The journal with what still matters; a new file, so that readers start from its beginning."""
@@ -216,8 +227,8 @@ class Completion:
     def _say_behind(self, error: OSError) -> None:
         """The journal is made anew when it can be: said once for each reason."""
         self._behind = True
-        if self._said != reason(error):
-            self._said = reason(error)
+        if self._said != _why(error):
+            self._said = _why(error)
             _log.warning("%s: cannot be written now: %s", self._own, self._said)
 
     def _say_unread(self, path: Path, what: str) -> None:
@@ -262,6 +273,17 @@ class Completion:
             _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
         self._check_rest(path, data[whole:])
         self._read[path.name] = (status.st_ino, offset + whole)
+
+
+def _why(error: OSError) -> str:
+    """Return the system's reason; for too many open files, with the limit and how to raise it."""
+    return open_files_hint(error) if error.errno in (errno.EMFILE, errno.ENFILE) else reason(error)
+
+
+def _not_read(error: OSError) -> str:
+    """Return in words that news is left out, and the system's reason."""
+    why = _why(error)
+    return f"left out: cannot be read: {why}" if why.endswith(".") else f"cannot be read: {why}: left out"
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -238,7 +238,8 @@ class Engine:
                     if version not in visible and not self._holdings.is_retired(version, kind):
                         size = self._completion.world_size(version, kind)
                         known = found.setdefault(version, Unfinished(*_place(version), size, [], [], ""))
-                        known.ranks.extend(self._completion.ranks(version, kind))
+                        is_gone = (version, kind) in self._flushing.gone
+                        (known.damaged if is_gone else known.ranks).extend(self._completion.ranks(version, kind))
             left = {
                 ticket.version: self._left[_use(files, ticket)]
                 for files, ticket in tickets

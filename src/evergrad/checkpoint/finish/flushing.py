@@ -16,7 +16,7 @@ from evergrad.checkpoint.finish.shares import Shares
 from evergrad.checkpoint.finish.workers import Workers
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shard import Shard
-from evergrad.checkpoint.tiers import Copy, Tier, Work, read_tiers
+from evergrad.checkpoint.tiers import Copy, Gone, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError
 
@@ -39,6 +39,8 @@ class Flushing:
         self._away: set[int] = set()
         """Ranks whose last flush failed."""
         self._committing: set[tuple[Version, str]] = set()
+        self.gone: set[tuple[Version, str]] = set()
+        """Versions that somebody has noted in a shared tier where nothing of them is left."""
 
     def later(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles | None = None) -> bool:
         """Have a shard flushed from a copy, or from its arena; False if it is being flushed already."""
@@ -118,6 +120,7 @@ class Flushing:
     def _commit(self, version: Version, tier: Tier) -> None:
         """Make a version visible in a tier that all nodes share; every node does, and all say the same."""
         world_size = self._desk.completion.world_size(version, tier.kind)
+        self.gone.discard((version, tier.kind))
         try:
             self._desk.holdings.store(tier).commit(version, world_size)
             self._desk.holdings.show(version, tier.kind)
@@ -128,6 +131,8 @@ class Flushing:
         except Exception as error:  # noted as failed, whatever it is: it would be tried again without end
             _log.error("%s: not committed in tier %s: %s", version, tier.kind, error)
             with self._desk.lock:
+                if isinstance(error, Gone):
+                    self.gone.add((version, tier.kind))
                 self._desk.completion.note(
                     version, tier.kind, self._desk.rank or 0, world_size, f"not committed: {error}"
                 )

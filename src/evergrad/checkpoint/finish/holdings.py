@@ -136,7 +136,8 @@ class Holdings:
         with self._lock:
             if (version, kind) in self._visible or self._completion.is_noted_here(version, kind):
                 return False
-            return any(each.age() > version.age() for each in self._completion.complete(kind))
+            newest = self._completion.newest(kind)
+            return newest is not None and newest.age() > version.age()
 
     def missing(self, ticket: Ticket) -> list[str]:
         """The tiers that a shard should be in, and is not, as far as can be seen; retired is not missing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -13,8 +14,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +310,7 @@ class AgentLink(Link):
 
     def _end_silent(self, connection: socket.socket) -> None:
         """End the agent behind a connection, unless that has ended meanwhile."""
-        with locked(self._folder / "start.lock"):  # all ranks of a node notice at once: the first ends it
+        with self._starting():  # all ranks of a node notice at once: the first ends it
             if self._socket is not connection or _has_hung_up(connection):
                 return
             agent = agent_process(self._folder)
@@ -382,11 +383,23 @@ class AgentLink(Link):
             finally:
                 os.close(fd)
             # One at a time: all ranks of a node come at once, and one agent is enough.
-            with locked(self._folder / "start.lock"):
+            with self._starting():
                 if not is_locked(self._folder / LOCK):
                     self._start()
                 else:
                     time.sleep(0.02)  # one is about to serve, or about to leave
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Be the only process of the node that starts or ends an agent; `AgentError` if the lock cannot be opened."""
+        path = self._folder / "start.lock"
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(path))
+            except OSError as error:
+                advice = " Remove it." if error.errno in (errno.ELOOP, errno.EISDIR) else ""
+                raise AgentError(f"{path}: cannot be locked: {open_files_hint(error)}{advice}") from error
+            yield
 
     def _start(self) -> None:
         """Start an agent in a session of its own; returns when it serves. It inherits no descriptor of ours."""

@@ -60,7 +60,10 @@ def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> S
         # What is wrong with a copy matters only where no nearer tier has the version.
         for version, (what, was_complete) in torn.items():
             if version not in own:
-                (shelf.damaged if was_complete else shelf.torn)[version] = what
+                if was_complete:
+                    shelf.damaged[version] = what
+                else:
+                    shelf.torn.setdefault(version, what)  # the nearest tier had it first, and tells what became of it
         for copy in copies:
             version = copy.version
             # The manifests of other ranks are read when they are needed; one tells how many ranks there were.

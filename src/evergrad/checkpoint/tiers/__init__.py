@@ -3,6 +3,7 @@
 from evergrad.checkpoint.tiers.compress import Compress, join_compression
 from evergrad.checkpoint.tiers.contract import (
     Copy,
+    Gone,
     Site,
     Store,
     Tier,
@@ -19,6 +20,7 @@ from evergrad.checkpoint.tiers.persistent import Persistent
 __all__ = [
     "Compress",
     "Copy",
+    "Gone",
     "Local",
     "Memory",
     "Persistent",

@@ -32,6 +32,7 @@ from evergrad.wording import meant
 
 __all__ = [
     "Copy",
+    "Gone",
     "RunFolder",
     "Site",
     "Store",
@@ -117,6 +118,10 @@ class RunFolder(NamedTuple):
         """`TierError` if the run folder is not there any more."""
         if self.run_dir is not None and not (self.run_dir / "job.json").exists():
             raise TierError(f"{self.run_dir}: tier {kind}: the run folder was moved or removed, and is not made again.")
+
+
+class Gone(TierError):
+    """Nothing of a version is left in a shared tier, although somebody has noted all of it there."""
 
 
 class Torn(NamedTuple):

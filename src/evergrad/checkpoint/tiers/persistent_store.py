@@ -6,6 +6,7 @@ manifest are, and removed before any of them. Records are read once: they never 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ from evergrad.checkpoint.manifest import Manifest, shard_name, shard_rank
 from evergrad.checkpoint.tiers.buckets import Bucket, Chunk
 from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, payload_name
 from evergrad.checkpoint.tiers.compress import Compress
-from evergrad.checkpoint.tiers.contract import Copy, RunFolder, Site, Store, Torn, Work
+from evergrad.checkpoint.tiers.contract import Copy, Gone, RunFolder, Site, Store, Torn, Work
 from evergrad.checkpoint.tiers.fetching import fetch_shard
 from evergrad.checkpoint.tiers.frames import ENCODING, pack
 from evergrad.checkpoint.tiers.ledger import Ledger, together
@@ -151,6 +152,8 @@ class PersistentStore(Store):
                     )
                 return
             names = self._listed(version, world_size)
+            if not names:
+                raise Gone(f"{self._bucket.label(version.name)}: nothing of it is there")
             shards = together(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
             record = Commit.of(shards)
             try:
@@ -363,8 +366,10 @@ def _check_reachable(bucket: Bucket) -> None:
             folder = folder.parent
         if not folder.is_dir():
             raise TierError(f"{folder}: tier persistent: is no folder")
-        if os.statvfs(folder).f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
-            raise TierError(f"{folder}: tier persistent: cannot be written to")
+        is_read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+        if is_read_only or not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            why = os.strerror(errno.EROFS if is_read_only else errno.EACCES).lower()
+            raise TierError(f"{folder}: tier persistent: cannot be written to: {why}")
         return
     from fsspec.registry import known_implementations
 

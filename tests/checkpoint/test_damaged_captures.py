@@ -1,0 +1,233 @@
+"""The newest version was captured and never finished; the small files beside its arena are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import evergrad as eg
+from evergrad.errors import RestoreError
+from living_agents import agents_of, end_agents
+from programs import run_python
+
+SECONDS = 60.0
+RANKED = Path(__file__).with_name("ranked.py")
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "flipped": lambda data: data[:96] + bytes([data[96] ^ 2]) + data[97:],
+    "cut": lambda data: data[: len(data) // 2],
+    "emptied": lambda _: b"",
+    "removed": lambda _: None,
+}
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((5_000,), float(step)), "step": step}
+
+
+def holds(found: dict[str, Any], step: int) -> bool:
+    return bool((found["w"] == step).all()) and found["step"] == step
+
+
+def until(so: Callable[[], Any]) -> None:
+    end = time.monotonic() + SECONDS
+    while not so():
+        assert time.monotonic() < end, "it never became so"
+        time.sleep(0.01)
+
+
+class Captured:
+    """A job with steps 1 to 3, and step 4, which was only captured, in the arena of step 2. It can be put back."""
+
+    def __init__(self, folder: Path, kinds: str) -> None:
+        self.folder, self.kinds, self._kept = folder / "job", kinds, folder / "kept"
+        self.shm = self.folder / "shm"
+        self.shm.mkdir(parents=True)
+        if (child := os.fork()) == 0:
+            try:
+                self._train()
+            finally:
+                os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        shutil.copytree(self.folder, self._kept, ignore=lambda *_: ["agent.sock"])
+
+    def checkpointer(self, *, agent: bool) -> eg.Checkpointer:
+        made = {
+            "memory": eg.Memory(),
+            "local": eg.Local(self.folder / "disk"),
+            "persistent": eg.Persistent(str(self.folder / "shared")),
+        }
+        tiers = [made[kind] for kind in self.kinds.split("+")]
+        return eg.Checkpointer(self.folder / "run", tiers=tiers, agent=agent, linger_s=0.1)
+
+    def _train(self) -> None:
+        torch.set_num_threads(1)
+        signal.alarm(120)
+        ck = self.checkpointer(agent=True)
+        for step in (1, 2, 3):
+            ck.save(step, state(step)).wait(self.kinds.rpartition("+")[2], timeout=SECONDS)
+        until(lambda: ck._board.is_free(1, ck._recorder._arenas[1].ticket.generation))
+        (agent,) = agents_of(self.shm)
+        os.kill(agent, signal.SIGSTOP)
+        ck.save(4, state(4))
+        os.kill(agent, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def put_back(self) -> None:
+        """As it was when all were killed."""
+        end_agents(self.shm)
+        for entry in self.folder.iterdir():
+            shutil.rmtree(entry)
+        for entry in self._kept.iterdir():
+            shutil.copytree(entry, self.folder / entry.name)
+
+    @property
+    def arena(self) -> Path:
+        """The shard of step 4, as it was captured."""
+        (ticket,) = (path for path in self.shm.rglob("rank-*.ticket") if b'"step": 4,' in path.read_bytes())
+        return ticket.with_suffix(".safetensors")
+
+
+@pytest.fixture
+def captured(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
+    monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path / "job" / "shm"))
+    job = Captured(tmp_path, request.param)
+    yield job
+    end_agents(job.shm)
+
+
+def damage(path: Path, how: str) -> None:
+    data = DAMAGES[how](path.read_bytes())
+    if data is None:
+        path.unlink()
+    else:
+        path.write_bytes(data)
+
+
+def flip(path: Path) -> None:
+    """Flip a bit of the last tensor's bytes."""
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 4
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+# --- tickets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("captured", ["memory", "memory+local", "persistent"], indirect=True)
+def test_restore_goes_back_from_a_capture_without_its_ticket_and_names_that_in_one_line(
+    captured: Captured, agent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for how in ["flipped", "removed"] if agent else DAMAGES:
+        captured.put_back()
+        ticket = captured.arena.with_suffix(".ticket")
+        damage(ticket, how)
+        caplog.clear()
+        with captured.checkpointer(agent=agent) as ck:
+            live = state(0)
+            assert ck.restore(live) == 3, how
+            assert holds(live, 3), how
+            lines = [record.getMessage() for record in caplog.records if str(ticket) in record.getMessage()]
+            assert len(lines) == 1, (how, caplog.text)
+            assert lines[0].startswith("rank 0: step 4 (attempt 1) "), how
+            assert lines[0].endswith(". Restoring step 3 (attempt 1)."), how
+            ck.save(5, state(5)).wait(timeout=SECONDS)
+            assert ck.restore(live) == 5, how
+
+
+@pytest.mark.parametrize("captured", ["memory", "memory+local", "persistent"], indirect=True)
+def test_a_capture_with_its_ticket_is_restored(captured: Captured) -> None:
+    with captured.checkpointer(agent=False) as ck:
+        live = state(0)
+        assert ck.restore(live) == 4
+        assert holds(live, 4)
+
+
+@pytest.mark.parametrize(("kinds", "nodes"), [("memory", 2), ("memory+local", 1), ("persistent", 1), ("persistent", 2)])
+def test_all_ranks_go_back_and_name_the_one_ticket_that_is_damaged(kinds: str, nodes: int, tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    done = run_python(RANKED, "ticket of one", 2, nodes, tmp_path, kinds, output=log)
+    assert done.returncode == 0, log.read_text()
+
+
+# --- manifests in memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("captured", ["memory"], indirect=True)
+def test_a_damaged_manifest_of_what_was_in_the_arena_before_does_not_lose_the_capture(
+    captured: Captured, agent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for how in ["flipped"] if agent else DAMAGES:
+        captured.put_back()
+        manifest = captured.arena.with_suffix(".json")
+        assert json.loads(manifest.read_bytes())["step"] == 2
+        damage(manifest, how)
+        caplog.clear()
+        with captured.checkpointer(agent=agent) as ck:
+            live = state(0)
+            assert ck.restore(live) == 4, how
+            assert holds(live, 4), how
+            assert ck.restored is not None
+            assert ck.restored.unverified, how
+            assert ck.versions()[0].unverified, how
+        assert "rank 0: step 4 (attempt 1) in tier memory is unverified: " in caplog.text, how
+        said = caplog.text + "".join(path.read_text() for path in (captured.folder / "run" / "agents").glob("*.log"))
+        if how != "removed":  # then there is nothing to name
+            assert f"{manifest}: the manifest is not as it was written: the shard is digested again" in said, how
+
+
+def saved_in_memory(folder: Path, shm: Path) -> tuple[list[Any], Path]:
+    """Two steps in memory alone; the tiers, and the arena of the second step."""
+    tiers = [eg.Memory()]
+    with eg.Checkpointer(folder / "run", tiers=tiers, agent=False) as ck:
+        for step in (1, 2):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+    (manifest,) = (path for path in shm.rglob("rank-*.json") if json.loads(path.read_bytes())["step"] == 2)
+    return tiers, manifest.with_suffix(".safetensors")
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "emptied"])
+def test_a_version_in_memory_whose_manifest_is_damaged_is_restored_unverified_and_the_manifest_is_named(
+    how: str, tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers, arena = saved_in_memory(tmp_path, shm)
+    manifest = arena.with_suffix(".json")
+    damage(manifest, how)
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
+        live = state(0)
+        assert ck.restore(live) == 2
+        assert holds(live, 2)
+        assert ck.restored is not None
+        assert ck.restored.unverified
+        assert ck.versions()[0].unverified
+    assert [record.getMessage() for record in caplog.records if str(manifest) in record.getMessage()] == [
+        f"step 2 (attempt 1), rank 0 of 1: {manifest}: the manifest is not as it was written: "
+        "the shard is digested again"
+    ]
+
+
+@pytest.mark.parametrize(("how", "agent"), [("flipped", True), ("flipped", False), ("cut", False), ("emptied", False)])
+def test_by_the_catalogue_an_altered_arena_whose_manifest_is_damaged_is_not_restored(
+    how: str, agent: bool, tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers, arena = saved_in_memory(tmp_path, shm)
+    damage(arena.with_suffix(".json"), how)
+    flip(arena)
+    with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=agent) as ck:
+        live = state(0)
+        with pytest.raises(RestoreError, match="by the digest in the catalogue"):
+            ck.restore(live, version=2)
+        assert ck.restore(live) == 1
+        assert holds(live, 1)
+    assert f"{arena}: is not what was captured, by the digest in the catalogue" in caplog.text
