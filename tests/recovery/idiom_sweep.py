@@ -270,7 +270,7 @@ def _judge(case: Case, ran: JobRun, plain: Mapping[int, Any], outcome: Outcome) 
     if ran.exit_code == _TOO_FEW and case.may_end:
         return
     found = _results(ran.folder)
-    if ran.exit_code == _LATE and "had finished by then" in str(ran.summary.get("message")):
+    if ran.exit_code == _LATE and "finished without it" in str(ran.summary.get("message")):
         # The script leaves its loop after the last step: the job was over when a rank was lost, for all but that rank.
         outcome.wrong += [
             f"rank {rank} differs from plain DDP: {differs}"

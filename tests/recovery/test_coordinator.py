@@ -327,7 +327,7 @@ def test_a_rank_that_fails_when_the_others_have_finished_fails_the_job(jobs: Cal
     job.coordinator.exited(1, 0)
     job.coordinator.exited(0, 3)  # it could not save the result, say
     assert (job.outcome().kind, job.outcome().exit_code) == ("failed", 1)
-    assert job.outcome().message == "rank 0 ended with exit code 3; the others had finished by then"
+    assert job.outcome().message == "rank 0 ended with exit code 3; the others finished without it"
 
 
 def test_too_few_ranks_end_the_job_and_everyone_is_told(jobs: Callable[..., Job]) -> None:

@@ -296,6 +296,17 @@ def test_a_script_that_never_joins_is_said_to_have_run_as_under_torchrun(use: An
     assert "finished: no rank called eg.join: ran as under torchrun (" in last_line(ran)
     assert "never happened: 'kill rank=1 step=5' (no rank called eg.join" in ran.stderr
     assert ran.summary["joined"] is False
+    assert ran.summary["exact"] is None
+    assert ran.summary["unverified"] == "no rank called eg.join, so nothing of the ranks was compared"
+
+
+def test_a_script_that_never_joins_and_fails_is_said_not_to_have_joined(use: Any) -> None:
+    ran = use("no join, rank 1 fails")
+    assert ran.exit_code == 1, ran.stderr
+    assert "rank 1 ended with exit code 3 before it joined: see what it printed; no rank called eg.join (" in last_line(
+        ran
+    )
+    assert ran.summary["joined"] is False
 
 
 def test_one_rank_alone_may_train_without_the_job_but_is_told_of_a_direct_step(use: Any) -> None:

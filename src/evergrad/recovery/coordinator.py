@@ -347,7 +347,7 @@ class Coordinator:
         if finished and finished | dead == set(plan.members):
             # Whatever a dead one alone did after the training, such as a last save, may be missing.
             self._finish_if_all_have(plan)
-            self._end("failed", f"{roster.fates(plan, dead)}; the others had finished by then")
+            self._end("failed", f"{roster.fates(plan, dead)}; the others finished without it")
             return True
         return False
 

@@ -39,7 +39,7 @@ from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children,
 from evergrad.recovery.launch.respawning import Respawning
 from evergrad.recovery.launch.settings import LaunchSettings, Place
 from evergrad.recovery.launch.status import Relay, Status
-from evergrad.recovery.launch.summary import Summary, make_folder, merge_timelines, write_record
+from evergrad.recovery.launch.summary import NOBODY_JOINED, Summary, make_folder, merge_timelines, write_record
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.sealing import Secret
 from evergrad.timeline import Recorder
@@ -372,10 +372,12 @@ class _Launch:
             if failure.times is not None and not self._find(f"{Keys.fired(index)}/0")
         )
 
-    def _unverified(self, outcome: Outcome | None) -> str:
+    def _unverified(self, outcome: Outcome | None, joined: bool) -> str:
         """Return the reason why it is unknown whether the result is exact; empty if it is known."""
         if outcome is None or outcome.kind not in ("finished", "diverged"):
             return "it did not finish"
+        if not joined:
+            return NOBODY_JOINED
         return self._find(Keys.unverified) or outcome.uncompared
 
     def _is_over(self) -> bool:
@@ -389,6 +391,7 @@ class _Launch:
         else:
             assert self._asked is not None
             kind, code, message = "interrupted", 128 + self._asked[0], signal.Signals(self._asked[0]).name
+        joined = any(self._find(Keys.joined(place.uid)) for place in self._places)
         summary = Summary(
             kind,
             code,
@@ -399,9 +402,9 @@ class _Launch:
             seconds=time.monotonic() - self._begun_mono,
             run=self._run,
             inexact=(message if kind == "diverged" else "") or self._find(Keys.inexact) or self._announcer.inexact,
-            unverified=self._unverified(outcome),
+            unverified=self._unverified(outcome, joined),
             never=self._never(),
-            joined=kind != "finished" or any(self._find(Keys.joined(place.uid)) for place in self._places),
+            joined=joined,
             ended_spares=tuple(self._announcer.ended_spares.values()),
         )
         hint = "is there such a step, such a bucket, a save at that step?"

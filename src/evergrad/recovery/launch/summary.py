@@ -25,12 +25,22 @@ from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.wording import counted
 
-__all__ = ["NOTHING_TO_COMPARE", "NO_FINGERPRINT", "Summary", "make_folder", "merge_timelines", "write_record"]
+__all__ = [
+    "NOBODY_JOINED",
+    "NOTHING_TO_COMPARE",
+    "NO_FINGERPRINT",
+    "Summary",
+    "make_folder",
+    "merge_timelines",
+    "write_record",
+]
 
 _SCHEMA_VERSION = 1
 NO_FINGERPRINT = "left no fingerprint"
 """The end of the line about ranks that could not be compared."""
 NOTHING_TO_COMPARE = "job.wrap was given no model, so nothing of the ranks was compared"
+NOBODY_JOINED = "no rank called eg.join, so nothing of the ranks was compared"
+_NOT_WORTH_A_WORD = (NO_FINGERPRINT, NOTHING_TO_COMPARE, NOBODY_JOINED)
 _NAMED_SPARES = 3
 
 
@@ -77,7 +87,7 @@ class Summary:
         why = "" if self.outcome == "finished" else f": {self.message.rstrip('.')}"
         how = f"; not as without failures: {self.inexact}" if self.inexact and self.outcome != "diverged" else ""
         # A script that trains nothing leaves no fingerprints, and is not worth a word unless somebody was lost.
-        is_doubtful = self.generations > 1 or not self.unverified.endswith((NO_FINGERPRINT, NOTHING_TO_COMPARE))
+        is_doubtful = self.generations > 1 or not self.unverified.endswith(_NOT_WORTH_A_WORD)
         if self.exact is None and self.outcome == "finished" and is_doubtful:
             how = f"; not verified to be as without failures: {self.unverified}"
         more = len(self.ended_spares) - _NAMED_SPARES
@@ -87,7 +97,11 @@ class Summary:
             steps += " of the job: job.step was never called"
         facts = f"{steps}, {failures}, {generations}, {self.seconds:.1f} s{how}"
         if not self.joined:
-            why = f"{why}: no rank called eg.join: ran as under torchrun"
+            why += (
+                ": no rank called eg.join: ran as under torchrun"
+                if self.outcome == "finished"
+                else "; no rank called eg.join"
+            )
             facts = f"{self.seconds:.1f} s"
         return f"{self.outcome}{why} ({facts}). See: evergrad timeline {shlex.quote(str(self.run))}"
 
