@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -420,3 +421,39 @@ def test_a_tensor_of_another_kind_under_a_key_with_a_slash_belongs_to_its_parts(
         assert dict(ck.others) == {"a%2Fb": "a quantised tensor (qint8)"}
     done = evergrad("convert", tmp_path / "a.pt", tmp_path / "a.npz", "--tensors-only", "--skip-unread")
     assert "1 part of tensors that are left out" in done.stdout
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("holder", ["tensor", "dict"])
+def test_tensors_in_attributes_are_not_called_ok(holder: str, legacy: bool, tmp_path: Path) -> None:
+    odd: Any = torch.ones(3) if holder == "tensor" else OrderedDict(inner=torch.ones(3))
+    odd.held = torch.tensor([1.0, float("nan")])
+    path = saved(tmp_path / "state.pt", odd, _use_new_zipfile_serialization=not legacy)
+    report = eg.verify(path)
+    expected = {"tensor": ("odd@attributes", "held"), "dict": ("odd", "collections.OrderedDict with attributes")}
+    name, what = expected[holder]
+    assert (report.verdict, report.unverified) == (Check.UNKNOWN, {name: what})
+    done = evergrad("verify", path)
+    assert done.returncode == 1
+    assert f"not verified: {name} ({what})" in done.stdout.splitlines()
+
+
+def test_attributes_that_are_plain_values_are_covered_by_the_checksum_of_the_pickle(tmp_path: Path) -> None:
+    odd = torch.ones(3)
+    odd.tag = "frozen"  # type: ignore[attr-defined]
+    report = eg.verify(saved(tmp_path / "state.pt", odd))
+    assert (report.verdict, report.others) == (Check.OK, {"odd@attributes": Check.OK})
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_tensors_on_the_meta_device_are_neither_ok_nor_equal(legacy: bool, tmp_path: Path) -> None:
+    what = "a tensor on the meta device, which has no values"
+    options = {"_use_new_zipfile_serialization": not legacy}
+    path = saved(tmp_path / "a.pt", torch.empty(3, device="meta"), **options)
+    report = eg.verify(path)
+    assert (report.verdict, report.unverified) == (Check.UNKNOWN, {"odd": what})
+    assert evergrad("verify", path).returncode == 1
+    comparison = eg.compare(path, path)
+    assert (comparison.verdict, comparison.uncompared) == ("unknown", {"odd": what})
+    longer = saved(tmp_path / "b.pt", torch.empty(4, device="meta"), **options)
+    assert eg.compare(path, longer).verdict == "different"

@@ -31,6 +31,7 @@ READ_ONLY = "a NumPy array inside the pickle"
 _ARRAY = "numpy.ndarray"
 _MATRIX = OtherTensor("a NumPy matrix")
 _LAYOUT = "torch.layout"
+_META = OtherTensor("a tensor on the meta device, which has no values")
 _COMPILER = re.compile(r"_dynamo|_has_dynamo|_specialize_on$")
 
 
@@ -356,6 +357,13 @@ def _rebuild_sparse_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     return Opaque(OtherTensor(f"a sparse tensor ({kind.upper()})"), parts)
 
 
+def _rebuild_meta_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
+    """A tensor on the device `meta`: a type, a shape and strides, and not one value."""
+    names = ("dtype", "shape", "stride", "requires_grad")
+    parts = dict(zip(names, arguments, strict=True)) if len(arguments) == len(names) else {"()": arguments}
+    return Opaque(_META, parts, complete=False)
+
+
 def _rebuild_nested_tensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     """A nested tensor: one buffer, and the sizes of those in it."""
     names = ("buffer", "sizes", "strides", "storage_offsets")
@@ -535,6 +543,7 @@ _CALLS: dict[tuple[str, str], Callable[[TorchBuilder, tuple[Any, ...]], Any]] = 
     ("torch._utils", "_rebuild_sparse_tensor"): _rebuild_sparse_tensor,
     ("torch._utils", "_rebuild_sparse_csr_tensor"): _rebuild_sparse_tensor,
     ("torch._utils", "_rebuild_nested_tensor"): _rebuild_nested_tensor,
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _rebuild_meta_tensor,
     ("torch.serialization", "_get_layout"): _layout,
     ("torch._utils", "_rebuild_parameter"): _first_argument,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter_with_state,
