@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import evergrad as eg
-from evergrad.errors import ConversionLoss, DamagedFile, UsageError
+from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, UsageError
 from evergrad.formats import left_out
 from programs import run_python
 from states import every_dtype, same, states, training_state
@@ -331,3 +331,66 @@ def test_a_skeleton_that_cannot_be_is_named_with_its_file(node: object, tmp_path
     safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a.safetensors", notes)
     with pytest.raises(DamagedFile, match=r"a\.safetensors: notes in the metadata are damaged"):
         eg.open_checkpoint(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex32], ids=str)
+def test_tensors_that_npz_has_no_type_for_are_left_out_by_name_if_asked(dtype: torch.dtype, tmp_path: Path) -> None:
+    saved(tmp_path, {"w": torch.ones(2), "x": torch.ones(2).to(dtype)})
+    why = f"NumPy has no {str(dtype).removeprefix('torch.')}"
+
+    def convert(*options: str) -> tuple[int, str, str]:
+        done = run_python("-m", "evergrad", "convert", "a.pt", "b.npz", *options, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
+
+    code, _, said = convert()
+    assert code == 2
+    assert "--tensors-only --skip-unread. Or write .safetensors, .h5 or .pt" in said
+    code, _, said = convert("--tensors-only")
+    assert code == 2
+    assert f"1 tensor that cannot be converted: x ({why}). Leave them out: skip_unread=True, or --skip-unread." in said
+    assert not (tmp_path / "b.npz").exists()
+    assert convert("--tensors-only", "--skip-unread", "--dry-run")[0] == 1
+    code, told, said = convert("--tensors-only", "--skip-unread")
+    assert (code, told.splitlines(), said) == (
+        1,
+        [f"left out: x ({why})", "b.npz: 1 tensor, 8 B; 1 tensor left out"],
+        "",
+    )
+    with np.load(tmp_path / "b.npz") as arrays:
+        assert {name: arrays[name].tolist() for name in arrays} == {"w": [1, 1]}
+    only = saved(tmp_path, {"x": torch.ones(2).to(dtype)}, "only.pt")
+    with pytest.raises(ConversionLoss, match=r"no tensor would be left: x .*Or write .safetensors"):
+        eg.convert(only, tmp_path / "only.npz", tensors_only=True, skip_unread=True)
+
+
+def test_the_hint_for_tensors_without_values_is_one_that_helps(tmp_path: Path) -> None:
+    saved(tmp_path, {"w": torch.ones(2), "x": torch.empty(3, device="meta")})
+    with pytest.raises(ConversionLoss, match="--tensors-only --skip-unread"):
+        eg.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    eg.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", tensors_only=True, skip_unread=True)
+
+
+@pytest.mark.parametrize("options", [["--skip-unread"], ["--skip-unread", "--dry-run"]], ids=" ".join)
+def test_skip_unread_without_tensors_only_is_refused(options: list[str], tmp_path: Path) -> None:
+    saved(tmp_path, {"w": torch.ones(2)})
+    done = run_python("-m", "evergrad", "convert", "a.pt", "b.npz", *options, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "evergrad: --skip-unread needs --tensors-only\n")
+    with pytest.raises(UsageError, match="skip_unread=True needs tensors_only=True"):
+        eg.convert(tmp_path / "a.pt", tmp_path / "b.npz", skip_unread=True)
+
+
+@pytest.mark.parametrize("target", ["b.safetensors", "b.h5", "b.npz", "b.pt"])
+def test_views_that_would_become_far_larger_are_refused(target: str, tmp_path: Path) -> None:
+    source = saved(tmp_path, {f"w{i}": torch.zeros(1).expand(2**24) for i in range(5)})
+    for options in ({}, {"tensors_only": True}):
+        with pytest.raises(LimitExceeded, match="views of 335,544,320 bytes over 20 bytes"):
+            eg.convert(source, tmp_path / target, **options)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_tied_tensors_that_are_stored_once_are_no_views_that_become_larger(tmp_path: Path) -> None:
+    weight = torch.zeros(2**20)
+    source = saved(tmp_path, {f"w{i}": weight for i in range(70)})
+    assert eg.convert(source, tmp_path / "b.safetensors").stat().st_size < 5_000_000
+    with pytest.raises(LimitExceeded, match="views of"):
+        eg.convert(source, tmp_path / "c.safetensors", tensors_only=True)

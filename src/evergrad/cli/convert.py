@@ -58,10 +58,14 @@ def convert(
     """Convert a checkpoint exactly, or refuse and say what would be lost.
 
     Tensors stay the same to the bit; nesting, key types, numbers and tied tensors are kept too.
-    Tensors of other kinds (quantised, sparse, …) are refused, also with --tensors-only.
+    Tensors of other kinds (quantised, sparse, …), and of types that the target lacks (bfloat16 in npz), are
+    refused, also with --tensors-only, unless --skip-unread leaves them out.
     """
     from evergrad import formats
+    from evergrad.errors import UsageError
 
+    if skip_unread and not tensors_only:
+        raise UsageError("--skip-unread needs --tensors-only")
     with formats.open_checkpoint(a) as source:
         if dry_run:
             losses = formats.losses(source, b, to=to)
@@ -75,8 +79,10 @@ def convert(
         )
         left_out = formats.left_out(source, b, to=to) if tensors_only else {}
         unread = formats.unread_tensors(source) if tensors_only else {}
-        parts = {name: source.tensors[name].nbytes for name in formats.parts_of_unread(source)} if unread else {}
-        whole = [info.nbytes for name, info in source.tensors.items() if name not in parts]
+        unwritable = formats.unwritable_tensors(source, b, to=to) if tensors_only else {}
+        kept = {name: info.nbytes for name, info in source.tensors.items() if name not in unwritable}
+        parts = {name: kept[name] for name in formats.parts_of_unread(source) if name in kept} if unread else {}
+        whole = [nbytes for name, nbytes in kept.items() if name not in parts]
     if as_json:
         more: dict[str, Json] = {"left_out": dict(left_out)} if left_out else {}
         if parts:
@@ -91,6 +97,8 @@ def convert(
         if parts:
             told.append(f"{counted(len(parts), 'part')} of tensors that are left out, {size(sum(parts.values()))}")
         if left_out:
-            told.append(f"{counted(len(left_out), 'value')} left out")
+            values = len(left_out) - len(unwritable)
+            told += [f"{counted(len(unwritable), 'tensor')} left out"] if unwritable else []
+            told += [f"{counted(values, 'value')} left out"] if values else []
         print(f"{printable(written)}: {'; '.join(told)}")
-    return 1 if unread else 0
+    return 1 if unread or unwritable else 0

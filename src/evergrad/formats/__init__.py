@@ -18,7 +18,7 @@ verify.py · outliers.py    whether one is sound: checksums, and values that no 
 from evergrad.formats.addressed import AddressedCheckpoint, describe
 from evergrad.formats.compare import compare
 from evergrad.formats.contract import Checkpoint, Format, OtherTensor, Probe
-from evergrad.formats.convert import convert, left_out, losses, parts_of_unread, unread_tensors
+from evergrad.formats.convert import convert, left_out, losses, parts_of_unread, unread_tensors, unwritable_tensors
 from evergrad.formats.data_file import DataFile
 from evergrad.formats.folders import CompositeCheckpoint
 from evergrad.formats.hdf5_state import load_hdf5, save_hdf5
@@ -52,5 +52,6 @@ __all__ = [
     "parts_of_unread",
     "save_hdf5",
     "unread_tensors",
+    "unwritable_tensors",
     "verify",
 ]

@@ -40,6 +40,9 @@ MAX_EXPANSION = 64
 MAX_EXPANDED_BYTES = 1 << 28
 """So many bytes they may have in any case."""
 
+ANOTHER_TARGET = "Or write .safetensors, .h5 or .pt, which hold all types."
+"""The hint where a target has no place for a tensor."""
+
 _BLOCK_BYTES = 1 << 24
 
 
@@ -111,6 +114,10 @@ class Format(ABC):
     def losses(self, source: Checkpoint) -> list[str]:
         """What writing `source` in this format would lose, one item each; an empty list if nothing."""
         return [f"everything: {self.name} cannot be written"]
+
+    def unwritable(self, source: Checkpoint) -> dict[str, str]:
+        """Tensors of `source` that this format cannot hold, also where only tensors are kept: name → why."""
+        return {}
 
     def check_write(self, target: Path) -> None:
         """Raise `UnsupportedContent` if this cannot be written here: no format for writing, or a library is missing."""
@@ -302,11 +309,7 @@ class Checkpoint(ABC):
             if isinstance(what, TensorAttributes):  # the tensor is there without them
                 continue
             raise UnsupportedContent(self.path, f"{name} is {what}", hint="Read single tensors instead.")
-        views, held = self.skeleton.sharing.views, sum(self.skeleton.sharing.sizes)
-        claimed = sum(self.tensors[name].nbytes for name in views if name in self.tensors)
-        # Views may be larger than what they are views of; a few bytes must not become a petabyte in memory.
-        if claimed > max(MAX_EXPANSION * held, MAX_EXPANDED_BYTES):
-            raise LimitExceeded(self.path, f"views of {claimed:,} bytes over {held:,} bytes")
+        check_views(self)
         return unflatten({name: read(name) for name in self.tensors}, self.skeleton)
 
     def __enter__(self) -> Checkpoint:
@@ -364,6 +367,17 @@ def read_blocks(source: Bytes, offset: int, length: int) -> Iterator[bytes]:
         yield source.read(start, min(_BLOCK_BYTES, offset + length - start))
 
 
+def check_views(ck: Checkpoint, *, without: Container[str] = ()) -> None:
+    """Raise `LimitExceeded` if the views of a state, other than `without`, are too large when each has its own bytes.
+
+    Views may be larger than what they are views of; a few bytes must not become a petabyte in memory or in a file.
+    """
+    views, held = ck.skeleton.sharing.views, sum(ck.skeleton.sharing.sizes)
+    claimed = sum(ck.tensors[name].nbytes for name in views if name in ck.tensors and name not in without)
+    if claimed > max(MAX_EXPANSION * held, MAX_EXPANDED_BYTES):
+        raise LimitExceeded(ck.path, f"views of {claimed:,} bytes over {held:,} bytes")
+
+
 def aliases_of(skeleton: Skeleton, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Tensors that are another one under a second name, with the first."""
     return skeleton.sharing.aliases({name: (info.shape, info.dtype) for name, info in tensors.items()})
@@ -375,12 +389,20 @@ def losses_of(source: Checkpoint, *, notes_kept: bool = False) -> list[str]:
     return losses if notes_kept else losses + [f"metadata {key!r}" for key in source.metadata if key != "format"]
 
 
-def refuse_losses(path: Path, target: str, losses: list[str]) -> None:
-    """Raise `ConversionLoss` if there are any."""
+def refuse_losses(source: Checkpoint, target: Format, losses: list[str]) -> None:
+    """Raise `ConversionLoss` if there are any, with the options that help."""
     if losses:
         shown = "; ".join(losses[:3]) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
         hint = "Keep only the tensors: tensors_only=True, or --tensors-only."
-        raise ConversionLoss(f"{path}: as {target} this would lose {shown}. {hint}", losses)
+        unwritable = target.unwritable(source)
+        if unwritable or any(isinstance(what, OtherTensor) for what in source.others.values()):
+            hint = (
+                "Keep only the tensors that can be converted: tensors_only=True and skip_unread=True, "
+                "or --tensors-only --skip-unread."
+            )
+        if unwritable:
+            hint += f" {ANOTHER_TARGET}"
+        raise ConversionLoss(f"{source.path}: as {target.name} this would lose {shown}. {hint}", losses)
 
 
 def blocks(info: TensorInfo, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, int]]:

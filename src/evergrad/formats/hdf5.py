@@ -69,7 +69,7 @@ class Hdf5(Format):
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write tensor by tensor, as `save_hdf5` does, with one block in memory at a time."""
         if not tensors_only:
-            refuse_losses(source.path, self.name, self.losses(source))
+            refuse_losses(source, self, self.losses(source))
         deep = [info for info in source.tensors.values() if len(info.shape) > _MAX_AXES]
         if deep:
             found = f"{deep[0].name} with {len(deep[0].shape)}"

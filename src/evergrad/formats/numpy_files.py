@@ -76,12 +76,16 @@ class Npy(Format):
             losses.append(f"the names of {len(source.tensors)} tensors: npy holds one array and no name")
         return losses
 
+    def unwritable(self, source: Checkpoint) -> dict[str, str]:
+        """Tensors whose type NumPy does not have."""
+        return {name: why for name, why in _foreign(source).items() if source.tensors[name].dtype.numpy is None}
+
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write the one array, block by block."""
         infos = list(source.tensors.values())
         if len(infos) != 1 or not tensors_only:
-            refuse_losses(source.path, self.name, self.losses(source))
-        refuse_losses(source.path, self.name, _foreign(source))
+            refuse_losses(source, self, self.losses(source))
+        refuse_losses(source, self, _told(_foreign(source)))
         with path.open("wb") as out:
             _write_array(out, source, infos[0])
 
@@ -115,11 +119,15 @@ class Npz(Format):
             losses += [f"{name} ({what})" for name, what in told.items()] or ["the nesting of its names"]
         if source.skeleton.sharing.views:
             losses.append(f"that {len(source.skeleton.sharing.views)} tensors are views or share memory")
-        return losses + _foreign(source)
+        return losses + _told(_foreign(source))
+
+    def unwritable(self, source: Checkpoint) -> dict[str, str]:
+        """Tensors whose type NumPy does not have, or whose name a zip file cannot hold."""
+        return _foreign(source)
 
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write array by array, as `numpy.savez` does."""
-        refuse_losses(source.path, self.name, _foreign(source) if tensors_only else self.losses(source))
+        refuse_losses(source, self, _told(_foreign(source)) if tensors_only else self.losses(source))
         with zipfile.ZipFile(path, "w") as archive:
             for info in source.tensors.values():
                 with archive.open(f"{info.name}.npy", "w", force_zip64=True) as out:
@@ -237,14 +245,20 @@ def _describe(regions: dict[str, Region]) -> dict[str, TensorInfo]:
     )
 
 
-def _foreign(source: Checkpoint) -> list[str]:
-    """Tensors whose type NumPy does not have, or whose name a zip file cannot hold."""
-    losses = [f"{info.name}: NumPy has no {info.dtype}" for info in source.tensors.values() if info.dtype.numpy is None]
-    for name in source.tensors:
+def _foreign(source: Checkpoint) -> dict[str, str]:
+    """Tensors whose type NumPy does not have, or whose name a zip file cannot hold: name → why."""
+    found: dict[str, str] = {}
+    for name, info in source.tensors.items():
         encoded = name.encode("utf-8", "surrogatepass")
-        if b"\0" in encoded or len(encoded) > 60_000 or (b"\xed" in encoded and not _is_text(name)):
-            losses.append(f"the name {name!r:.80}, which a zip file cannot hold")
-    return losses
+        if info.dtype.numpy is None:
+            found[name] = f"NumPy has no {info.dtype}"
+        elif b"\0" in encoded or len(encoded) > 60_000 or (b"\xed" in encoded and not _is_text(name)):
+            found[name] = "a name that a zip file cannot hold"
+    return found
+
+
+def _told(foreign: dict[str, str]) -> list[str]:
+    return [f"{name!r:.80}: {why}" if why.startswith("a name") else f"{name}: {why}" for name, why in foreign.items()]
 
 
 def _is_text(name: str) -> bool:

@@ -92,7 +92,7 @@ class Safetensors(Format):
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write tensor by tensor, with one block in memory at a time; tied tensors are stored once."""
         if not tensors_only:
-            refuse_losses(source.path, self.name, self.losses(source))
+            refuse_losses(source, self, self.losses(source))
         header, order = _header(source, tensors_only)
         with path.open("wb") as out:
             out.write(len(header).to_bytes(8, "little") + header)

@@ -56,7 +56,7 @@ class TorchZip(Format):
             tensors = {name: source.borrow(name) for name in source.tensors}
             state: object = unflatten(tensors, Skeleton.of_names(tensors))  # nested, so that the names stay the same
         else:
-            refuse_losses(source.path, self.name, self.losses(source))
+            refuse_losses(source, self, self.losses(source))
             state = source.borrowed_state()
         try:
             with (
