@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.formats import AddressedCheckpoint
 from states import training_state
 
 SAME_BYTES = "the same bytes under another name"
@@ -195,3 +196,28 @@ def test_a_run_stays_in_a_tensor_of_its_own(tmp_path: Path) -> None:
     assert {column.tensor for column in log.columns} == {"upper"}
     assert log.left_out == {SAME_BYTES: ("lower", "both")}
     assert log.injected == 37
+
+
+def test_an_expanded_tensor_costs_what_its_bytes_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    addresses_of = AddressedCheckpoint.addresses
+
+    def counting(ck: AddressedCheckpoint, name: str, start: int = 0, stop: int | None = None) -> Any:
+        found = addresses_of(ck, name, start, stop)
+        looked_at.append(0 if found is None else len(found))
+        return found
+
+    monkeypatch.setattr(AddressedCheckpoint, "addresses", counting)
+    row = torch.arange(6.0)
+    torch.save({"rows": row.expand(1 << 16, 6), "columns": row[2:4, None].expand(2, 1 << 16)}, tmp_path / "a.pt")
+    log = eg.inject(tmp_path / "a.pt", eg.BitFlip(0), fraction=1.0, dry_run=True)
+    assert {column.tensor: column.numbers.tolist() for column in log.columns} == {"rows": [0, 1, 2, 3, 4, 5]}
+    assert log.left_out == {SAME_BYTES: ("columns",)}
+    assert sum(looked_at) < 100
+
+
+def test_a_file_that_stores_an_expanded_tensor_in_full_is_hit_everywhere(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(3.0).expand(4, 3), "one": torch.ones(1).expand(2, 2)}, tmp_path / "a.pt")
+    eg.convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    log = eg.inject(tmp_path / "a.safetensors", eg.BitFlip(0), fraction=1.0, dry_run=True)
+    assert {column.tensor: len(column) for column in log.columns} == {"w": 12, "one": 4}

@@ -6,6 +6,7 @@ in file order. Tensors that lie in the same bytes (tied weights, views) are hit 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -21,6 +22,7 @@ from evergrad.injection.fields import width
 from evergrad.records import TensorInfo
 from evergrad.state import select
 from evergrad.state.selection import Where
+from evergrad.state.sharing import contiguous_strides
 
 __all__ = ["Population", "population"]
 
@@ -152,7 +154,7 @@ def _byte_by_byte(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[
     taken = np.zeros(high - low + 16, bool)
     found: dict[str, Starts | None] = {}
     for info in members:
-        mine = [start + _claimed(taken, where - low, info.dtype.itemsize) for start, where in _addresses(ck, info)]
+        mine = [elements[_claimed(taken, where - low, info.dtype.itemsize)] for elements, where in _addresses(ck, info)]
         free = np.concatenate(mine)
         if len(free) == info.numel:
             found[info.name] = _room(info, span)
@@ -175,13 +177,48 @@ def _claimed(taken: npt.NDArray[np.bool_], where: Integers, size: int) -> Intege
     return claimed
 
 
-def _addresses(ck: Checkpoint, info: TensorInfo) -> Iterator[tuple[int, Integers]]:
-    """Pieces of a tensor: the first element, and the byte at which each begins; in a row, if the format cannot tell."""
+def _addresses(ck: Checkpoint, info: TensorInfo) -> Iterator[tuple[Integers, Integers]]:
+    """Pieces of a tensor: elements, and the byte at which each begins; in a row, if the format cannot tell.
+
+    Along an axis that an expanded tensor repeats, the first element stands for all others in its bytes.
+    """
     first = info.place.start if info.place is not None else 0
-    for start in range(0, info.numel, _PIECE):
-        stop = min(start + _PIECE, info.numel)
-        found = ck.addresses(info.name, start, stop)
-        yield start, first + np.arange(start, stop) * info.dtype.itemsize if found is None else found
+    strides = contiguous_strides(info.shape)
+    axes = _unrepeated(ck, info, strides)
+    if axes is not None:
+        start = ck.addresses(info.name, 0, 1)
+        assert start is not None
+        lengths = [info.shape[axis] for axis in axes]
+        for low in range(0, math.prod(lengths), _PIECE):
+            rest = np.arange(low, min(low + _PIECE, math.prod(lengths)))
+            elements, where = np.zeros_like(rest), np.full_like(rest, start[0])
+            for axis in reversed(axes):
+                rest, place = np.divmod(rest, info.shape[axis])
+                elements += place * strides[axis]
+                where += place * (ck.skeleton.sharing.views[info.name].stride[axis] * info.dtype.itemsize)
+            yield elements, where
+        return
+    for low in range(0, info.numel, _PIECE):
+        elements = np.arange(low, min(low + _PIECE, info.numel))
+        found = ck.addresses(info.name, low, low + len(elements))
+        yield elements, first + elements * info.dtype.itemsize if found is None else found
+
+
+def _unrepeated(ck: Checkpoint, info: TensorInfo, strides: tuple[int, ...]) -> list[int] | None:
+    """The axes along which an expanded tensor's bytes differ; None if it is no such tensor in this file."""
+    view = ck.skeleton.sharing.views.get(info.name)
+    if view is None or len(view.stride) != len(info.shape):
+        return None
+    axes = [axis for axis, length in enumerate(info.shape) if length > 1]
+    if all(view.stride[axis] for axis in axes):
+        return None
+    # A safetensors file keeps the strides that the tensor had, and stores every element by itself.
+    start = ck.addresses(info.name, 0, 1)
+    for axis in axes:
+        beside = ck.addresses(info.name, strides[axis], strides[axis] + 1)
+        if start is None or beside is None or beside[0] != start[0] + view.stride[axis] * info.dtype.itemsize:
+            return None
+    return [axis for axis in axes if view.stride[axis]]
 
 
 def _may_repeat_itself(ck: Checkpoint, info: TensorInfo) -> bool:
