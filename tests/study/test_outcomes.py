@@ -65,6 +65,8 @@ def test_chance_level_is_reached_from_the_better_side(
         *((name, LOWER) for name in ("error_rate", "perplexity", "PPL", "MSE", "cross_entropy", "crossEntropy")),
         *((name, LOWER) for name in ("accuracy_loss", "negative_log_likelihood", "nll", "best val loss")),
         *((name, HIGHER) for name in ("accuracy", "top-1", "bleu", "psnr", "neg_mean_squared_error", "", "lossless")),
+        *((name, LOWER) for name in ("cost", "my_cost", "valCost", "costs", r"pattern:cost=(\S+)")),
+        *((name, HIGHER) for name in ("accost", "neg_cost", "cost_accuracy")),
         *((name, HIGHER) for name in ("glossary", "policy_entropy", "log_likelihood", "score", "m")),
         (r"pattern:loss (\S+)", LOWER),
         (r"pattern:loss \S+ acc (\S+)", HIGHER),

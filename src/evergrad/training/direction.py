@@ -15,8 +15,9 @@ PATTERN = "pattern:"
 
 _LOWER_ENDINGS = ("loss", "losses", "error", "errors", "perplexity", "xent", "crossentropy")
 _LOWER = frozenset(
-    {"err", "errs", "ppl", "nll", "mse", "rmse", "mae", "mape", "wer", "cer", "fid", "bpb", "bpc", "bpd"}
-)
+    {"cost", "costs", "err", "errs", "ppl", "nll", "mse", "rmse", "mae", "mape", "wer", "cer", "fid", "bpb", "bpc",
+     "bpd"}
+)  # fmt: skip
 _HIGHER = frozenset(
     {"acc", "accuracy", "score", "f1", "auc", "auroc", "bleu", "rouge", "psnr", "ssim", "map", "iou", "miou", "dice",
      "recall", "precision", "reward", "likelihood", "r2"}
