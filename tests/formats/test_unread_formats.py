@@ -250,9 +250,11 @@ def test_a_folder_without_a_checkpoint_names_what_it_holds(data: Path, tmp_path:
         eg.open_checkpoint(package)
 
 
-def test_the_graph_of_a_saved_model_leads_to_its_folder(data: Path) -> None:
-    with pytest.raises(UnknownFormat, match=r"is the graph of a SavedModel, which is not read\. Open its folder"):
-        eg.open_checkpoint(data / "saved_model" / "saved_model.pb")
+def test_the_graph_of_a_saved_model_leads_to_its_folder(data: Path, tmp_path: Path) -> None:
+    (bare := tmp_path / "saved_model.pb").write_bytes(b"\x08\x01")
+    for path in (data / "saved_model" / "saved_model.pb", bare):
+        with pytest.raises(UnknownFormat, match=r"is the graph of a SavedModel, .*\. Open the folder that holds it"):
+            eg.open_checkpoint(path)
 
 
 def test_bytes_without_any_signature_are_shown(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ _LITE = Signature("a TensorFlow Lite model", "Open the SavedModel or Keras file 
 _ONNX = Signature("an ONNX model", _SAVE_STATE, True)
 _CORE_ML = Signature("a Core ML model", _SAVE_STATE, True)
 _CORE_ML_PACKAGE = Signature("a Core ML package", _SAVE_STATE)
-_GRAPH = Signature("the graph of a SavedModel", "Open its folder: the variables are in the files beside it.", True)
+_GRAPH = Signature("the graph of a SavedModel", "Open the folder that holds it: its variables/ has the tensors.", True)
 _JOBLIB = Signature(
     "a joblib pickle", "Load it with joblib.load where you trust it, and save its arrays with numpy.savez.", True
 )
@@ -215,7 +215,7 @@ def _protobuf(probe: Probe) -> Signature | None:
         return _ONNX
     if fields & set(range(200, 4000)) and fields <= {1, 2, 10, *range(200, 4000)}:
         return _CORE_ML
-    return _GRAPH if fields == {1, 2} and probe.path.name == "saved_model.pb" else None
+    return _GRAPH if 1 in fields and fields <= {1, 2} and probe.path.name == "saved_model.pb" else None
 
 
 def _field_numbers(path: Path) -> set[int]:
