@@ -435,3 +435,39 @@ def test_many_flipped_top_bits_are_found_and_counted(share: float, tmp_path: Pat
     tensor.view(torch.int32)[:flipped] ^= 1 << 30
     row = eg.verify(saved(tmp_path, weight=tensor))["weight"]
     assert (row.verdict, row.outliers) == (Check.FAILED, flipped)
+
+
+def test_ranges_of_observers_that_have_seen_no_value_pass(tmp_path: Path) -> None:
+    from torch.ao.quantization import fake_quantize, observer
+
+    observers = nn.ModuleDict(
+        {
+            "plain": observer.MinMaxObserver(),
+            "moving": observer.MovingAverageMinMaxObserver(),
+            "channel": observer.PerChannelMinMaxObserver(),
+            "histogram": observer.HistogramObserver(),
+            "fake": fake_quantize.FakeQuantize(),
+        }
+    )
+    torch.save({"model": observers.state_dict(), "alone": observer.MinMaxObserver().state_dict()}, tmp_path / "a.pt")
+    torch.save(observers.state_dict(), tmp_path / "b.pt")
+    for name in ("a.pt", "b.pt"):
+        report = eg.verify(tmp_path / name)
+        assert report.verdict is Check.OK, report.wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("obs.min_val", [-math.inf]),
+        ("obs.max_val", [math.inf]),
+        ("obs.min_val", [math.nan]),
+        ("obs.max_val", [math.nan]),
+        ("obs.min_val", [0.5, math.inf]),
+        ("obs.max_val", [-math.inf, math.inf]),
+        ("obs.min_value", [math.inf]),
+        ("optimizer/state/0/min_val", [math.inf]),
+    ],
+)
+def test_other_values_of_a_range_that_are_no_numbers_are_found(name: str, values: list[float], tmp_path: Path) -> None:
+    assert eg.verify(saved(tmp_path, **{name: torch.tensor(values)})).verdict is Check.FAILED

@@ -116,7 +116,7 @@ def examine(info: TensorInfo, read: Reader) -> Findings:
     if survey is None:
         return few
     if survey.nonfinite:
-        return _not_numbers(info, read, survey)
+        return _not_numbers(info, read, survey, scale)
     return _apart(info, read, survey, scale) or few
 
 
@@ -136,11 +136,13 @@ def _counter(info: TensorInfo, read: Reader) -> Findings:
     return Findings(Check.FAILED, reason, nonfinite, 1 - nonfinite, worst)
 
 
-def _not_numbers(info: TensorInfo, read: Reader, survey: _Survey) -> Findings:
+def _not_numbers(info: TensorInfo, read: Reader, survey: _Survey, scale: _Scale) -> Findings:
     """NaN or infinities, unless they are there on purpose."""
     if not survey.nans and len(survey.infinities) == 1:
         if survey.nonfinite > 1 and survey.nonfinite + survey.zeros == info.numel * info.dtype.parts:
             return Findings(Check.OK, "a mask of zeros and infinities", survey.nonfinite)
+        if _is_fresh_range(info, survey, scale):
+            return Findings(Check.OK, "a range of a quantisation observer that has seen no value", survey.nonfinite)
         # Early stopping begins with an infinite best score.
         if info.role is Role.OTHER and info.numel == 1:
             return Findings(Check.OK, "an infinity outside of model and optimizer", survey.nonfinite)
@@ -148,6 +150,16 @@ def _not_numbers(info: TensorInfo, read: Reader, survey: _Survey) -> Findings:
     more = f", and {survey.nonfinite - 1:,} more" if survey.nonfinite > 1 else ""
     reason = f"{_show(worst)}: not a number that training can use{more}"
     return Findings(Check.FAILED, reason, survey.nonfinite, 0, worst)
+
+
+def _is_fresh_range(info: TensorInfo, survey: _Survey, scale: _Scale) -> bool:
+    """True for an observer of `torch.ao.quantization` before its first value: from +infinity down to -infinity."""
+    last = info.name.rpartition("/")[2].rpartition(".")[2]
+    if last not in ("min_val", "max_val") or info.role not in (Role.MODEL, Role.BUFFER):
+        return False
+    (code,) = survey.infinities
+    negative = code > scale.magnitude
+    return survey.nonfinite == info.numel * info.dtype.parts and negative == (last == "max_val")
 
 
 def _apart(info: TensorInfo, read: Reader, survey: _Survey, scale: _Scale) -> Findings | None:
