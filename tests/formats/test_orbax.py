@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import evergrad as eg
 from evergrad.errors import FormatError, UnsupportedContent
 from evergrad.formats import orbax
 from evergrad.records import Check
 from folder_fuzz import LISTING
+from programs import run_python
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -153,3 +155,33 @@ def test_huge_shapes_cost_nothing(tmp_path: Path) -> None:
 def test_mutated_folders_give_only_our_errors(source: str, tmp_path: Path, limited: Callable[..., str]) -> None:
     said = limited(LISTING, DATA / source, tmp_path, 150, 20261, memory=3 << 29, seconds=100)
     assert 0 < int(said) < 150, "either every mutation was refused, or none"
+
+
+def test_zarr_arrays_are_neither_verified_nor_compared_and_are_named(data: Path, tmp_path: Path) -> None:
+    path = data / "orbax_zarr"
+    names = ["counts", "opt/0", "opt/1", "params/dense/bias", "params/dense/kernel", "step"]
+    why = "its zarr chunks are compressed (zstd)"
+    report = eg.verify(path)
+    assert report.verdict is Check.UNKNOWN
+    assert report.unverified == {**dict.fromkeys(names, why), "note": "a string"}
+    comparison = eg.compare(path, path)
+    assert (comparison.verdict, comparison.uncompared) == ("unknown", report.unverified)
+    for verb, line in (
+        (["verify", path], f"not verified: counts ({why})"),
+        (["diff", path, path], f"not compared: counts ({why})"),
+    ):
+        done = run_python("-m", "evergrad", *verb)
+        assert done.returncode == 1, done.stderr
+        assert line in done.stdout.splitlines()
+    assert eg.verify(path, where="params").unverified == dict.fromkeys(names[3:5], why)
+    shutil.copytree(path, other := tmp_path / "other")
+    header = json.loads((other / "counts" / ".zarray").read_text())
+    (other / "counts" / ".zarray").write_text(json.dumps({**header, "shape": [6]}))
+    changed = eg.compare(path, other)
+    assert (changed.verdict, [row.name for row in changed.different]) == ("different", ["counts"])
+    torch.save(
+        {"counts": torch.zeros(5, dtype=torch.int64), "opt": {"0": torch.zeros(2, 2).double()}}, tmp_path / "a.pt"
+    )
+    mixed = eg.compare(tmp_path / "a.pt", path, where=["counts", "opt/0"])
+    assert [(row.name, row.status) for row in mixed.tensors] == [("opt/0", "dtype")]
+    assert mixed.uncompared == {"counts": why}

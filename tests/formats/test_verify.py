@@ -471,3 +471,12 @@ def test_ranges_of_observers_that_have_seen_no_value_pass(tmp_path: Path) -> Non
 )
 def test_other_values_of_a_range_that_are_no_numbers_are_found(name: str, values: list[float], tmp_path: Path) -> None:
     assert eg.verify(saved(tmp_path, **{name: torch.tensor(values)})).verdict is Check.FAILED
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("optimizer/state/0/exp_avg_sq", Check.UNKNOWN), ("exp_avg_sq", Check.FAILED)]
+)
+def test_a_large_second_moment_of_one_element_is_sound_below_an_optimizer(
+    name: str, verdict: Check, tmp_path: Path
+) -> None:
+    assert eg.verify(saved(tmp_path, **{name: torch.tensor([2.5e19])})).verdict is verdict

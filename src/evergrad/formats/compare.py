@@ -58,10 +58,15 @@ def compare(
         total = sum(first.tensors[name].nbytes for name in names)
         done = 0
         rows: list[TensorDiff] = []
+        found = _Found()
         for name in names:
             pair = partners.get(name)
             if pair is None:
                 rows.append(TensorDiff(name, "only in a", numel=first.tensors[name].numel))
+            elif why := first.listed_only.get(name) or second.listed_only.get(pair.b):
+                row = _compare_forms(first.tensors[name], second.tensors[pair.b], pair)
+                rows += [row] if row is not None else []
+                found.uncompared |= {name: why} if row is None else {}
             else:
                 rows.append(_compare(first, second, pair))
             done += first.tensors[name].nbytes
@@ -73,7 +78,6 @@ def compare(
             for name, info in second.tensors.items()
             if name in chosen.b and name not in met
         ]
-        found = _Found()
         _compare_unread(first, second, chosen, tensors_only, found)
         _compare_values(first, second, chosen, tensors_only, found)
         return Comparison(
@@ -340,6 +344,16 @@ def _compare(first: Checkpoint, second: Checkpoint, pair: Match) -> TensorDiff:
     if a.dtype is not b.dtype:
         status, detail = "dtype", f"{a.dtype} / {b.dtype}"
     return TensorDiff(name, status, other_name, detail, a.numel, changed, largest, nonfinite_a, nonfinite_b)
+
+
+def _compare_forms(a: TensorInfo, b: TensorInfo, pair: Match) -> TensorDiff | None:
+    """The difference of two tensors of which one is listed and not read; None if shape and type are the same."""
+    other_name = pair.b if pair.b != pair.a else None
+    if (tuple(a.shape[axis] for axis in pair.axes) if pair.axes else a.shape) != b.shape:
+        return TensorDiff(pair.a, "shape", other_name, f"{_shape(a)} / {_shape(b)}", a.numel)
+    if a.dtype is not b.dtype:
+        return TensorDiff(pair.a, "dtype", other_name, f"{a.dtype} / {b.dtype}", a.numel)
+    return None
 
 
 def _turned(ck: Checkpoint, name: str, axes: tuple[int, ...]) -> Bits:

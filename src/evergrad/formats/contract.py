@@ -145,6 +145,8 @@ class Checkpoint(ABC):
 
     Tensors among them that `--tensors-only` must not drop unasked are described by an `OtherTensor`.
     """
+    listed_only: Mapping[str, str] = {}
+    """Tensors of which nothing but name, shape and type is read: name → why. Reading one raises an error."""
     unkept: Mapping[str, str] = {}
     """What stands in the way of nothing but is lost when the file is converted (HDF5's attributes): name → what."""
     unindexed: Sequence[str] = ()

@@ -122,15 +122,17 @@ def verify(
 
     Tensor after tensor the container's checksum is computed, then the values are looked at: where there is a
     checksum, the bytes are read twice, the second time from the page cache. Memory stays bounded whatever the
-    tensors' size. `where` limits it to a selection. What is listed and not read (`ck.unread`) is checked by its
-    checksum; where it has none, it is named in `unverified`. What the values cannot show, a flip of a low bit in a
-    format without checksums, is not found: such tensors are `unknown`, never `ok`.
+    tensors' size. `where` limits it to a selection. What is listed and not read (`ck.unread`, `ck.listed_only`) is
+    checked by its checksum; where it has none, it is named in `unverified`. What the values cannot show, a flip of a
+    low bit in a format without checksums, is not found: such tensors are `unknown`, never `ok`.
 
     >>> verify("model.safetensors").wrong                               # doctest: +SKIP
     """
     with ExitStack() as stack:
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else stack.enter_context(open_checkpoint(checkpoint))
         names, unread = choose(opened, where)
+        unread |= {name: opened.listed_only[name] for name in names if name in opened.listed_only}
+        names = [name for name in names if name not in unread]
         total = sum(opened.tensors[name].nbytes for name in names)
         done = 0
         rows: list[TensorVerdict] = []
