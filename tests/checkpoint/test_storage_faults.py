@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import resource
+import threading
 import time
 import traceback
 import warnings
@@ -25,6 +26,7 @@ from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.engine import Engine
+from evergrad.checkpoint.finish.flushing import Flushing
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import CheckpointError, EvergradError, RestoreError, TierError
 from evergrad.testing import FullStorage, ReadOnlyStorage, SlowStorage, StorageCalls
@@ -56,7 +58,8 @@ def save(ck: eg.Checkpointer, step: int) -> eg.Pending:
 @contextmanager
 def checkpointer(folder: Path, tiers: str = "memory+local", *, keep: int = 2, **more: Any) -> Iterator[eg.Checkpointer]:
     """In one process, so that its storage can be replaced; the local tier is below `disk`."""
-    made = {"memory": eg.Memory(), "local": eg.Local(folder / "disk", keep=keep)}
+    made: dict[str, Any] = {"memory": eg.Memory(), "local": eg.Local(folder / "disk", keep=keep)}
+    made["persistent"] = eg.Persistent(str(folder / "bucket"), keep=keep, patience_s=1.0)
     with eg.Checkpointer(
         folder / "run", tiers=[made[name] for name in tiers.split("+")], **{"agent": False, **more}
     ) as ck:
@@ -657,6 +660,42 @@ def test_too_many_open_files_end_the_waiting_and_no_arena_is_lost(
         for step in (5, 6, 7):
             save(ck, step).wait(timeout=SECONDS)
         assert restored(ck) == 7
+    assert not any(record.exc_info for record in caplog.records), "a traceback was logged"
+
+
+@pytest.mark.parametrize("kinds", ["persistent", "local+persistent"])
+def test_too_many_open_files_at_an_upload_are_said_with_the_limit(
+    tmp_path: Path, kinds: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert may_go_on.wait(SECONDS)
+
+    monkeypatch.setattr(Engine, "_watch", lambda _: None)  # it looks for other nodes' news, with descriptors of its own
+    with checkpointer(tmp_path, kinds, agent=False) as ck, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # the next save says what was not finished
+        save(ck, 1).wait("persistent", timeout=SECONDS)
+        monkeypatch.setattr(Flushing, "_check_worth", wait)
+        for free in range(8):
+            begun.clear()
+            may_go_on.clear()
+            pending = save(ck, 2 + free)
+            assert begun.wait(SECONDS)
+            ck._link._engine._near.drain()  # type: ignore[attr-defined]  # only the upload opens files from here on
+            with no_more_files(free=free):
+                may_go_on.set()
+                try:
+                    pending.wait("persistent", timeout=SECONDS)
+                except TierError as error:
+                    assert re.search(TOO_MANY, str(error)), (free, error)
+                else:
+                    assert free > 0
+                ck._link._engine._flushing.workers.drain()  # type: ignore[attr-defined]
+        save(ck, 30).wait("persistent", timeout=SECONDS)
+        assert restored(ck) == 30
+    assert "[Errno" not in caplog.text
     assert not any(record.exc_info for record in caplog.records), "a traceback was logged"
 
 

@@ -6,15 +6,16 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from evergrad.checkpoint.arena import Ticket
+from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, divided
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.holdings import Holdings
 from evergrad.checkpoint.finish.maps import ArenaMaps
 from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.tiers import Site, Tier
+from evergrad.errors import EvergradError, reason
 
-__all__ = ["Desk", "where"]
+__all__ = ["Desk", "failure_text", "where"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +46,16 @@ class Desk:
 
     def report(self, ticket: Ticket, tiers: Sequence[Tier], module: Module, error: Exception | None) -> None:
         """How a module ended."""
+        why = None
         if error is not None:
-            _log.error("%s: %s: %s", where(ticket), module.name, error)
+            why = failure_text(error) if isinstance(error, OSError | EvergradError) else str(error)
+            _log.error("%s: %s: %s", where(ticket), module.name, why)
         if isinstance(module, Put):
-            self.note(ticket, module.name, None if error is None else str(error))
+            self.note(ticket, module.name, why)
         elif error is not None:
             # Without digests nothing is stored; any other module is reported for itself.
             for kind in [tier.kind for tier in tiers] if isinstance(module, Digest) else [module.name]:
-                self.note(ticket, kind, f"{module.name}: {error}")
+                self.note(ticket, kind, f"{module.name}: {why}")
         self.evaluate()
 
     def note(self, ticket: Ticket, tier: str, failure: str | None) -> None:
@@ -64,3 +67,16 @@ class Desk:
 def where(ticket: Ticket) -> str:
     """Which shard a message is about."""
     return f"{ticket.version}, rank {ticket.rank} of {ticket.world_size}"
+
+
+def failure_text(error: Exception) -> str:
+    """Return the reason of a failure for one line; too many open files are said with the limit."""
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{open_files_hint(error)}"
+    if not isinstance(error, EvergradError):
+        return f"{type(error).__name__}: {error}"
+    cause, text = error.__cause__, str(error)
+    if isinstance(cause, OSError) and text.endswith(what := reason(cause)):
+        return f"{text.removesuffix(what)}{open_files_hint(cause)}"
+    return text

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from evergrad.checkpoint.arena import ArenaFiles, Ticket
 from evergrad.checkpoint.finish.chain import run_chain
-from evergrad.checkpoint.finish.desk import Desk, where
+from evergrad.checkpoint.finish.desk import Desk, failure_text, where
 from evergrad.checkpoint.finish.shares import Shares
 from evergrad.checkpoint.finish.workers import Workers
 from evergrad.checkpoint.manifest import Manifest
@@ -77,9 +77,10 @@ class Flushing:
             work = self.shares.divide(Work(ticket, files, view, self._desk.site, plain), given_up)
             run_chain(self._desk.chain(tiers)[1], work, lambda *ended: self._desk.report(ticket, tiers, *ended))
         except Exception as error:
-            _log.error("%s: not flushed: %s", where(ticket), error)
+            why = failure_text(error)
+            _log.error("%s: not flushed: %s", where(ticket), why)
             for tier in slow:
-                self._desk.note(ticket, tier.kind, f"{type(error).__name__}: {error}")
+                self._desk.note(ticket, tier.kind, why)
         finally:
             if shard is not None:
                 shard.close()
@@ -129,12 +130,13 @@ class Flushing:
                     self._forget(*old)
             self.shares.tidy(version)
         except Exception as error:  # noted as failed, whatever it is: it would be tried again without end
-            _log.error("%s: not committed in tier %s: %s", version, tier.kind, error)
+            why = failure_text(error)
+            _log.error("%s: not committed in tier %s: %s", version, tier.kind, why)
             with self._desk.lock:
                 if isinstance(error, Gone):
                     self.gone.add((version, tier.kind))
                 self._desk.completion.note(
-                    version, tier.kind, self._desk.rank or 0, world_size, f"not committed: {error}"
+                    version, tier.kind, self._desk.rank or 0, world_size, f"not committed: {why}"
                 )
         finally:
             with self._desk.lock:
