@@ -406,6 +406,29 @@ def test_a_damaged_identity_is_written_again(job: Job) -> None:
     assert json.loads(path.read_bytes())["id"] == before["id"]
 
 
+@pytest.mark.parametrize("target", ["elsewhere.json", "no folder/job.json"])
+def test_an_identity_that_is_a_link_to_nothing_is_told_by_other_records(job: Job, target: str) -> None:
+    path = job.folder / "run" / "job.json"
+    before = read_identity(job.folder / "run")
+    path.unlink()
+    path.symlink_to(job.folder / target)
+    assert remove_orphans() == []
+    with checkpointer(job.folder, "memory") as ck:
+        assert ck.restore(state(0)) == 3
+    assert read_identity(job.folder / "run") == before
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_link_to_nothing_that_no_record_replaces_is_refused_in_one_line(tmp_path: Path, agent: bool) -> None:
+    path = tmp_path / "run" / "job.json"
+    path.parent.mkdir()
+    path.symlink_to("elsewhere")
+    line = "expected a file, found a symbolic link to elsewhere, which is missing. Remove the link, or choose another"
+    with pytest.raises(CheckpointError, match=re.escape(f"{path}: is no record of a job: {line} run folder.")):
+        checkpointer(tmp_path, "local", agent=agent)
+    assert path.is_symlink()
+
+
 def test_one_flipped_bit_of_the_identity_is_noticed_and_no_arena_is_removed(job: Job) -> None:
     path = job.folder / "run" / "job.json"
     data = path.read_bytes()

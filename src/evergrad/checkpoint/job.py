@@ -208,7 +208,8 @@ def _identity(folder: Path) -> str:
             temporary.write_bytes(text)
     except FileExistsError:  # another rank was first
         found = _read(path)
-        assert found is not None
+        if found is None:
+            raise CheckpointError(f"{path}: was removed as soon as it was made. Start the job again.") from None
         return str(found["id"])
     except FormatError as error:
         raise CheckpointError(f"{folder}: cannot be a run folder: {error}") from error
@@ -230,11 +231,11 @@ def _is_copy(folder: Path, record: dict[str, Any]) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """The record of a run folder's job, which other records replace if it is damaged; None if there is none."""
     try:
-        record = read_record(read_small(path))
+        record = _read_here(path)
+        if record is None:
+            return None
         if not _is_identity(record.get("id")):
             raise ValueError("it names no job")
-    except FileNotFoundError:
-        return None
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise CheckpointError(f"{path}: cannot be read: {open_files_hint(error)}") from error
@@ -247,8 +248,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         rebuilt = _rebuilt(path.parent)
         if rebuilt is None:
+            remove = "Remove the link, or choose" if isinstance(error, _Dangling) else "Choose"
             raise CheckpointError(
-                f"{path}: is no record of a job: {said(error)}. Choose another run folder."
+                f"{path}: is no record of a job: {said(error)}. {remove} another run folder."
             ) from error
         _log.warning("%s: is damaged (%s): by the other records this is job %s", path, said(error), rebuilt["id"])
         return rebuilt
@@ -256,6 +258,22 @@ def _read(path: Path) -> dict[str, Any] | None:
         version = record.get("schema_version")
         raise CheckpointError(f"{path}: is of schema {version!r}, this Evergrad reads {SCHEMA_VERSION}")
     return record
+
+
+class _Dangling(ValueError):
+    """A symbolic link that leads nowhere is in the place of a record."""
+
+
+def _read_here(path: Path) -> dict[str, Any] | None:
+    """Return the record in a file; None if there is no file."""
+    try:
+        return read_record(read_small(path))
+    except FileNotFoundError:
+        with suppress(OSError):
+            raise _Dangling(
+                f"expected a file, found a symbolic link to {os.readlink(path)}, which is missing"
+            ) from None
+        return None
 
 
 def _advice(error: OSError) -> str:
