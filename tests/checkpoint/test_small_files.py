@@ -521,24 +521,74 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(job: Job, kind: str, ag
 
 
 @pytest.mark.parametrize("found", ["a link to itself", "a folder"])
-@pytest.mark.parametrize("lock", ["start.lock", "agent.lock"])
-def test_a_lock_that_cannot_be_opened_is_an_error_that_names_it(job: Job, lock: str, found: str) -> None:
-    path = next(job.folder.glob("shm/*/*/*/")) / lock
+@pytest.mark.parametrize("name", ["start.lock", "agent.lock", "agent.sock"])
+def test_a_lock_or_socket_that_cannot_be_opened_is_an_error_that_says_to_remove_it(
+    job: Job, name: str, found: str
+) -> None:
+    path = next(job.folder.glob("shm/*/*/*/")) / name
     path.unlink(missing_ok=True)
     if found == "a folder":
         path.mkdir()
     else:
         path.symlink_to(path.name)
-    why = "is a directory" if found == "a folder" else "too many levels of symbolic links"
-    with pytest.raises(AgentError, match=rf"{path}: .*{why}") as caught:
+    is_folder = found == "a folder"
+    if name == "agent.sock" and not is_folder:  # a link is replaced
+        with checkpointer(job.folder, "memory+local", agent=True) as ck:
+            assert ck.restore(state(0)) == 3
+        return
+    why = "is a directory" if is_folder else "too many levels of symbolic links"
+    advice = r"\. Remove it\.$" if is_folder else rf"\. It is a symbolic link to {name}: remove it\.$"
+    with pytest.raises(AgentError, match=rf"{path}: .*{why}{advice}") as caught:
         checkpointer(job.folder, "memory+local", agent=True)
     assert "\n" not in str(caught.value)
-    if found == "a folder":
+    if is_folder:
         path.rmdir()
     else:
         path.unlink()
     with checkpointer(job.folder, "memory+local", agent=True) as ck:
         assert ck.restore(state(0)) == 3
+
+
+def test_a_note_of_the_run_folder_that_is_a_link_to_itself_is_written_again(job: Job) -> None:
+    (path,) = job.folder.glob("shm/*/*/run")
+    before = path.read_bytes()
+    path.unlink()
+    path.symlink_to(path.name)
+    with checkpointer(job.folder, "memory+local") as ck:
+        assert ck.restore(state(0)) == 3
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("found", ["a link to itself", "a link to nothing", "a folder"])
+@pytest.mark.parametrize("name", ["ticket", "safetensors"])
+def test_a_file_of_an_arena_that_cannot_be_opened_is_an_error_that_says_to_remove_it(
+    tmp_path: Path, shm: Path, name: str, found: str
+) -> None:
+    with checkpointer(tmp_path, "memory+local") as ck:
+        ck.save(1, state(1)).wait(timeout=SECONDS)
+    (path,) = shm.glob(f"*/*/*/rank-00000.0.{name}")
+    path.unlink()
+    targets = {"a link to itself": path.name, "a link to nothing": "no folder/file"}
+    if found == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(targets[found])
+    with checkpointer(tmp_path, "memory+local") as ck:
+        if name == "safetensors" and found != "a folder":  # a link is replaced
+            ck.save(2, state(2)).wait(timeout=SECONDS)
+            return
+        advice = "Remove it." if found == "a folder" else f"It is a symbolic link to {targets[found]}: remove it."
+        with pytest.raises(TierError, match=re.escape(advice)) as caught:
+            for step in (2, 3):  # the arenas are used in turns
+                ck.save(step, state(step)).wait(timeout=SECONDS)
+        assert str(caught.value).startswith(f"{path}: no arena: ")
+        if found == "a folder":
+            path.rmdir()
+        else:
+            path.unlink()
+        for step in (4, 5):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+        assert ck.restore(state(0)) == 5
 
 
 def job_node(job: Job) -> str:

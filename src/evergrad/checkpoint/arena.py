@@ -30,7 +30,7 @@ from typing import Any
 import xxhash
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.locks import is_locked, locked, open_lock
+from evergrad.checkpoint.locks import is_locked, locked, open_lock, removal_advice
 from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, TierError, reason
@@ -206,7 +206,10 @@ class Arena:
         if not as_it_is:
             _check_memory(self.files.folder, size)
             # A new file, never the old one cut or stretched: whoever still reads that one must not fall off its end.
-            storage.remove(self.files.shard)
+            try:
+                storage.remove(self.files.shard)
+            except OSError as error:
+                raise _not_made(self.files.shard, size, error) from error
         try:
             fd = os.open(self.files.shard, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -314,7 +317,7 @@ def _not_made(path: Path, size: int, error: OSError) -> TierError:
     """An arena could not be made: for want of memory, or for another reason."""
     if error.errno in _NO_ROOM:
         return _too_small(path.parent, size, error)
-    return TierError(f"{path}: no arena: {open_files_hint(error)}")
+    return TierError(f"{path}: no arena: {open_files_hint(error)}{removal_advice(path)}")
 
 
 def _too_small(folder: Path, size: int, error: OSError) -> TierError:

@@ -59,6 +59,9 @@ def _note_home(home: Path, place: bytes) -> None:
         what = f"cannot be read: {reason(error)}. Arenas of this job are not removed when its run folder is gone."
         say_once(f"{home}: {what}")
         return
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # links that lead to each other are replaced
+            raise
     storage.publish(home, place)
 
 

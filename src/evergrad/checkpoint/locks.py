@@ -13,7 +13,7 @@ from evergrad.checkpoint import storage
 from evergrad.errors import CheckpointError
 from evergrad.formats.data_file import NoFile, open_regular
 
-__all__ = ["Process", "holder", "is_locked", "locked", "open_lock", "process"]
+__all__ = ["Process", "holder", "is_locked", "locked", "open_lock", "process", "removal_advice"]
 
 _QUICK_S, _SLOW_S = 0.001, 0.05
 _PATIENCE_S = 30.0
@@ -75,6 +75,16 @@ def open_lock(path: Path) -> int:
         with suppress(NoFile):
             return open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
         storage.remove(path)
+
+
+def removal_advice(path: Path) -> str:
+    """Say how to go on where a folder or a link is in the place of a file; empty where there is neither."""
+    with suppress(OSError):
+        if path.is_symlink():
+            return f" It is a symbolic link to {os.readlink(path)}: remove it."
+        if path.is_dir():
+            return " Remove it."
+    return ""
 
 
 @contextmanager

@@ -27,17 +27,18 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, moved_to, open_run_folder, remove_orphans
 from evergrad.checkpoint.events import Alive, Attached, Event, Refused, Settled
 from evergrad.checkpoint.finish.chain import load_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
-from evergrad.checkpoint.locks import Process, open_lock, process
+from evergrad.checkpoint.locks import Process, open_lock, process, removal_advice
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
 from evergrad.formats.data_file import open_regular, read_small
@@ -134,11 +135,13 @@ def run_agent(
     when trainers can connect.
     """
     folder = arena_folder(job)
-    lock = open_lock(folder / LOCK)
+    with _in_one_line(folder / LOCK, "cannot be locked"):
+        lock = open_lock(folder / LOCK)
     if not _take(lock, folder):
         os.close(lock)
         return False
-    listener = _listen(folder)
+    with _in_one_line(folder / SOCKET, "cannot be made"):
+        listener = _listen(folder)
     if detach and not _detach(job):
         # The child has the lock and listens: whoever waited for this process can connect now.
         listener.close()
@@ -305,6 +308,15 @@ def _say(writer: asyncio.StreamWriter, event: Event) -> None:
 def _ignore_closed(loop: asyncio.AbstractEventLoop, call: Any, event: Event) -> None:
     with suppress(RuntimeError):  # the loop has ended: there is nobody left to tell
         loop.call_soon_threadsafe(call, event)
+
+
+@contextmanager
+def _in_one_line(path: Path, what: str) -> Iterator[None]:
+    """Turn what the file system refuses into one line that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise AgentError(f"{path}: {what}: {open_files_hint(error)}{removal_advice(path)}") from error
 
 
 def _take(lock: int, folder: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from evergrad.checkpoint.finish.agent import agent_process, end_agent, socket_ad
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
-from evergrad.checkpoint.locks import is_locked, locked
+from evergrad.checkpoint.locks import is_locked, locked, removal_advice
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, CheckpointError
 
@@ -397,8 +396,7 @@ class AgentLink(Link):
             try:
                 stack.enter_context(locked(path))
             except OSError as error:
-                advice = " Remove it." if error.errno in (errno.ELOOP, errno.EISDIR) else ""
-                raise AgentError(f"{path}: cannot be locked: {open_files_hint(error)}{advice}") from error
+                raise AgentError(f"{path}: cannot be locked: {open_files_hint(error)}{removal_advice(path)}") from error
             yield
 
     def _start(self) -> None:
