@@ -367,6 +367,30 @@ def test_wrong_settings_are_refused(make: Make, settings: dict[str, Any], messag
         make(**settings)
 
 
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modules": [5]}, r"modules: 5 is no module: expected an object with an attribute `name` and a method"),
+        ({"modules": 5}, r"modules: expected a list of modules, each an object with .*, found 5"),
+        ({"modules": [threading.Thread]}, r"modules: <class 'threading.Thread'> is no module"),
+        ({"linger_s": "x"}, r"linger_s='x': expected 0 or more seconds"),
+        ({"linger_s": -1}, r"linger_s=-1: expected 0 or more seconds"),
+        ({"linger_s": float("nan")}, r"linger_s=nan: expected 0 or more seconds"),
+        ({"run_dir": ""}, r"run_dir: an empty path names no folder. For the current one: '\.'\."),
+        ({"run_dir": 5}, r"run_dir: expected the path of a folder, found 5"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_made(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str, agent: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"^{message}"):
+        eg.Checkpointer(**{"run_dir": tmp_path / "run", "agent": agent, **settings})
+    assert not any(tmp_path.iterdir())
+    assert not any(shm.iterdir())
+
+
 def test_wrong_tiers_are_refused() -> None:
     with pytest.raises(UsageError, match="keep=0"):
         eg.Local(keep=0)

@@ -35,7 +35,7 @@ from evergrad.checkpoint.restore.resizing import Resize
 from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
 from evergrad.checkpoint.restore.single import restore_rank
 from evergrad.checkpoint.restore.sources import is_dcp_folder, named_version, stores_of
-from evergrad.checkpoint.settings import checked_meta, checked_step, checked_tiers
+from evergrad.checkpoint.settings import checked_meta, checked_modules, checked_run_dir, checked_step, checked_tiers
 from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_password, without_secrets
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, SaveRefused, UsageError
@@ -104,7 +104,9 @@ class Checkpointer:
         self._cadence = Cadence(policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s)
         self._tiers = checked_tiers(tiers)
         checked_choice("when_busy", when_busy, ("wait", "refuse"))
-        self._job = Job.open(run_dir, node)
+        modules = checked_modules(modules)
+        linger = linger_seconds(linger_s) if agent or linger_s is not None else 0.0
+        self._job = Job.open(checked_run_dir(run_dir), node)
         self._pid = os.getpid()
         self._folder = arena_folder(self._job)
         self._site = Site(self._job.id, self._job.node_folder, self._folder, self._job.run_dir)
@@ -124,9 +126,7 @@ class Checkpointer:
         self._restored: Restored | None = None
         self._closed = self._moved = False
         self._link: Link = (
-            AgentLink(self._job, self._board, modules, linger_seconds(linger_s))
-            if agent
-            else ThreadLink(self._job, self._board, modules)
+            AgentLink(self._job, self._board, modules, linger) if agent else ThreadLink(self._job, self._board, modules)
         )
         if reserve is not None:
             try:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.tiers import Compress, Local, Memory, Tier, join_compression
 from evergrad.errors import UsageError, nearest
 
-__all__ = ["checked_meta", "checked_step", "checked_tiers"]
+__all__ = ["checked_meta", "checked_modules", "checked_run_dir", "checked_step", "checked_tiers"]
 
 _SPELLED = {
     "memory": "eg.Memory()",
@@ -38,6 +40,28 @@ def checked_tiers(tiers: Sequence[Tier | Compress] | Tier | None) -> list[Tier]:
     if not kinds or len(set(kinds)) < len(kinds):
         raise UsageError(f"tiers: expected at least one, each kind once, found {', '.join(kinds) or 'none'}")
     return chosen
+
+
+def checked_run_dir(run_dir: str | os.PathLike[str]) -> str:
+    """The path of a run folder; an empty one, which would be the current folder, is a variable that was never set."""
+    path = os.fspath(run_dir) if isinstance(run_dir, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise UsageError(f"run_dir: expected the path of a folder, found {run_dir!r:.100}")
+    if not path:
+        raise UsageError("run_dir: an empty path names no folder. For the current one: '.'.")
+    return path
+
+
+def checked_modules(modules: Sequence[Module]) -> tuple[Module, ...]:
+    """A user's own links in the agent's chain."""
+    expected = "an object with an attribute `name` and a method `run(work)`"
+    if not isinstance(modules, Iterable):
+        raise UsageError(f"modules: expected a list of modules, each {expected}, found {modules!r:.100}")
+    given = tuple(modules)
+    for module in given:
+        if isinstance(module, type) or not isinstance(module, Module):
+            raise UsageError(f"modules: {module!r:.100} is no module: expected {expected}")
+    return given
 
 
 def checked_step(step: int) -> int:

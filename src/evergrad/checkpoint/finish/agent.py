@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, moved_to, open_run_folder, remove_orphans
@@ -78,7 +78,7 @@ def linger_seconds(given: float | None) -> float:
         linger = given if given is not None else float(text) if text else LINGER_S
     except ValueError:
         raise UsageError(f"EVERGRAD_LINGER={text!r}: expected seconds") from None
-    if not linger >= 0:
+    if not isinstance(linger, SupportsFloat) or not linger >= 0:
         raise UsageError(f"linger_s={linger!r}: expected 0 or more seconds")
     return linger
 
