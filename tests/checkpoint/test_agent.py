@@ -147,6 +147,20 @@ def test_asked_to_stop_it_first_finishes_what_is_owed(tmp_path: Path, shm: Path)
     assert list((tmp_path / "disk").rglob("v0000000003-01/rank-00000.json"))
 
 
+def test_an_agent_that_leaves_while_a_trainer_is_connected_logs_no_traceback(tmp_path: Path, shm: Path) -> None:
+    with eg.Checkpointer(tmp_path, tiers=[eg.Local(tmp_path / "disk")]) as ck:
+        ck.save(1, state(1)).wait(timeout=60)
+        (agent,) = agents_of(shm)
+        os.kill(agent, signal.SIGTERM)
+        until(lambda: agent not in agents_of(shm))
+        until(lambda: ck._board._errors)
+        with pytest.warns(eg.CheckpointWarning, match=rf"the agent \(process {agent}\) is gone"):
+            ck.save(2, state(2)).wait(timeout=60)
+    (log,) = (tmp_path / "agents").glob("*.log")
+    assert f"agent {agent} leaves" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
 def test_whoever_reads_the_trainers_pipe_does_not_wait_for_the_agent(tmp_path: Path, shm: Path) -> None:
     code = """
         import sys, torch, evergrad as eg

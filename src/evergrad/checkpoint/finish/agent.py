@@ -221,12 +221,15 @@ class _Agent:
         self._trainers[writer] = 0
         self._patience_s = self._linger_s
         _say(writer, Alive(os.getpid()))
-        await self._recovered.wait()
         try:
+            await self._recovered.wait()
             while line := await reader.readline():
                 await self._hear(json.loads(line), writer)
         except ConnectionError:
             pass  # killed
+        except asyncio.CancelledError:
+            if not self._leaving.is_set():  # when the agent leaves, asyncio would log this as an error
+                raise
         except (ValueError, KeyError) as error:
             _log.warning("trainer %d said something that is no message: %s", pid, error)
         finally:
