@@ -470,6 +470,39 @@ def test_retention_stops_while_a_tag_is_damaged_and_nothing_is_lost(job: Job, ca
     assert Pins(job.folder / "run").tags() == {"best": eg.Version(2, 1)}
 
 
+def test_a_damaged_tag_is_said_once_until_that_changes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    path = job.folder / "run" / "catalogue" / "tags" / "best.json"
+    sound = path.read_bytes()
+    expected = []
+
+    def use(ck: eg.Checkpointer, begin: int) -> None:
+        for step in (begin, begin + 1):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+        assert ck.restore(state(0)) == begin + 1
+
+    def damage(data: bytes, why: str) -> None:
+        path.write_bytes(data)
+        expected.append(
+            f"nothing is retired, because what is pinned is not known: {path}: is no tag: {why}. Tag the version again."
+        )
+
+    damage(b"", "it is empty")
+    with caplog.at_level(logging.WARNING), checkpointer(job.folder, "memory+local") as ck:
+        use(ck, 4)
+        damage(b"{", "it is not JSON")
+        use(ck, 6)
+    with caplog.at_level(logging.WARNING), checkpointer(job.folder, "memory+local") as ck:
+        assert ck.restore(state(0)) == 7
+        use(ck, 8)
+        damage(b"{}", "it names no version")
+        use(ck, 10)
+        path.write_bytes(sound)
+        use(ck, 12)
+        damage(b"{}", "it names no version")
+        use(ck, 14)
+    assert [line for line in caplog.messages if line.startswith("nothing is retired")] == expected
+
+
 def test_a_damaged_tag_can_be_taken_away(job: Job) -> None:
     path = job.folder / "run" / "catalogue" / "tags" / "best.json"
     path.write_bytes(b"{")

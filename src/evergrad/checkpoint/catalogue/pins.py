@@ -10,6 +10,7 @@ leaves what was there. Looking needs no lock, and costs a listing and a short re
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -88,15 +89,13 @@ class Pins:
             path = self._tags / entry
             try:
                 with open_file(path) as file:
-                    version = Version.parse(str(read_record(file.read(_MAX_TAG_BYTES))["version"]))
-                if version is None:
-                    raise ValueError("it names no version")
+                    version = _version_of(file.read(_MAX_TAG_BYTES))
             except FileNotFoundError:
                 continue  # taken away meanwhile
             except OSError as error:
                 _left_out(path, error, strict=strict)
                 continue
-            except (ValueError, KeyError, TypeError) as error:
+            except ValueError as error:
                 if strict:
                     raise FileAccessError(path, f"is no tag: {said(error)}. Tag the version again.") from error
                 _log.warning("%s: is no tag: %s. Tag the version again.", path, said(error))
@@ -175,6 +174,19 @@ def _hint(text: str, known: set[Version], tags: dict[str, Version]) -> str:
         return f"Did you mean {' or '.join(map(repr, alike))}?"
     newest = sorted(known, key=Version.age, reverse=True)[:3]
     return f"Name a step, a version, a tag or 'latest'. There are {', '.join(version.name for version in newest)}, …"
+
+
+def _version_of(data: bytes) -> Version:
+    """Return the version that a tag's record names; `ValueError` says why it names none."""
+    if not data.strip():
+        raise ValueError("it is empty")
+    try:
+        version = Version.parse(str(read_record(data).get("version")))
+    except json.JSONDecodeError:
+        raise ValueError("it is not JSON") from None
+    if version is None:
+        raise ValueError("it names no version")
+    return version
 
 
 def _checked(name: str) -> str:

@@ -24,6 +24,8 @@ from evergrad.errors import EvergradError
 __all__ = ["Holdings"]
 
 _log = logging.getLogger(__name__)
+_said: dict[Path, str] = {}
+"""By run folder: the last reported reason why nothing is retired, until that is over."""
 
 
 class Holdings:
@@ -221,8 +223,11 @@ class Holdings:
         try:
             pinned = self._pins.pinned()
         except EvergradError as error:
-            _log.warning("nothing is retired, because what is pinned is not known: %s", error)
+            if _said.get(self._site.run_dir) != str(error):
+                _said[self._site.run_dir] = str(error)
+                _log.warning("nothing is retired, because what is pinned is not known: %s", error)
             return forgotten
+        _said.pop(self._site.run_dir, None)
         for tier, store in stores.values():
             complete = self.complete(tier.kind)
             if not complete:
