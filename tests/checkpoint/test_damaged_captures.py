@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.errors import RestoreError
 from living_agents import agents_of, end_agents
 from programs import run_python
 
@@ -148,6 +149,37 @@ def test_all_ranks_go_back_and_name_the_one_ticket_that_is_damaged(kinds: str, n
     log = tmp_path / "output.txt"
     done = run_python(RANKED, "ticket of one", 2, nodes, tmp_path, kinds, output=log)
     assert done.returncode == 0, log.read_text()
+
+
+# --- headers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("captured", ["memory", "memory+local", "persistent"], indirect=True)
+def test_a_capture_with_a_damaged_header_is_named_and_the_way_back_is_said(
+    captured: Captured, agent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = captured.arena
+    data = arena.read_bytes()
+    at = data.index(b'{"__metadata__"') + 1  # the quote: the header is no JSON any more
+    arena.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with captured.checkpointer(agent=agent) as ck:
+        live = state(0)
+        for _ in range(2):
+            with pytest.raises(RestoreError) as caught:
+                ck.restore(live)
+            text = str(caught.value)
+            assert text.startswith("step 4 (attempt 1) was captured by every rank, and can never be finished: rank 0: ")
+            assert f"{arena}: the header of what was captured is damaged. Nothing was touched." in text
+            assert text.endswith(" Go back to step 3 (attempt 1) by restore(version=3).")
+            assert "JSONDecodeError" not in text
+        assert holds(live, 0)
+        assert ck.restore(live, version=3) == 3
+        assert holds(live, 3)
+        for step in (5, 6):
+            ck.save(step, state(step)).wait(timeout=SECONDS)
+        assert ck.restore(live) == 6
+    assert "JSONDecodeError" not in caplog.text
 
 
 # --- manifests in memory --------------------------------------------------------------------------------------------

@@ -111,6 +111,8 @@ class Unfinished:
     """The ranks whose arenas on this node do not hold what was captured, or of whose shards nothing is left."""
     why: str
     """The reason why it could not be finished; empty if nothing failed here."""
+    unreadable: list[int] = field(default_factory=list)
+    """The ranks among `ranks` whose arenas on this node have a damaged header: they can never be finished."""
 
     @property
     def version(self) -> Version:

@@ -16,10 +16,20 @@ from typing import Any, Protocol, runtime_checkable
 from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.tiers.contract import Store, Work
-from evergrad.errors import UsageError
+from evergrad.errors import DamagedFile, TierError, UsageError
 from evergrad.wording import meant
 
-__all__ = ["Digest", "Module", "Put", "arrange", "describe_module", "divided", "load_module", "run_chain"]
+__all__ = [
+    "DamagedCapture",
+    "Digest",
+    "Module",
+    "Put",
+    "arrange",
+    "describe_module",
+    "divided",
+    "load_module",
+    "run_chain",
+]
 
 
 @runtime_checkable
@@ -40,6 +50,10 @@ class Module(Protocol):
         ...
 
 
+class DamagedCapture(TierError):
+    """The header of a captured shard cannot be read: nothing brings back what was in it."""
+
+
 @dataclass(frozen=True)
 class Digest:
     """Takes the digest of every tensor, before anything else reads the arena."""
@@ -50,7 +64,10 @@ class Digest:
         """Set the manifest's digests; those that were taken before a crash are kept."""
         if work.manifest.digests or work.manifest.header:
             return
-        parsed = parse(work.shard, work.files.shard)
+        try:
+            parsed = parse(work.shard, work.files.shard)
+        except DamagedFile:
+            raise DamagedCapture(f"{work.files.shard}: the header of what was captured is damaged") from None
         layout = parsed.layout
         spans = [(0, layout.data_start), *((e.offset, e.offset + e.nbytes) for e in layout.entries)]
         header, *digests = digest_spans(work.shard, spans)

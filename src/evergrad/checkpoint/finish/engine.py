@@ -22,7 +22,7 @@ from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.catalogue.journal import Journal, shard_digest
 from evergrad.checkpoint.events import Committed, Event, Failed, Free, Unfinished
-from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, run_chain
+from evergrad.checkpoint.finish.chain import DamagedCapture, Digest, Module, Put, arrange, run_chain
 from evergrad.checkpoint.finish.desk import Desk, where
 from evergrad.checkpoint.finish.flushing import Flushing
 from evergrad.checkpoint.finish.freeing import Freeing
@@ -62,6 +62,8 @@ class Engine:
         """(rank, index, generation) of arenas that were taken up once more: settled when nobody reads them any more."""
         self._altered: set[tuple[int, int, int]] = set()
         """(rank, index, generation) of arenas that do not hold what was captured."""
+        self._unreadable: set[tuple[int, int, int]] = set()
+        """(rank, index, generation) of arenas whose header is damaged."""
         self._left: dict[tuple[int, int, int], str] = {}
         """(rank, index, generation) → why what was captured there is not taken up."""
         self._again: set[str] = set()
@@ -232,6 +234,8 @@ class Engine:
                 version = ticket.version
                 known = found.setdefault(version, Unfinished(*_place(version), ticket.world_size, [], [], ""))
                 (known.damaged if _use(files, ticket) in self._altered else known.ranks).append(ticket.rank)
+                if _use(files, ticket) in self._unreadable:
+                    known.unreadable.append(ticket.rank)
             for kind in shared:
                 visible = {*self._holdings.complete(kind)}
                 for version in self._completion.begun(kind):
@@ -313,6 +317,7 @@ class Engine:
                     for kind in missing:
                         self._forgive(ticket.version, kind)
                     self._altered.discard(_use(files, ticket))
+                    self._unreadable.discard(_use(files, ticket))
                     self._unread.add(_use(files, ticket))
                     self._taken.pop((files.rank, files.index), None)
                     self._freeing.resume(files)
@@ -350,6 +355,8 @@ class Engine:
         except EvergradError as error:
             if isinstance(error, _Altered):
                 self._altered.add(_use(files, ticket))
+            if isinstance(error, DamagedCapture):
+                self._unreadable.add(_use(files, ticket))
             _log.error("%s: not finished: %s", where(ticket), error)
             self._fail(ticket, str(error))
         except OSError as error:
@@ -402,6 +409,8 @@ class Engine:
             if isinstance(module, Put) and error is None:
                 self._record(work.manifest)
                 self._settle(files, ticket)
+            if isinstance(error, DamagedCapture):
+                self._unreadable.add(_use(files, ticket))
             self._desk.report(ticket, tiers, module, error)
 
         try:

@@ -12,7 +12,7 @@ only a shared tier has, the state is assembled from several (`obtaining.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -98,16 +98,17 @@ def restore(
         if why := shelf.damaged.get(version) or shelf.torn.get(version):
             complaints[version] = [f"{version}: {why}"]
     waiting, lost = _unfinished(common, news)
+    hopeless = {each.version for told in news for each in told.unfinished if each.unreadable}
     complaints.update({**waiting, **lost})
     for version in candidates:
-        _refuse_older(request, waiting, version)
+        _refuse_older(request, waiting, hopeless, version)
         restored = _try(request, version, shelf, [each.offers[version] for each in news], ranks, obtaining, complaints)
         if restored is not None:
             for newer in sorted(complaints, key=Version.age, reverse=True):
                 if newer.age() >= version.age():
                     _log.warning("rank %d: %s. Restoring %s.", ranks.rank, "; ".join(complaints[newer]), version)
             return restored
-    _refuse_older(request, waiting, None)
+    _refuse_older(request, waiting, hopeless, None)
     _nothing(request, candidates, complaints, news, ranks, journal, lost)
     return None
 
@@ -197,14 +198,20 @@ def _unfinished(
         damaged = {rank for each in parts for rank in each.damaged} - there
         whys = list(dict.fromkeys(each.why for each in parts if each.why))
         if there >= of_all and whys:
-            waiting[version] = [f"{version} was captured by every rank, and cannot be finished: {'; '.join(whys[:3])}"]
+            never = "can never be" if any(each.unreadable for each in parts) else "cannot be"
+            waiting[version] = [f"{version} was captured by every rank, and {never} finished: {'; '.join(whys[:3])}"]
         elif damaged and there | damaged >= of_all:
             lost[version] = [f"{version} was captured and is damaged: {'; '.join(whys[:3])}"]
     return waiting, lost
 
 
-def _refuse_older(request: Request, waiting: Mapping[Version, list[str]], older: Version | None) -> None:
-    """`RestoreError` if a version that is captured and not finished would be passed over for an older one, or none."""
+def _refuse_older(
+    request: Request, waiting: Mapping[Version, list[str]], hopeless: Container[Version], older: Version | None
+) -> None:
+    """`RestoreError` if a version that is captured and not finished would be passed over for an older one, or none.
+
+    Those that are `hopeless` can never be finished: trying again is no way on.
+    """
     found = [
         version
         for version in waiting
@@ -213,11 +220,14 @@ def _refuse_older(request: Request, waiting: Mapping[Version, list[str]], older:
     if not found:
         return
     newest = max(found, key=Version.age)
-    what = f"{waiting[newest][0].rstrip('.')}. Nothing was touched. Restore again when that is mended"
+    what = f"{waiting[newest][0].rstrip('.')}. Nothing was touched."
+    if newest not in hopeless:
+        what += " Restore again when that is mended"
     if older is None:
-        raise RestoreError(f"{what}. To start anew, choose another run folder.")
+        raise RestoreError(f"{what.rstrip('.')}. To start anew, choose another run folder.")
     name = repr(older.name) if older.step == newest.step else str(older.step)
-    raise RestoreError(f"{what}, or go back to {older} by restore(version={name}).")
+    way = " Go" if newest in hopeless else ", or go"
+    raise RestoreError(f"{what}{way} back to {older} by restore(version={name}).")
 
 
 def _try(
