@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -27,7 +28,8 @@ from evergrad.checkpoint.tiers.ledger import Ledger
 from evergrad.checkpoint.tiers.persistent_store import PersistentStore
 from evergrad.checkpoint.tiers.posix_bucket import PosixBucket
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, SaveRefused, TierError
+from evergrad.errors import EvergradError, FileAccessError, SaveRefused, TierError
+from evergrad.formats import durable
 
 SECONDS = 20.0
 PASSWORD = "hunter2-not-to-be-shown"
@@ -103,6 +105,40 @@ def test_a_new_attempt_that_cannot_begin_leaves_no_way_to_save_a_version_twice(d
             live = state(0)
             assert ck.restore(live, version=version) == 20
             assert holds(live, value)
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (errno.ENOSPC, "no space left on device. Free room on that disk: the run folder needs a few KB."),
+        (errno.EROFS, "read-only file system. Make the run folder writable."),
+    ],
+)
+def test_a_restarted_job_that_cannot_note_its_attempt_says_how_to_go_on_and_captures_nothing(
+    disks: Disks, shm: Path, monkeypatch: pytest.MonkeyPatch, number: int, line: str, agent: bool
+) -> None:
+    def refuse(path: Path) -> None:
+        if path.parent.name == "attempts":
+            raise OSError(number, os.strerror(number), str(path))
+
+    tiers = [eg.Memory(), eg.Local(disks.folder / "disk", keep=9)]
+    with eg.Checkpointer(disks.run, tiers=tiers, agent=agent) as ck:
+        ck.save(10, state(1)).wait(timeout=SECONDS)
+    with eg.Checkpointer(disks.run, tiers=tiers, agent=agent) as ck:
+        live = state(0)
+        assert ck.restore(live) == 10
+        with monkeypatch.context() as patched:
+            patched.setattr(durable, "fsync", refuse)
+            path = disks.run / "attempts" / "00002.json"
+            for _ in range(2):
+                with pytest.raises(FileAccessError) as caught:
+                    ck.save(20, state(2))
+                assert str(caught.value) == f"{path}: a new attempt cannot be noted: {line}"
+            assert ck.restore(live) == 10
+        assert ck.save(20, state(3)).wait(timeout=SECONDS).attempt == 2
+        assert ck.restore(live) == 20
+        assert holds(live, 3)
 
 
 # --- modules and slow tiers ---------------------------------------------------------------------------------------

@@ -94,6 +94,12 @@ class Job:
                     temporary.write_bytes(record_bytes(record | notes))
             except FileExistsError:
                 continue  # another attempt began at the same moment
+            except FileAccessError as error:
+                if not isinstance(error.__cause__, OSError):
+                    raise
+                raise FileAccessError(
+                    folder / f"{number:05d}.json", f"a new attempt cannot be noted: {_not_noted(error.__cause__)}"
+                ) from error
             return number
 
     def latest_attempt(self) -> int:
@@ -283,6 +289,16 @@ def _advice(error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return "Move that folder away and put the record back, or choose another run folder."
     return "Choose another run folder."
+
+
+def _not_noted(error: OSError) -> str:
+    """Return the reason why the run folder cannot be written, and how to go on."""
+    why = open_files_hint(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{why} Free room on that disk: the run folder needs a few KB."
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{why} Make the run folder writable."
+    return why
 
 
 def _is_identity(value: object) -> bool:
