@@ -20,6 +20,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint import storage
+from evergrad.checkpoint.catalogue import journal
 from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.cli import main
@@ -355,6 +356,34 @@ def test_without_digests_anywhere_a_version_is_unverified_and_says_so(
     assert json.loads(capsys.readouterr().out)["unverified"] is False
 
 
+def test_a_check_that_failed_before_the_digests_were_taken_again_is_not_shown(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = saved(tmp_path, "memory", 1, 2)
+    arena, run = arena_of(shm, 2), str(tmp_path / "run")
+    arena.with_suffix(".json").unlink()
+
+    def verify(when: str) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(journal, "now", lambda: when)
+            assert main(["checkpoints", "verify", run, "2"]) == 1
+
+    def listed() -> tuple[str, bool]:
+        capsys.readouterr()
+        assert main(["checkpoints", "ls", run, "--json"]) == 0
+        row = next(row for row in json.loads(capsys.readouterr().out)["versions"] if row["step"] == 2)
+        return row["verified"], row["unverified"]
+
+    verify("2020-01-01T00:00:00Z")
+    assert listed() == ("failed", False)
+    with eg.Checkpointer(run, tiers=tiers, agent=False) as ck:
+        assert ck.restore(state(0)) == 2
+        assert listed() == ("unknown", True)
+        flip(arena)
+        verify("2099-01-01T00:00:00Z")
+        assert listed() == ("failed", True)
+
+
 def test_the_catalogue_knows_that_an_arena_without_digests_is_not_what_was_captured(tmp_path: Path, shm: Path) -> None:
     tiers = saved(tmp_path, "memory", 1, 2)
     arena = arena_of(shm, 2)
@@ -443,8 +472,8 @@ def test_a_rest_in_memory_hides_no_version_on_a_disk(tmp_path: Path, shm: Path) 
 def test_a_first_version_that_was_never_complete_is_a_new_start(tmp_path: Path, shm: Path) -> None:
     tiers = saved(tmp_path, "memory", 1)
     arena_of(shm, 1).with_suffix(".json").unlink()
-    for journal in (tmp_path / "run" / "catalogue").glob("*.jsonl"):
-        journal.unlink()
+    for history in (tmp_path / "run" / "catalogue").glob("*.jsonl"):
+        history.unlink()
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
         ck._link.settle = lambda *_, **__: []  # type: ignore[method-assign]  # nobody finishes it
         assert ck.restore(state(0)) is None

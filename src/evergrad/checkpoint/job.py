@@ -32,6 +32,7 @@ __all__ = [
     "read_identity",
     "safe_name",
     "say_once",
+    "time_text",
 ]
 
 SCHEMA_VERSION = 1
@@ -140,7 +141,16 @@ def safe_name(text: str, limit: int = 40) -> str:
 
 def now() -> str:
     """The time as records carry it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + "Z"
+    return time_text(time.time())
+
+
+def time_text(seconds: float) -> str:
+    """Return a time, given in seconds since 1970, as records carry it; later ones compare as greater.
+
+    >>> time_text(0)
+    '1970-01-01T00:00:00Z'
+    """
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + "Z"
 
 
 def say_once(line: str) -> None:

@@ -15,7 +15,7 @@ import xxhash
 from evergrad.checkpoint.catalogue.journal import History, Journal, ShardNote, Verdict
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import Found, Home, Survey, find_home, survey
-from evergrad.checkpoint.job import safe_name
+from evergrad.checkpoint.job import safe_name, time_text
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Tier
 from evergrad.checkpoint.tiers.redaction import Redaction
@@ -157,7 +157,8 @@ class Catalogue:
             notes = _noted(version, found, history.shards.get(version, {}))
             origin = last.get(version.attempt) or self.origin(version.attempt, notes)
             last[version.attempt] = version.name
-            verdicts = tuple(history.verdicts.get(version, {}).values())
+            noted = history.verdicts.get(version, {}).values()
+            verdicts = tuple(verdict for verdict in noted if not _is_outdated(verdict, found))
             entry = _entry(
                 self.home.job, version, notes, seen, origin, verdicts, version in pinned, tags.get(version, [])
             )
@@ -212,6 +213,17 @@ def _noted(version: Version, found: Sequence[Found], history: Mapping[int, Shard
         )  # fmt: skip
         notes[rank] = replace(note, unverified=manifest.unverified)
     return notes
+
+
+def _is_outdated(verdict: Verdict, found: Sequence[Found]) -> bool:
+    """Return True if a check failed before a restart took the digests of a copy in that tier again."""
+    for each in found if verdict.verdict == "failed" else ():
+        if each.copy.tier == verdict.tier and not each.copy.url:
+            with suppress(FormatError, CheckpointError, OSError):
+                written = each.copy.manifest.stat().st_mtime
+                if each.manifest(digests=False).unverified and time_text(written) > verdict.time:
+                    return True
+    return False
 
 
 def _entry(
