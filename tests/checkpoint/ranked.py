@@ -269,11 +269,8 @@ def in_threads(me: Rank) -> None:
         assert me.holds(live, 30)
 
 
-def capture_and_die(me: Rank) -> None:
-    """All ranks return from saving steps 20 and 30 while their agents are stopped; then everybody is killed."""
-    me.join()
-    ck = me.checkpointer(tiers=[eg.Persistent(str(me.folder / "shared"), bandwidth=1_500)])
-    ck.save(10, me.state(10)).wait(timeout=60)
+def _stop_agent(ck: eg.Checkpointer) -> int:
+    """Stop the node's agent once it is done with the first arena; all ranks return when every agent is stopped."""
     while not ck._board.is_free(0, ck._recorder._arenas[0].ticket.generation):
         time.sleep(0.01)
     distributed.barrier()
@@ -281,12 +278,26 @@ def capture_and_die(me: Rank) -> None:
     assert isinstance(agent, int)
     os.kill(agent, signal.SIGSTOP)
     distributed.barrier()
-    for step in (20, 30):
-        ck.save(step, me.state(step))
+    return agent
+
+
+def _die_with(agent: int) -> None:
+    """Kill the stopped agent and this process, once all ranks are here."""
     distributed.barrier()
     with suppress(ProcessLookupError):  # another rank of the node was first
         os.kill(agent, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def capture_and_die(me: Rank) -> None:
+    """All ranks return from saving steps 20 and 30 while their agents are stopped; then everybody is killed."""
+    me.join()
+    ck = me.checkpointer(tiers=[eg.Persistent(str(me.folder / "shared"), bandwidth=1_500)])
+    ck.save(10, me.state(10)).wait(timeout=60)
+    agent = _stop_agent(ck)
+    for step in (20, 30):
+        ck.save(step, me.state(step))
+    _die_with(agent)
 
 
 def restore_what_was_captured(me: Rank) -> None:
@@ -304,18 +315,9 @@ def capture_a_third_and_die(me: Rank) -> None:
     ck = me.checkpointer(tiers=me.tiers())
     for step in (10, 20):
         ck.save(step, me.state(step)).wait(timeout=60)
-    while not ck._board.is_free(0, ck._recorder._arenas[0].ticket.generation):
-        time.sleep(0.01)
-    distributed.barrier()
-    agent = getattr(ck._link, "pid", None)
-    assert isinstance(agent, int)
-    os.kill(agent, signal.SIGSTOP)
-    distributed.barrier()
+    agent = _stop_agent(ck)
     ck.save(30, me.state(30))
-    distributed.barrier()
-    with suppress(ProcessLookupError):  # another rank of the node was first
-        os.kill(agent, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    _die_with(agent)
 
 
 def damage_the_ticket_of_one(me: Rank) -> None:

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_job import until
 
 import evergrad as eg
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
@@ -34,13 +34,6 @@ def state(value: float, size: int = 1000) -> dict[str, Any]:
 
 def holds(found: dict[str, Any], value: float) -> bool:
     return bool((found["a"] == value).all() and found["epoch"] == value)
-
-
-def until(so: Callable[[], Any], patience_s: float = 30) -> None:
-    end = time.monotonic() + patience_s
-    while not so():
-        assert time.monotonic() < end, "it never became so"
-        time.sleep(0.01)
 
 
 def in_child(act: Callable[[], None]) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from small_job import holds, state, until
 
 import evergrad as eg
 from evergrad.errors import RestoreError
@@ -26,21 +25,6 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "emptied": lambda _: b"",
     "removed": lambda _: None,
 }
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((5_000,), float(step)), "step": step}
-
-
-def holds(found: dict[str, Any], step: int) -> bool:
-    return bool((found["w"] == step).all()) and found["step"] == step
-
-
-def until(so: Callable[[], Any]) -> None:
-    end = time.monotonic() + SECONDS
-    while not so():
-        assert time.monotonic() < end, "it never became so"
-        time.sleep(0.01)
 
 
 class Captured:

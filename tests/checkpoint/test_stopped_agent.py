@@ -9,13 +9,12 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from small_job import holds, state, until
 
 import evergrad as eg
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
@@ -30,21 +29,6 @@ from evergrad.errors import CheckpointError, UsageError
 from living_agents import agents_of
 
 SECONDS = 120.0
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((3_000,), float(step)), "step": step}
-
-
-def holds(found: dict[str, Any], step: int) -> bool:
-    return bool((found["w"] == step).all()) and found["step"] == step
-
-
-def until(so: Callable[[], Any]) -> None:
-    end = time.monotonic() + SECONDS
-    while not so():
-        assert time.monotonic() < end, "it never became so"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:

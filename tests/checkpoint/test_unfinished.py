@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_job import holds, state, until
 
 import evergrad as eg
 from evergrad.checkpoint import storage
@@ -30,21 +30,6 @@ from programs import run_python
 
 SECONDS = 60.0
 RANKED = Path(__file__).with_name("ranked.py")
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((5_000,), float(step)), "step": step}
-
-
-def holds(found: dict[str, Any], step: int) -> bool:
-    return bool((found["w"] == step).all()) and found["step"] == step
-
-
-def until(so: Callable[[], Any]) -> None:
-    end = time.monotonic() + SECONDS
-    while not so():
-        assert time.monotonic() < end, "it never became so"
-        time.sleep(0.01)
 
 
 def killed_with_its_agent(folder: Path, shm: Path, tiers: Callable[[], list[Any]]) -> None:

@@ -229,12 +229,14 @@ def run_plain(script: str, ranks: int, folder: Path) -> dict[int, Any]:
 
 
 def run_case(case: Case, plain: Mapping[int, Any], folder: Path) -> Outcome:
-    """Run a case in a folder of its own, and judge it."""
+    """Run a case in a folder and in shared memory of its own, and judge it."""
     outcome, begun = Outcome(), time.monotonic()
-    ran = _launch(case, folder / "job", case.failures, folder)
-    if case.relaunched and ran.exit_code == _PREEMPTED:
-        shutil.rmtree(folder / "job" / "out", ignore_errors=True)
-        ran = _launch(case, folder / "again", (), folder)
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="evergrad-test-", dir=root) as shm, _environment({"EVERGRAD_SHM": shm}):
+        ran = _launch(case, folder / "job", case.failures, folder)
+        if case.relaunched and ran.exit_code == _PREEMPTED:
+            shutil.rmtree(folder / "job" / "out", ignore_errors=True)
+            ran = _launch(case, folder / "again", (), folder)
     _judge(case, ran, plain, outcome)
     shown = (f"--- end of {name}\n" + "\n".join(text.splitlines()[-30:]) for name, text in _printed(ran).items())
     outcome.said = "\n".join(shown)

@@ -99,6 +99,9 @@ def main():
     trainer = Trainer(config, model, optimizer, scheduler, train_data, test_data)
     trainer.train()
     leave_result(config.out, trainer.rank, trainer.steps, trainer.model.module, optimizer)
+    # DDP first: if it is the last to hold the group, torch joins the group's threads while it holds the interpreter,
+    # and one of these may wait for that.
+    del trainer
     destroy_process_group()
 
 
