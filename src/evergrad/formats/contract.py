@@ -376,8 +376,14 @@ def check_views(ck: Checkpoint, *, without: Container[str] = ()) -> None:
     """
     views, held = ck.skeleton.sharing.views, sum(ck.skeleton.sharing.sizes)
     claimed = sum(ck.tensors[name].nbytes for name in views if name in ck.tensors and name not in without)
-    if claimed > max(MAX_EXPANSION * held, MAX_EXPANDED_BYTES):
-        raise LimitExceeded(ck.path, f"views of {claimed:,} bytes over {held:,} bytes")
+    limit = max(MAX_EXPANSION * held, MAX_EXPANDED_BYTES)
+    if claimed > limit:
+        raise LimitExceeded(
+            ck.path,
+            f"views of {claimed:,} bytes over {held:,} bytes",
+            expected=f"at most {limit:,} bytes",
+            hint="Save the tensors that they are views of instead.",
+        )
 
 
 def aliases_of(skeleton: Skeleton, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:

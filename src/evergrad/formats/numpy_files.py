@@ -258,7 +258,7 @@ def _foreign(source: Checkpoint) -> dict[str, str]:
 
 
 def _told(foreign: dict[str, str]) -> list[str]:
-    return [f"{name!r:.80}: {why}" if why.startswith("a name") else f"{name}: {why}" for name, why in foreign.items()]
+    return [f"{name if name.isprintable() else ascii(name):.80}: {why}" for name, why in foreign.items()]
 
 
 def _is_text(name: str) -> bool:
