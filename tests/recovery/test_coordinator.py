@@ -154,6 +154,7 @@ def test_all_finish_and_spares_are_sent_home(jobs: Callable[..., Job]) -> None:
     job = jobs(2, spares=1)
     plan = job.begin()
     job.store.set(Keys.progress, json.dumps({"step": 41}))
+    assert job.store.has(Keys.progress)  # an answer: the coordinator, who has another connection, sees it too
     outcome = job.finish(plan)
     assert (outcome.kind, outcome.exit_code, outcome.failures_survived) == ("finished", 0, 0)
     assert job.called(2) == -1
