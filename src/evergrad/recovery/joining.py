@@ -115,7 +115,9 @@ def _stop(env: Mapping[str, str], error: UsageError) -> None:
         return
     secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
     keep_in_log(error, is_said=True)
-    StoreClient(host, int(port), secret=secret).set(Keys.fatal, str(error))
+    client = StoreClient(host, int(port), secret=secret)
+    client.set(Keys.fatal, str(error))
+    client.has(Keys.fatal)  # an answer: the launcher finds it there when it learns that this process has ended
 
 
 def _solo(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
