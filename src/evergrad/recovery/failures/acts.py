@@ -86,11 +86,17 @@ class LiveActs:
         more: dict[str, Any] = {} if for_s is None else {"for_s": for_s}
         self._tell(_EVENTS[kind], ranks=list(ranks), uids=[uid for uid, _ in found if uid >= 0], **more)
         waker = _waker(pids, for_s) if kind == "stop" and for_s is not None else None
-        if self._send is not None:
-            self._send(_SIGNALS[kind], [uid for uid, _ in found], whole_node)
-        else:
-            for pid in pids:
-                os.kill(pid, _SIGNALS[kind])
+        try:
+            if self._send is not None:
+                self._send(_SIGNALS[kind], [uid for uid, _ in found], whole_node)
+            else:
+                for pid in pids:
+                    os.kill(pid, _SIGNALS[kind])
+        except BaseException:
+            if waker is not None:
+                waker.kill()  # it would wait for processes that nobody stops
+                waker.wait()
+            raise
         if waker is not None:
             waker.wait()  # by now it has woken this process up too
 
@@ -156,10 +162,20 @@ class Pace:
         self._last = self._clock()
 
 
+# Its time begins when all are stopped, or have ended: a signal that came before a late stop would wake nobody.
+_WAKE = """
+for pid; do
+    while [ -e "/proc/$pid" ] && ! grep -qs "^State:[[:space:]]*[TXZ]" "/proc/$pid/status"; do sleep 0.01; done
+done
+sleep "$0"
+kill -CONT "$@"
+"""
+
+
 def _waker(pids: Sequence[int], after_s: float) -> subprocess.Popen[bytes]:
-    """A process that lets these go on after so long, whatever becomes of this one."""
+    """A process that lets these go on once they have been stopped for so long, whatever becomes of this one."""
     return subprocess.Popen(
-        ["/bin/sh", "-c", 'sleep "$0"; kill -CONT "$@"', f"{after_s:f}", *map(str, pids)],
+        ["/bin/sh", "-c", _WAKE, f"{after_s:f}", *map(str, pids)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
