@@ -24,6 +24,7 @@ parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--guard", type=int)
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--samples", type=int, default=64)
+parser.add_argument("--await-change", action="store_true", help="at first, until the launcher lets somebody in")
 options = parser.parse_args()
 
 
@@ -86,6 +87,8 @@ for epoch in range(options.epochs):
     loader: Any = OwnPlace(job.rank) if options.what == "own place" else DataLoader(data, batch_size=4, shuffle=True)
     for x, y in job.batches(loader):
         time.sleep(options.pause)
+        while options.await_change and job.generation == 0 and job.applied == 3 and not job._crew.wants_change:
+            time.sleep(0.001)
         if happens("asked one after the other", 5, by=0) or happens("one is asked", 5, by=0):
             send(signal.SIGTERM)
         if happens("dies as it saves", 5):

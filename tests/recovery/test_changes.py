@@ -52,7 +52,7 @@ def test_a_spare_takes_the_place_of_who_leaves_and_nothing_is_different(launch: 
 def test_a_job_that_lost_a_rank_grows_back_when_a_new_one_waits(launch: Launch) -> None:
     ran = launch(
         "-n", 3, "--respawn", "--fail", "kill rank=1 step=2",
-        arguments=["--epochs", 4, "--await-later", 3, "--pause", 0.02],
+        arguments=["--epochs", 4, "--await-change", 1],
     )  # fmt: skip
     assert ran.code == 0, ran.said
     sizes = [len(event["members"]) for event in ran.events("plan")]
@@ -65,7 +65,7 @@ def test_a_job_that_lost_a_rank_grows_back_when_a_new_one_waits(launch: Launch) 
 def test_a_job_grows_beyond_what_it_began_with_if_it_may(launch: Launch) -> None:
     ran = launch(
         "-n", 2, "--spares", 1, "--max-ranks", 3,
-        arguments=["--epochs", 4, "--await-spare", 2, "--pause", 0.02],
+        arguments=["--epochs", 4, "--await-change", 0],
     )  # fmt: skip
     assert ran.code == 0, ran.said
     assert [len(event["members"]) for event in ran.events("plan")][-1] == 3

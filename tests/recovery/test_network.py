@@ -143,14 +143,16 @@ def test_who_dies_during_a_cut_is_not_heard_to_die() -> None:
         assert victim.hears() is None
     with victim_at("127.0.0.1") as victim:
         victim.child.kill()
-        assert victim.hears() == b"", "without a cut its end is heard"
+        victim.link.settimeout(60)
+        assert victim.link.recv(100) == b"", "without a cut its end is heard"
 
 
 def test_a_cut_heals_by_itself_when_its_time_is_over() -> None:
     with victim_at("127.0.0.1") as victim:
-        assert victim.tell("cut", 0.2) == "cut True"
+        said = {victim.tell("cut", 0.2), victim._line()}  # in any order: it may be over before it is told of
+        assert "healed" in said
+        assert {word.split()[0] for word in said} == {"cut", "healed"}
         victim.link.sendall(b"a")
-        assert victim._line() == "healed"
         assert victim.receive(1) == b"A"
 
 

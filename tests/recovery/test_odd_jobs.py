@@ -27,7 +27,8 @@ def test_a_spare_that_joins_between_epochs_is_not_found_to_differ(
 
 
 def test_a_job_of_one_rank_grows_into_one_training(tmp_path: Path) -> None:
-    ran = odd("nothing", "--pause", 0.05, "--epochs", 3, folder=tmp_path, ranks=1, spares=1, options=["--max-ranks", 2])
+    grows = {"ranks": 1, "spares": 1, "options": ["--max-ranks", 2]}
+    ran = odd("nothing", "--await-change", "--epochs", 3, folder=tmp_path, **grows)
     ran.assert_finished()
     assert len(ran.weights) == 2
     ran.assert_equal_weights()
@@ -35,7 +36,7 @@ def test_a_job_of_one_rank_grows_into_one_training(tmp_path: Path) -> None:
 
 def test_a_planned_change_sends_nobody_back_to_a_checkpoint(tmp_path: Path) -> None:
     ran = odd(
-        "nothing", "--checkpoints", "{folder}/ck", "--every", 5, "--pause", 0.05, "--samples", 200,
+        "nothing", "--checkpoints", "{folder}/ck", "--every", 5, "--await-change", "--samples", 200,
         folder=tmp_path, ranks=2, spares=1, strategy="restart", options=["--max-ranks", 3],
     )  # fmt: skip
     ran.assert_finished()

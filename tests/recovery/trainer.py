@@ -39,7 +39,7 @@ parser.add_argument("--pause", type=float, default=0.0, help="seconds that a bat
 parser.add_argument("--guard", type=int, help="compare all ranks every so many steps")
 parser.add_argument("--overlap", action="store_true", help="the optimizer within backward, so without clipping")
 parser.add_argument("--unclipped", action="store_true", help="the same without overlap")
-parser.add_argument("--await-later", type=int, help="after a loss, go on when the process of this number waits")
+parser.add_argument("--await-change", type=int, help="in this generation, go on when the launcher lets somebody in")
 parser.add_argument("--await-spare", type=int, help="nobody begins before the spare of this number waits")
 options = parser.parse_args()
 
@@ -86,8 +86,8 @@ for _ in range(options.epochs):
         x, y = x.to(options.device), y.to(options.device)
         count += 1
         time.sleep(options.pause)
-        if options.await_later is not None and job.generation == 1 and job.applied == 3:
-            await_waiting(options.await_later)
+        while job.generation == options.await_change and job.applied == 3 and not job._crew.wants_change:
+            time.sleep(0.001)
         is_last = count == options.accumulate or job.is_last_batch
         with nullcontext() if is_last else model.no_sync():
             loss = nn.functional.cross_entropy(model(x), y) / options.accumulate
