@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -74,9 +75,9 @@ class Jobs:
             raise
 
     @contextmanager
-    def start(self, code: str, *options: str, **how: Any) -> Iterator[subprocess.Popen[str]]:
-        """The command line, in a process group of its own; it does not outlive the test."""
-        command = [sys.executable, "-m", "evergrad", "run", "--out", str(self.run), *options, self.script(code)]
+    def start(self, code: str, *options: str, by: tuple[str, ...] = (), **how: Any) -> Iterator[subprocess.Popen[str]]:
+        """The command line, in a process group of its own; it does not outlive the test. `by` starts it, if given."""
+        command = [*by, sys.executable, "-m", "evergrad", "run", "--out", str(self.run), *options, self.script(code)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "process_group": 0}
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, **(pipes | how)) as launcher:
             try:
@@ -270,6 +271,26 @@ def test_ctrl_c_reaches_processes_through_the_launcher_alone(jobs: Jobs) -> None
     assert sorted(out.splitlines()) == [f"[rank {rank}] {what}" for rank in range(2) for what in ("ready", "seen 1")]
     assert "interrupted: SIGINT" in error.splitlines()[-1]
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_in_the_background_a_terminal_decides_whether_sigint_is_ignored(jobs: Jobs, has_terminal: bool) -> None:
+    """A shell has it ignored there, as Ctrl-C is not meant; without a terminal, whoever sends it means the launcher."""
+    ours, theirs = pty.openpty()
+    shell = ("/bin/sh", "-c", 'trap \'\' INT; exec "$@" <"$0"', os.ttyname(theirs) if has_terminal else os.devnull)
+    code = "import signal; print('ready'); signal.pause()"
+    try:
+        # Whoever begins a session and opens a terminal has it.
+        with jobs.start(code, by=shell, process_group=None, start_new_session=True) as launcher:
+            wait_until(lambda: "ready" in jobs.log(0))
+            launcher.send_signal(signal.SIGINT)
+            launcher.send_signal(signal.SIGTERM)
+            _, error = launcher.communicate(timeout=60)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert launcher.returncode == (143 if has_terminal else 130), error
+    assert f"interrupted: {'SIGTERM' if has_terminal else 'SIGINT'}" in error.splitlines()[-1]
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(jobs: Jobs) -> None:

@@ -160,7 +160,7 @@ class Children:
         self._selector.register(self._here, selectors.EVENT_READ)
         self._wakeup_before = signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
         for number in (*PASSED_ON, signal.SIGCHLD):
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+            if number == signal.SIGCHLD or not _is_to_be_ignored(number):
                 self._before[number] = signal.signal(number, self._note)
         self._was_subreaper = _set_subreaper(1)
         return self
@@ -231,6 +231,27 @@ def _open(
     process.stdout.close()
     process.stderr.close()
     return process, out, err
+
+
+def _is_to_be_ignored(number: int) -> bool:
+    """Whether this process was started to ignore a signal, and does.
+
+    `nohup` has SIGHUP ignored. A shell has SIGINT ignored in what it starts in the background, as Ctrl-C is for others.
+    Without a terminal there is no Ctrl-C: a SIGINT is from somebody who means this process, such as a scheduler or CI,
+    which may have started everything in the background.
+    """
+    if signal.getsignal(number) != signal.SIG_IGN:
+        return False
+    return number != signal.SIGINT or _has_terminal()
+
+
+def _has_terminal() -> bool:
+    """Whether a terminal controls this process."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _set_subreaper(value: int) -> int:
