@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from evergrad.errors import UsageError
+from evergrad.recovery.launch.lookout import Questions
 from evergrad.recovery.pulse import Page, Pulse, Vital, innermost, is_stopped
 from evergrad.recovery.vigil import Finding, Patience, Vigil
 
@@ -152,6 +153,25 @@ def test_who_is_stopped_cut_off_or_silent_is_lost(vital: Vital, kind: str) -> No
 )
 def test_who_is_only_busy_or_has_not_begun_is_not(vital: Vital) -> None:
     assert judged(WELL, vital) == []
+
+
+def test_who_waits_for_an_answer_is_cut_off_only_if_the_store_has_given_others() -> None:
+    questions = Questions()
+    tests: list[str] = []
+
+    def asks_s(asks_beats: int, beats: int) -> float:
+        asking = replace(WELL, beats=beats, asks_s=0.25 * asks_beats, asks_beats=asks_beats)
+        return questions.unanswered(vitals(WELL, asking), lambda: tests.append("answered"))[1].asks_s
+
+    assert asks_s(1, 101) == 0, "an answer may take a moment"
+    assert not tests
+    assert asks_s(8, 108) == 0, "the store is asked only now: nobody has looked at this process for a while"
+    assert asks_s(9, 109) == 0
+    assert asks_s(10, 110) == 2.5, "the store has answered since, and this process has beat"
+    assert len(tests) == 1, "once for each question"
+    assert asks_s(2, 113) == 0, "another question"
+    assert asks_s(4, 115) == 1.0
+    assert len(tests) == 2
 
 
 def test_who_keeps_others_waiting_is_reported_once_and_lost_when_it_takes_too_long() -> None:

@@ -203,6 +203,10 @@ class Coordinator:
             self._notices.break_off(plan, -1, reason)
             self._stir.set()
 
+    def await_store(self) -> None:
+        """Return when the store has answered."""
+        self._notices.ask()
+
     def wait(self, timeout: float | None = None) -> Outcome | None:
         """The outcome, once there is one; None if that takes longer than this many seconds."""
         self._ended.wait(timeout)

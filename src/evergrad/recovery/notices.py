@@ -23,6 +23,10 @@ class Notices:
     def __init__(self, store: Sealed) -> None:
         self._store = store
 
+    def ask(self) -> None:
+        """Ask anything, and return when there is an answer."""
+        self._store.store.check([Keys.fatal])
+
     def fatal(self) -> str | None:
         """Why nobody shall go on, if a rank says so."""
         return self._store.find(Keys.fatal)

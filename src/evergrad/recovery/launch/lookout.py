@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evergrad.recovery.launch.crowd import Crowd
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.recovery.launch.status import Relay
-from evergrad.recovery.pulse import innermost
+from evergrad.recovery.pulse import Vital, innermost
 from evergrad.recovery.vigil import Finding, Vigil
 from evergrad.timeline import Recorder
 
 if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator
 
-__all__ = ["Lookout"]
+__all__ = ["Lookout", "Questions"]
+
+_BEATS = 2
+"""For so many of its own beats a process waits for an answer before the store is put to the test, and then again."""
+
+
+class Questions:
+    """The store's part in what processes ask of it: who waits for an answer is cut off only if the store gives answers.
+
+    The store is in the launcher's process. On a machine with too much to do it gets no processor for a while, and then
+    nobody has an answer. It answers in order: once it has answered us, it has answered whatever had reached it before.
+    """
+
+    def __init__(self) -> None:
+        self._tested: dict[int, tuple[int, int]] = {}
+        """By uid, the beat at which a process asked, and its beat when the store was known to answer after that."""
+
+    def unanswered(self, vitals: Mapping[int, Vital], test: Callable[[], None]) -> dict[int, Vital]:
+        """The same, but that nobody waits for an answer that the store may owe; `test` returns when it has answered."""
+        has_tested, found = False, dict(vitals)
+        for uid, vital in vitals.items():
+            asked_at = vital.beats - vital.asks_beats
+            known_at, beats = self._tested.get(uid, (-1, 0))
+            if not vital.asks_s or (known_at == asked_at and vital.beats - beats >= _BEATS):
+                continue
+            found[uid] = replace(vital, asks_s=0.0, asks_beats=0)
+            if known_at != asked_at and vital.asks_beats >= _BEATS:
+                if not has_tested:
+                    test()
+                    has_tested = True
+                self._tested[uid] = asked_at, vital.beats
+        return found
 
 
 class Lookout:
@@ -36,7 +68,7 @@ class Lookout:
         """`forsake` is told of a process that is lost and that nobody kills."""
         self._settings, self._crowd, self._relay, self._recorder = settings, crowd, relay, recorder
         self._label_of, self._forsake = label_of, forsake
-        self._vigil = Vigil(settings.patience)
+        self._vigil, self._questions = Vigil(settings.patience), Questions()
         self._next_s = 0.0
         self._last_s = time.monotonic()
 
@@ -54,6 +86,7 @@ class Lookout:
             return
         generation, members = coordinator.membership
         vitals = {uid: vital for uid, vital in self._crowd.vitals().items() if not coordinator.is_out(uid)}
+        vitals = self._questions.unanswered(vitals, coordinator.await_store)
         for finding in self._vigil.judge(vitals, members, generation, now):
             self._act_on(finding, coordinator)
 
