@@ -49,11 +49,15 @@ class Nursery:
     """Runs jobs one after the other."""
 
     def run(self, folder: Path, *options: object, script: Path = FOLDER / "trainer.py", arguments: Any = ()) -> Ran:
-        """`evergrad run OPTIONS script OUT ARGUMENTS` in a folder of its own; ranks begin when all spares wait."""
+        """`evergrad run OPTIONS script OUT ARGUMENTS` in a folder of its own; ranks begin when all spares wait.
+
+        A busy machine is no reason to be taken for dead: tests of silence say how long it may be.
+        """
         limit_s = float(os.environ.get("EVERGRAD_TEST_LIMIT_S", "90"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("EVERGRAD_AWAITED", ",".join(map(str, _spares(options))))
-            job = run_job(script, folder / "out", *arguments, options=options, timeout=limit_s, folder=folder)
+            patient = ("--silent", 30, *options)
+            job = run_job(script, folder / "out", *arguments, options=patient, timeout=limit_s, folder=folder)
         code = -signal.SIGALRM if job.timed_out else job.exit_code
         return Ran(code, job.stdout, job.stderr, folder / "run", job)
 

@@ -34,6 +34,8 @@ def test_a_stopped_rank_is_noticed_replaced_and_named_with_its_stack(launch: Lau
         3,
         "--spares",
         1,
+        "--silent",
+        1,
         "--fail",
         f"stop rank=1 step=2 phase={phase}",
         arguments=["--epochs", 1, "--await-spare", 3],
@@ -49,7 +51,7 @@ def test_a_stopped_rank_is_noticed_replaced_and_named_with_its_stack(launch: Lau
 
 
 def test_a_short_stop_is_waited_for(launch: Launch) -> None:
-    ran = launch("-n", 3, "--silent", 5, "--fail", "stop rank=1 step=2 for=0.4", arguments=["--epochs", 1])
+    ran = launch("-n", 3, "--fail", "stop rank=1 step=2 for=0.4", arguments=["--epochs", 1])
     assert ran.code == 0, ran.said
     assert not lost(ran)
     assert len(ran.results) == 3
@@ -58,7 +60,7 @@ def test_a_short_stop_is_waited_for(launch: Launch) -> None:
 def test_who_is_resumed_after_it_was_declared_dead_ends_without_doing_anything(launch: Launch, tmp_path: Path) -> None:
     """Stopped right before its save, resumed when the others are long past it."""
     ran = launch(
-        "-n", 3, "--keep-stopped",
+        "-n", 3, "--keep-stopped", "--silent", 1,
         "--fail", "stop rank=1 step=3 phase=checkpoint for=4", "--fail", "slow rank=0 step=4 by=40 for=5",
         arguments=["--epochs", 4, "--checkpoints", tmp_path / "ck", "--every", 3],
     )  # fmt: skip
@@ -73,7 +75,10 @@ def test_who_is_resumed_after_it_was_declared_dead_ends_without_doing_anything(l
 
 def test_a_rank_without_network_is_replaced(launch: Launch) -> None:
     undisturbed = launch("-n", 3, name="undisturbed", arguments=["--epochs", 1])
-    ran = launch("-n", 3, "--spares", 1, "--fail", "cut rank=1 step=2", arguments=["--epochs", 1, "--await-spare", 3])
+    ran = launch(
+        "-n", 3, "--spares", 1, "--silent", 1, "--fail", "cut rank=1 step=2",
+        arguments=["--epochs", 1, "--await-spare", 3],
+    )  # fmt: skip
     assert ran.code == 0, ran.said
     ((uid, how),) = lost(ran)
     assert uid == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from evergrad.testing import JobRun, run_job
 SCRIPT = Path(__file__).parent / "odd_trainer.py"
 
 
-def odd(what: str, *arguments: object, folder: Path, **how: object) -> JobRun:
-    return run_job(SCRIPT, what, *map(str, arguments), folder=folder / "job", **{"timeout": 60.0, **how})  # type: ignore[arg-type]
+def odd(what: str, *arguments: object, folder: Path, **how: Any) -> JobRun:
+    how["options"] = ["--silent", 30, *how.get("options", ())]  # a busy machine is no reason to be taken for dead
+    return run_job(SCRIPT, what, *map(str, arguments), folder=folder / "job", **{"timeout": 60.0, **how})
 
 
 def test_a_spare_that_joins_between_epochs_is_not_found_to_differ(
