@@ -266,7 +266,7 @@ def test_ctrl_c_reaches_processes_through_the_launcher_alone(jobs: Jobs) -> None
     ) as launcher:
         wait_until(lambda: "ready" in jobs.log(0) and "ready" in jobs.log(1))
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-        out, error = launcher.communicate(timeout=60)
+        out, error = launcher.communicate()
     assert launcher.returncode == 130, error
     assert sorted(out.splitlines()) == [f"[rank {rank}] {what}" for rank in range(2) for what in ("ready", "seen 1")]
     assert "interrupted: SIGINT" in error.splitlines()[-1]
@@ -285,7 +285,7 @@ def test_in_the_background_a_terminal_decides_whether_sigint_is_ignored(jobs: Jo
             wait_until(lambda: "ready" in jobs.log(0))
             launcher.send_signal(signal.SIGINT)
             launcher.send_signal(signal.SIGTERM)
-            _, error = launcher.communicate(timeout=60)
+            _, error = launcher.communicate()
     finally:
         os.close(ours)
         os.close(theirs)

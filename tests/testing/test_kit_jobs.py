@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ launcher = os.getppid()
 os.kill(int(pathlib.Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
 signal.pause()
 """
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def script(folder: Path, text: str) -> Path:
@@ -85,8 +94,8 @@ def test_a_hang_names_who_hangs_and_where(run_job: RunJob, tmp_path: Path) -> No
     assert "in wait_for_ever" in said
     assert "rank 1 begins to wait" in said
     for row in run.events("start"):
-        with pytest.raises(ProcessLookupError):
-            os.kill(row["pid"], 0)
+        while not is_gone(row["pid"]):  # the kernel ends it with its launcher, and that may take a moment
+            time.sleep(0.01)
 
 
 def test_what_cannot_be_launched_or_fails_says_why(run_job: RunJob, tmp_path: Path) -> None:
