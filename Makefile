@@ -25,8 +25,9 @@ demo: install  ## see it work, in about a minute
 	@$(BIN)/evergrad demo
 
 # Twice as many workers as CI has cores: many tests wait for processes, disks and time limits.
+# A test that fails is repeated once, and named at the end: the aim is that none is.
 test: install  ## all tests that a plain machine can run
-	$(PYTEST) -n 4
+	$(PYTEST) -n 4 --reruns 1
 
 test-slow: install  ## the long ones: files over 4 GB, more mutations
 	$(PYTEST) -m slow

@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 
 from living_agents import end_agents
+from repeated import pytest_runtest_setup, pytest_terminal_summary, pytest_timeout_set_timer  # noqa: F401
 from unprivileged import Unprivileged
 
 DATA = Path(__file__).parent / "data"
