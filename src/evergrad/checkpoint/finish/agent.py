@@ -38,7 +38,7 @@ from evergrad.checkpoint.events import Alive, Attached, Event, Refused, Settled
 from evergrad.checkpoint.finish.chain import load_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
-from evergrad.checkpoint.locks import Process, open_lock, process, removal_advice
+from evergrad.checkpoint.locks import Process, is_locked, open_lock, process, removal_advice
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
 from evergrad.formats.data_file import open_regular, read_small
@@ -47,6 +47,7 @@ from evergrad.formats.version_records import read_record, record_bytes
 __all__ = [
     "LINGER_S",
     "SOCKET",
+    "START_LOCK",
     "TIMEOUT_S",
     "agent_process",
     "end_agent",
@@ -61,6 +62,7 @@ LINGER_S = 60.0
 TIMEOUT_S = 30.0
 """Seconds that a trainer waits for an agent that does not answer."""
 SOCKET = "agent.sock"
+START_LOCK = "start.lock"
 
 _log = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 10.0
@@ -181,6 +183,7 @@ class _Agent:
         self._leaving = asyncio.Event()
         self._idle_since = time.monotonic()
         self._patience_s = max(linger_s, _FIRST_TRAINER_S)
+        self._start_lock: Path | None = arena_folder(job) / START_LOCK  # held by whoever starts us; None when it came
         self._recovered = asyncio.Event()
 
     async def serve(self) -> None:
@@ -200,7 +203,7 @@ class _Agent:
         while not self._leaving.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), min(0.25, self._linger_s / 4 or 0.01))
-            if self._trainers or self._engine.owed:
+            if self._trainers or self._engine.owed or (self._start_lock and is_locked(self._start_lock)):
                 self._idle_since = time.monotonic()
             elif time.monotonic() - self._idle_since >= self._patience_s:
                 self._leaving.set()
@@ -219,7 +222,7 @@ class _Agent:
             writer.close()
             return
         self._trainers[writer] = 0
-        self._patience_s = self._linger_s
+        self._patience_s, self._start_lock = self._linger_s, None
         _say(writer, Alive(os.getpid()))
         try:
             await self._recovered.wait()

@@ -22,7 +22,7 @@ from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
 from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.events import Alive, Attached, Refused, Settled, Unfinished, read_event
-from evergrad.checkpoint.finish.agent import agent_process, end_agent, socket_address, timeout_seconds
+from evergrad.checkpoint.finish.agent import START_LOCK, agent_process, end_agent, socket_address, timeout_seconds
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.job import Job
@@ -361,7 +361,7 @@ class AgentLink(Link):
 
     def _connect(self) -> socket.socket:
         """A connection to a living agent; one is started if none answers."""
-        end = time.monotonic() + _START_PATIENCE_S
+        end, starts = time.monotonic() + _START_PATIENCE_S, 0
         while True:
             try:
                 fd, address = socket_address(self._folder)
@@ -385,13 +385,16 @@ class AgentLink(Link):
             with self._starting():
                 if not is_locked(self._folder / LOCK):
                     self._start()
+                    starts += 1
+                    if starts < _TOO_MANY:  # starting may take long where much else runs: the patience is for silence
+                        end = time.monotonic() + _START_PATIENCE_S
                 else:
                     time.sleep(0.02)  # one is about to serve, or about to leave
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
         """Be the only process of the node that starts or ends an agent; `AgentError` if the lock cannot be opened."""
-        path = self._folder / "start.lock"
+        path = self._folder / START_LOCK
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(path))
