@@ -31,7 +31,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import EvergradError, TierError, UsageError
 from evergrad.testing import StorageCalls
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 _NEW_PROCESS_NUMBERS = 0x20000000  # CLONE_NEWPID
 
 
@@ -213,7 +213,7 @@ def answer_oddly(me: Rank) -> None:
 
 
 class Meeting(StorageCalls):
-    """Nodes that write a COMMIT.json all begin before one has ended, and the second takes a little longer."""
+    """Nodes that write a COMMIT.json all begin before one has ended, and the second ends after the first."""
 
     def __init__(self, me: Rank) -> None:
         super().__init__(me.folder / "bucket")
@@ -226,11 +226,11 @@ class Meeting(StorageCalls):
         if call.name == "create":
             marks = [self._me.folder / f"{folder.rpartition('/')[2]}.{rank}" for rank in range(self._me.world_size)]
             marks[self._me.rank].touch()
-            end = time.monotonic() + 0.3  # one may find the other's work done
-            while not all(mark.exists() for mark in marks) and time.monotonic() < end:
+            while not all(mark.exists() for mark in marks):
                 time.sleep(0.001)
-        elif call.name == "rename":
-            time.sleep(0.03 * self._me.rank)
+        elif call.name == "rename" and self._me.rank:
+            while not (self._me.folder / "bucket" / folder.rpartition("/")[2] / "COMMIT.json").exists():
+                time.sleep(0.001)
 
 
 def commit_at_once(me: Rank) -> None:
@@ -243,7 +243,7 @@ def commit_at_once(me: Rank) -> None:
             ck.save(step, {"x": torch.full((3,), float(step))}).wait("persistent", timeout=PATIENCE_S)
             together(me)
     met = [path for path in me.folder.glob("v*-01.0") if path.with_suffix(".1").exists()]
-    assert len(met) > 3, "they hardly ever met: this tests nothing"
+    assert len(met) == 10, "they have not always met"
     assert len(me.committed()) == 10
     together(me)
     assert not list(me.folder.glob("bucket/v*/.COMMIT.json*")), "something is left"
@@ -275,7 +275,7 @@ SCENARIOS: dict[str, list[Phase]] = {
 
 def run_rank(phase: Callable[[Rank], None], me: Rank) -> int:
     torch.set_num_threads(1)
-    signal.alarm(25)
+    signal.alarm(110)
     try:
         phase(me)
         if distributed.is_initialized():
