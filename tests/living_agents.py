@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["agents_of", "end_agents"]
@@ -18,7 +19,8 @@ def agents_of(folder: Path) -> list[int]:
         if entry.isdigit() and int(entry) != os.getpid():
             try:
                 command = Path("/proc", entry, "cmdline").read_bytes()
-                if b"agent" in command and marker in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+                environment = Path("/proc", entry, "environ").read_bytes()
+                if b"agent" in command.split(b"\0") and marker in environment.split(b"\0"):
                     found.append(int(entry))
             except OSError:
                 continue
@@ -31,5 +33,6 @@ def end_agents(folder: Path) -> None:
     while agents := agents_of(folder):
         if time.monotonic() > end:
             for pid in agents:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

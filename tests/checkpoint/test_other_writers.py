@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_job import until
 
 import evergrad as eg
 from evergrad.checkpoint.tiers import persistent_store
 from evergrad.checkpoint.tiers.persistent_store import PersistentStore
 from evergrad.errors import RestoreError
-from living_agents import end_agents
+from living_agents import agents_of
 
 SECONDS = 60.0
 OTHERS = [("another node", True, True), ("another node", False, True), ("another node", True, False)]
@@ -43,7 +44,7 @@ def saved(folder: Path, shm: Path, kinds: str, *, agent: bool, node: str, steps:
     with checkpointer(folder, kinds, agent=agent, node=node) as ck:
         for step in steps:
             ck.save(step, state(step)).wait("persistent", timeout=SECONDS)
-    end_agents(shm)  # it waits for them
+    until(lambda: not agents_of(shm))
 
 
 @pytest.fixture

@@ -85,9 +85,9 @@ def test_who_saves_by_himself_is_told_at_once(run: Run, world_size: int) -> None
 def test_a_second_signal_ends_the_process(jobs: subprocess.Popen[str], tmp_path: Path) -> None:
     ask(jobs, "insist", 1, tmp_path)
     told = tmp_path / "runs-0"
-    while not told.exists() or not told.read_text():
+    while not told.exists() or not (said := told.read_text()):  # it is written again and again
         time.sleep(0.01)
-    pid = int(told.read_text())
+    pid = int(said)
     os.kill(pid, signal.SIGTERM)
     told.write_text("")
     while not told.read_text():  # it has gone on
