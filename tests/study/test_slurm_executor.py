@@ -182,16 +182,27 @@ def wires(secret: bytes = b"s", other: bytes = b"s") -> tuple[Wire, Wire]:
 
 
 def exchanged(runner: Wire, worker: Wire) -> list[dict[str, Any]]:
-    """What the runner hears, after the nonces."""
+    """What the runner hears once nonces were exchanged: what the worker was told to send before, if anything."""
+    says = bool(worker._unsealed)
     runner.wait(0.0)
-    worker.wait(10)
-    worker.receive()
-    return heard(runner)
+    greet(worker)
+    return greet(runner) or (heard(runner) if says else [])
+
+
+def greet(wire: Wire) -> list[dict[str, Any]]:
+    """Wait for the other's nonce; what has come with it."""
+    messages: list[dict[str, Any]] = []
+    while not wire._key:
+        wire.wait(10)
+        messages += wire.receive() or []
+    return messages
 
 
 def heard(wire: Wire) -> list[dict[str, Any]]:
-    wire.wait(10)
-    return wire.receive() or []
+    """What has come, which may come in parts."""
+    while (messages := wire.receive()) == []:
+        wire.wait(10)
+    return messages or []
 
 
 def test_messages_arrive_once_both_have_proven_the_secret() -> None:
