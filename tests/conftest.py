@@ -83,6 +83,17 @@ def limited() -> Callable[..., str]:
     return run
 
 
+@pytest.fixture(scope="session", autouse=True)
+def workers_shared_memory() -> Iterator[None]:
+    """Jobs of this worker meet no others of this machine, and leave nothing behind."""
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="evergrad-test-", dir=root, ignore_cleanup_errors=True) as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("EVERGRAD_SHM", folder)
+            yield
+        end_agents(Path(folder))
+
+
 @pytest.fixture
 def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in shared memory that only this test uses; no agent outlives the test."""

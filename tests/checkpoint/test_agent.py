@@ -10,8 +10,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +25,12 @@ import evergrad as eg
 from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.board import Board, Pending
 from evergrad.checkpoint.events import Committed
+from evergrad.checkpoint.finish import agent as serving
+from evergrad.checkpoint.finish import link
 from evergrad.checkpoint.finish.agent import SOCKET, socket_address
+from evergrad.checkpoint.finish.link import AgentLink
 from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.locks import is_locked, locked
 from evergrad.errors import EvergradError, SaveRefused, TierError, UsageError
 from living_agents import agents_of
 
@@ -343,6 +350,44 @@ def test_a_module_that_the_agent_cannot_import_is_refused_at_once(tmp_path: Path
 
     with pytest.raises(UsageError, match="agent=False"):
         eg.Checkpointer(tmp_path, modules=[Inside()])
+
+
+def test_an_agent_that_left_because_its_start_took_too_long_is_started_again(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, start = [0.0], AgentLink._start
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
+    monkeypatch.setattr(link, "time", clock)
+
+    def slowly(self: AgentLink) -> None:
+        late[0] += 100.0
+        if late[0] > 100.0:  # the first one is gone before anybody comes
+            start(self)
+
+    monkeypatch.setattr(AgentLink, "_start", slowly)
+    with eg.Checkpointer(tmp_path) as ck:
+        ck.save(1, state(1)).wait()
+        assert len(agents_of(shm)) == 1
+    assert late == [200.0]
+
+
+def test_an_agent_does_not_leave_before_whoever_starts_it_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, looks = Job.open(tmp_path), []
+    with ExitStack() as starting:
+        starting.enter_context(locked(arena_folder(job) / serving.START_LOCK))
+
+        def look(path: Path) -> bool:
+            looks.append(path.name)
+            if len(looks) == 3:
+                starting.close()
+            return is_locked(path)
+
+        monkeypatch.setattr(serving, "_FIRST_TRAINER_S", 0.0)
+        monkeypatch.setattr(serving, "is_locked", look)
+        assert serving.run_agent(job, linger_s=0.0)
+    assert looks[:3] == [serving.START_LOCK] * 3
 
 
 def test_nonsense_on_the_socket_does_not_end_the_agent(tmp_path: Path, shm: Path) -> None:
