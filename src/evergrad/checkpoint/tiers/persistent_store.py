@@ -318,8 +318,9 @@ class PersistentStore(Store):
         """What lies there of a version; a network file system may take a moment to show what another node wrote."""
         end = time.monotonic() + _PATIENCE_S
         while True:
+            is_over = time.monotonic() > end  # asked once more when it is, however long an answer takes
             names = self._ledger.names(version)
-            if all(f"{shard_name(rank)}.json" in names for rank in range(world_size)) or time.monotonic() > end:
+            if is_over or all(f"{shard_name(rank)}.json" in names for rank in range(world_size)):
                 return names
             time.sleep(0.1)
 
