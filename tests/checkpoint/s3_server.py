@@ -68,6 +68,8 @@ class Proxy:
         """Nothing has come, and nothing will be done to what comes."""
         if self.hold is not None:
             self.hold.set()
+            with self.answered:
+                self.answered.notify_all()
         with self.lock:
             self.requests, self.faults, self.hold = [], [], None
             self.held.clear()
@@ -103,9 +105,9 @@ class Proxy:
             hold = self.hold if kind in ("upload_part", "put") and of_kind > self.let_by else None
         if hold is not None:
             with self.answered:  # what was let by has arrived
-                self.answered.wait_for(lambda: self._arrived(kind) >= self.let_by, 30)
+                self.answered.wait_for(lambda: hold.is_set() or self._arrived(kind) >= self.let_by)
             self.held.set()
-            hold.wait(30)
+            hold.wait()
             return request, "cut"  # whoever sent it is dead
         return request, ""
 

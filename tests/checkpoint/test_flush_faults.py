@@ -31,7 +31,7 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, SaveRefused, TierError
 from evergrad.formats import durable
 
-SECONDS = 20.0
+SECONDS = 100.0
 PASSWORD = "hunter2-not-to-be-shown"
 
 
@@ -344,7 +344,7 @@ def test_a_record_that_another_node_wrote_first_counts(tmp_path: Path, monkeypat
     monkeypatch.setattr(PosixBucket, "write", too_late)
     tiers = [eg.Local(tmp_path / "disk"), eg.Persistent(f"file://{tmp_path}/bucket")]
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
-        version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
+        version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=SECONDS)
     assert (tmp_path / "bucket" / version.name / "COMMIT.json").exists()
 
 
@@ -360,7 +360,7 @@ def test_a_listing_that_shows_another_nodes_shard_late_is_asked_again(
     monkeypatch.setattr(Ledger, "names", late)
     tiers = [eg.Local(tmp_path / "disk"), eg.Persistent(f"file://{tmp_path}/bucket")]
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
-        version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
+        version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=SECONDS)
     assert len(asked) >= 2
     assert (tmp_path / "bucket" / version.name / "COMMIT.json").exists()
 
@@ -383,7 +383,7 @@ def test_an_arena_is_kept_while_its_version_is_uploaded_and_not_committed(
     monkeypatch.setattr(PersistentStore, "commit", refused)
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
         with pytest.raises(TierError, match="no room for a record"):
-            ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=20)
+            ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=SECONDS)
         live = {"x": torch.zeros(3)}
         assert isinstance(ck._link, ThreadLink)
         assert ck._link._engine is not None

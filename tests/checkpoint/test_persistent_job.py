@@ -287,7 +287,7 @@ def test_compressed_versions_are_smaller_and_the_same_bit_for_bit(bucket: Bucket
 
 
 def test_credentials_are_in_no_file_no_object_and_no_log(bucket: Bucket, tmp_path: Path, shm: Path) -> None:
-    with eg.Checkpointer(tmp_path / "run", tiers=bucket.tiers(patience_s=1)) as ck:
+    with eg.Checkpointer(tmp_path / "run", tiers=bucket.tiers()) as ck:
         ck.save(1, state(1)).wait("persistent", timeout=PATIENCE_S)
         bucket.s3.reset()
         bucket.s3.faults = [Fault(number, how) for number, how in enumerate(["503", "cut", "403"] * 20, 1)]
@@ -349,7 +349,8 @@ def test_a_version_of_two_nodes_is_there_when_both_are_done_and_restores_on_one_
 ) -> None:
     stand_still(bucket.s3)
     log = tmp_path / "output.txt"
-    command = [sys.executable, str(RANKED), str(tmp_path), bucket.url, json.dumps(bucket.s3.options)]
+    options = bucket.s3.options | {"config_kwargs": {"read_timeout": 3600}}  # no request is made again meanwhile
+    command = [sys.executable, str(RANKED), str(tmp_path), bucket.url, json.dumps(options)]
     with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out) as job:
         # Both wait for the server, so each knows what the other one uploads.
         until(lambda: bucket.s3.count()["put"] == 2 or job.poll() is not None)
@@ -362,7 +363,7 @@ def test_a_version_of_two_nodes_is_there_when_both_are_done_and_restores_on_one_
             assert bucket.visible() == [], "half of the ranks, and it is called a version"
         finally:
             os.kill(second, signal.SIGCONT)
-        assert job.wait(60) == 0, log.read_text()
+        assert job.wait(PATIENCE_S) == 0, log.read_text()
     commit = json.loads(bucket.objects()["v0000000030-01/COMMIT.json"])
     assert (commit["world_size"], [shard["rank"] for shard in commit["shards"]]) == (2, [0, 1])
     model = s3_ranked.model()
@@ -382,12 +383,13 @@ def test_a_server_that_never_answers_keeps_no_save_from_the_disk_and_the_newest_
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}", "region_name": "us-east-1"}
-        tiers = bucket.tiers(options=bucket.s3.options | {"client_kwargs": endpoint}, patience_s=0.1)
+        options = {"client_kwargs": endpoint, "config_kwargs": {"read_timeout": 3600}}  # nothing is given up before
+        tiers = bucket.tiers(options=bucket.s3.options | options, patience_s=0.1)
         with eg.Checkpointer(tmp_path / "run", tiers=tiers) as ck:
             pending = []
             for step in (1, 2, 3, 4):
                 pending.append(ck.save(step, state(step)))
-                pending[-1].wait(timeout=20)  # less than a request takes until it is given up
+                pending[-1].wait(timeout=PATIENCE_S)
             assert not any(each.done("persistent") for each in pending)
             silent.close()
             left_out = []

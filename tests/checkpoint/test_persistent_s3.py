@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def s3(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     monkeypatch.setattr(persistent, "MIN_PART_BYTES", PART)
     monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
     return server
+
+
+@pytest.fixture
+def counted_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of patience nothing is spent but pauses, which take no time: requests may be as slow as they are."""
+    now = [0.0]
+
+    def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(persistent, "Retry", partial(retry.Retry, clock=lambda: now[0], sleep=pause))
 
 
 def tier(s3: Proxy, folder: Path, **settings: Any) -> Persistent:
@@ -107,7 +119,7 @@ def killed_in_the_middle(s3: Proxy, store: PersistentStore, work: Work, let_by: 
             store.put(work)
         finally:
             os._exit(1)
-    assert s3.held.wait(20)
+    assert s3.held.wait(100)
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     s3.reset()
@@ -230,6 +242,7 @@ def test_without_patience_a_failure_shows_nothing_and_the_next_try_all(s3: Proxy
         assert [copy.rank for copy in store.find()] == [0]
 
 
+@pytest.mark.usefixtures("counted_pauses")
 def test_what_does_not_pass_ends_with_what_where_and_how_often(
     s3: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,14 +265,13 @@ def test_a_bucket_that_is_not_there_is_said_at_once(s3: Proxy, tmp_path: Path) -
     assert len(s3.requests) == 1
 
 
+@pytest.mark.usefixtures("counted_pauses")
 def test_no_message_shows_a_secret(s3: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = s3.options | {"client_kwargs": {"endpoint_url": "http://127.0.0.1:1"}}
     chosen = Persistent("s3://bucket/x", options=options, patience_s=0.5)
     store = chosen.store(Site("job-1", "n0", tmp_path, tmp_path))
-    with caplog.at_level(logging.DEBUG, "evergrad"):
-        for _ in range(2):  # the first makes the client, which may take all patience
-            with pytest.raises(TierError) as caught:
-                store.find()
+    with caplog.at_level(logging.DEBUG, "evergrad"), pytest.raises(TierError) as caught:
+        store.find()
     for text in (str(caught.value), caplog.text, repr(chosen)):
         assert SECRET not in text
         assert "AKIAEXAMPLE" not in text

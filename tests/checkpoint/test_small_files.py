@@ -27,7 +27,7 @@ from evergrad.errors import AgentError, CheckpointError, EvergradError, TierErro
 from programs import run_python
 from unprivileged import Unprivileged
 
-SECONDS = 30.0
+SECONDS = 100.0
 STEPS = (1, 2, 3)
 FILES = {
     "job": "run/job.json",

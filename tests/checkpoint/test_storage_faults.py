@@ -31,7 +31,7 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import CheckpointError, EvergradError, RestoreError, TierError
 from evergrad.testing import FullStorage, ReadOnlyStorage, SlowStorage, StorageCalls
 
-SECONDS = 20.0
+SECONDS = 100.0
 
 
 def state(step: int) -> dict[str, Any]:

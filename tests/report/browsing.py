@@ -20,7 +20,7 @@ class Opened:
 
     def until(self, expression: str) -> None:
         """Wait until it holds. Playwright's own way would have the page evaluate texts, which its policy forbids."""
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + 100
         while not self.page.evaluate(expression):
             assert time.monotonic() < limit, f"never: {expression}"
             self.page.wait_for_timeout(20)
