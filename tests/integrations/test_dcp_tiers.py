@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -332,12 +333,12 @@ def test_nothing_to_load_is_said_so(ck: eg.Checkpointer) -> None:
         _ = TierReader(ck, version=5).version
 
 
-def open_shards() -> list[str]:
+def open_shards() -> Counter[str]:
     names = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sorted(name for name in names if name.endswith(".safetensors"))
+    return Counter(name for name in names if name.endswith(".safetensors"))
 
 
 def test_a_reader_lets_go_of_every_shard(ck: eg.Checkpointer) -> None:
@@ -347,4 +348,4 @@ def test_a_reader_lets_go_of_every_shard(ck: eg.Checkpointer) -> None:
         with TierReader(ck) as reader, pytest.raises(dcp.CheckpointException, match="Missing key"):
             dcp.load({"y": torch.ones(1)}, storage_reader=reader)
         dcp.load({"x": torch.ones(1)}, storage_reader=TierReader(ck))
-    assert open_shards() == before
+    assert not open_shards() - before  # those of the save may be closed a little later than it is done
