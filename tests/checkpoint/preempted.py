@@ -1,8 +1,9 @@
 """Jobs that are asked to leave, and ranks that have to agree, for tests.
 
 Run as a program, it imports torch once and then does what lines of JSON on its standard input ask for: it forks the
-ranks of a scenario, waits for them and answers with their exit codes. In some scenarios they end as any Python program
-does, with all that an interpreter does when it ends; in the others at once, which is quicker.
+ranks of a scenario, waits for them and answers with the number of the request and their exit codes. In some scenarios
+they end as any Python program does, with all that an interpreter does when it ends; in the others at once, which is
+quicker.
 """
 
 from __future__ import annotations
@@ -375,7 +376,7 @@ def main() -> None:
                 run_rank(request["scenario"], Rank(rank, request["world_size"], folder))
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(json.dumps(codes), flush=True)
+        print(json.dumps([request["number"], codes]), flush=True)
 
 
 if __name__ == "__main__":

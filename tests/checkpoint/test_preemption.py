@@ -25,38 +25,59 @@ PROGRAM = Path(__file__).with_name("preempted.py")
 Run = Callable[..., list[int]]
 
 
+class Jobs:
+    """A program that forks ranks when it is asked to. One that has ended is started again."""
+
+    def __init__(self) -> None:
+        self._program: subprocess.Popen[str] | None = None
+        self._number = 0
+
+    def ask(self, scenario: str, world_size: int, folder: Path) -> None:
+        if self._program is None or self._program.poll() is not None:
+            self.close()
+            command = [sys.executable, str(PROGRAM)]
+            self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._number += 1
+        request = {
+            "number": self._number,
+            "scenario": scenario,
+            "world_size": world_size,
+            "folder": str(folder),
+            "environment": {name: os.environ[name] for name in ("EVERGRAD_SHM", "EVERGRAD_LINGER")},
+        }
+        assert self._program.stdin is not None
+        print(json.dumps(request), file=self._program.stdin, flush=True)
+
+    def answer(self) -> list[int]:
+        """How the ranks have ended; what a test that gave up had asked for is passed over."""
+        assert self._program is not None
+        assert self._program.stdout is not None
+        for line in self._program.stdout:
+            number, codes = json.loads(line)
+            if number == self._number:
+                return list(codes)
+        raise AssertionError("the program that forks ranks has ended")
+
+    def close(self) -> None:
+        if self._program is not None:
+            with self._program as program:
+                program.communicate()
+
+
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[subprocess.Popen[str]]:
-    """A program that forks ranks when it is asked to."""
-    with subprocess.Popen(
-        [sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as program:
-        yield program
-        assert program.stdin is not None
-        program.stdin.close()
-        assert program.wait(timeout=60) == 0
-
-
-def ask(jobs: subprocess.Popen[str], scenario: str, world_size: int, folder: Path) -> None:
-    names = ("EVERGRAD_SHM", "EVERGRAD_LINGER")
-    request = {
-        "scenario": scenario,
-        "world_size": world_size,
-        "folder": str(folder),
-        "environment": {name: os.environ[name] for name in names},
-    }
-    assert jobs.stdin is not None
-    print(json.dumps(request), file=jobs.stdin, flush=True)
+def jobs() -> Iterator[Jobs]:
+    started = Jobs()
+    yield started
+    started.close()
 
 
 @pytest.fixture
-def run(jobs: subprocess.Popen[str], tmp_path: Path) -> Run:
+def run(jobs: Jobs, tmp_path: Path) -> Run:
     """Run a scenario with real ranks; they have to end with these codes."""
 
     def run_all(scenario: str, *codes: int) -> None:
-        ask(jobs, scenario, len(codes), tmp_path)
-        assert jobs.stdout is not None
-        found = json.loads(jobs.stdout.readline())
+        jobs.ask(scenario, len(codes), tmp_path)
+        found = jobs.answer()
         output = tmp_path / "output"
         assert found == list(codes), output.read_text() if output.exists() else found
 
@@ -82,8 +103,8 @@ def test_who_saves_by_himself_is_told_at_once(run: Run, world_size: int) -> None
     run("leave_without_being_asked", *[75] * world_size)
 
 
-def test_a_second_signal_ends_the_process(jobs: subprocess.Popen[str], tmp_path: Path) -> None:
-    ask(jobs, "insist", 1, tmp_path)
+def test_a_second_signal_ends_the_process(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.ask("insist", 1, tmp_path)
     told = tmp_path / "runs-0"
     while not told.exists() or not (said := told.read_text()):  # it is written again and again
         time.sleep(0.01)
@@ -102,8 +123,7 @@ def test_a_second_signal_ends_the_process(jobs: subprocess.Popen[str], tmp_path:
 
     while is_there():  # what comes right after the first is the same notice, passed on by another
         time.sleep(0.05)
-    assert jobs.stdout is not None
-    assert json.loads(jobs.stdout.readline()) == [-signal.SIGTERM]
+    assert jobs.answer() == [-signal.SIGTERM]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
