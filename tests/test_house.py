@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
         "recovery",
         "timeline",
+        "training",
         "study",
     },
     "testing": {
@@ -116,28 +117,27 @@ def _imports(path: Path) -> set[str]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("path", MODULES, ids=_module_name)
-def test_imports_go_one_way(path: Path) -> None:
-    allowed = MAY_IMPORT[_part(path)] | {_part(path)}
-    for name in _imports(path):
-        if name.split(".")[0] == "evergrad":
-            part = name.split(".")[1] if "." in name else "evergrad"
-            assert part in allowed, f"{_module_name(path)} may not import {name}"
+def test_imports_go_one_way() -> None:
+    for path in MODULES:
+        allowed = MAY_IMPORT[_part(path)] | {_part(path)}
+        for name in _imports(path):
+            if name.split(".")[0] == "evergrad":
+                part = name.split(".")[1] if "." in name else "evergrad"
+                assert part in allowed, f"{_module_name(path)} may not import {name}"
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("path", MODULES, ids=_module_name)
-def test_exports_are_complete_and_sorted(path: Path) -> None:
-    module = importlib.import_module(_module_name(path))
-    exported = getattr(module, "__all__", None)
-    if exported is None:
-        assert path.name == "__main__.py", f"{path.name} has no __all__"
-        return
-    by_kind = sorted(exported, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
-    assert exported == by_kind, "constants, then classes, then functions, each sorted"
-    assert len(set(exported)) == len(exported)
-    for name in exported:
-        assert getattr(module, name) is not None
+def test_packages_say_what_they_export() -> None:
+    for path in MODULES:
+        if path.name != "__init__.py":
+            continue
+        module = importlib.import_module(_module_name(path))
+        exported = module.__all__
+        by_kind = sorted(exported, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+        assert exported == by_kind, f"{path}: constants, then classes, then functions, each sorted"
+        assert len(set(exported)) == len(exported), path
+        for name in exported:
+            assert getattr(module, name) is not None
 
 
 @pytest.mark.check
@@ -188,10 +188,12 @@ def test_asking_for_help_imports_neither_torch_nor_numpy() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("path", MODULES, ids=_module_name)
-def test_examples_in_docstrings_run(path: Path) -> None:
-    results = doctest.testmod(importlib.import_module(_module_name(path)), optionflags=doctest.ELLIPSIS)
-    assert results.failed == 0
+def test_examples_in_docstrings_run() -> None:
+    for path in MODULES:
+        if ">>>" in path.read_text(encoding="utf-8"):
+            results = doctest.testmod(importlib.import_module(_module_name(path)), optionflags=doctest.ELLIPSIS)
+            assert results.failed == 0, path
+            assert results.attempted or "+SKIP" in path.read_text(encoding="utf-8"), path
 
 
 @pytest.mark.check

@@ -23,8 +23,9 @@ from evergrad.study.golden import Golden, read_golden
 from evergrad.study.outcomes import judge
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
+from evergrad.study.ranks.keeping import end_groups
 from evergrad.study.trials import Observation, Trial
-from evergrad.study.work import end_groups, perform
+from evergrad.study.work import perform
 from evergrad.study.work_orders import golden_work, trial_work
 
 TITLE = "Trials of data-parallel trainings an hour: warm ranks against a fresh launch a trial"

@@ -16,8 +16,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DType", "Layout"]
-
 Kind = Literal["float", "int", "uint", "bool", "complex"]
 
 

@@ -31,31 +31,6 @@ import difflib
 from collections.abc import Iterable
 from os import PathLike
 
-__all__ = [
-    "AgentError",
-    "AmbiguousMatch",
-    "CheckpointError",
-    "ConversionLoss",
-    "DamagedFile",
-    "EvergradError",
-    "FileAccessError",
-    "FormatError",
-    "LimitExceeded",
-    "RankLost",
-    "RecoveryError",
-    "RestoreError",
-    "SaveRefused",
-    "StateError",
-    "StudyError",
-    "TierError",
-    "UnknownFormat",
-    "UnknownTensor",
-    "UnsupportedContent",
-    "UsageError",
-    "nearest",
-    "reason",
-]
-
 
 class EvergradError(Exception):
     """The root: catch this to catch everything that Evergrad raises on purpose. Its message is one printable line."""

@@ -11,8 +11,6 @@ from typing import TypeAlias
 
 from evergrad.dtypes import DType
 
-__all__ = ["MAX_AXES", "Check", "Comparison", "Json", "Neighbour", "Role", "TensorDiff", "TensorInfo"]
-
 MAX_AXES = 64
 """The most axes of a tensor that is served: NumPy's limit."""
 

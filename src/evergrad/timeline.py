@@ -25,8 +25,6 @@ from typing import Any
 from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent, said
 from evergrad.records import Json
 
-__all__ = ["SCHEMA_VERSION", "Event", "Recorder", "read"]
-
 SCHEMA_VERSION = 1
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ from urllib.parse import unquote, urlsplit
 
 from evergrad.errors import UsageError, nearest
 
-__all__ = ["checked_choice", "counted", "first_line", "install_hint", "listed", "meant", "shown"]
-
 
 def checked_choice(name: str, value: Any, known: Sequence[str], near: Sequence[str] = ()) -> str:
     """One of those that are known; a wrong one may be near to others too."""

@@ -15,7 +15,7 @@ from evergrad.errors import UsageError
 from evergrad.injection.live import flip
 from evergrad.injection.spelling import fault_of
 from evergrad.recovery.failures.acts import LiveActs
-from evergrad.recovery.failures.schedule import Failure
+from evergrad.recovery.failures.failure import Failure
 from evergrad.state import flatten
 from evergrad.timeline import Recorder, read
 

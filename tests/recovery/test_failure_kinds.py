@@ -18,8 +18,10 @@ import pytest
 
 from evergrad.errors import UsageError
 from evergrad.recovery.failures.acts import LiveActs, Pace
-from evergrad.recovery.failures.schedule import Failure, Failures, Phase
+from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.failures.triggers import Trigger, since_begun
+from evergrad.recovery.failures.words import Phase
 
 MEMBERS, NODES = (10, 11), ("n0", "n0")
 

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.recovery.failures.schedule import Failure, Failures, Phase
+from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.failures.sites import Sites
 from evergrad.recovery.failures.triggers import InjectedFailure, Trigger
+from evergrad.recovery.failures.words import Phase
 
 MEMBERS, NODES = (10, 11, 12, 13), ("n0", "n0", "n1", "n1")
 

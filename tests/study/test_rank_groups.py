@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import StudyError
-from evergrad.study.ranks.group import RankGroup, RankLost
+from evergrad.study.ranks.group import RankGroup
+from evergrad.study.ranks.tending import RankLost
 
 
 @pytest.fixture(autouse=True)

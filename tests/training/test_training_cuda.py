@@ -11,8 +11,9 @@ import torch
 from evergrad.study.golden import read_golden
 from evergrad.study.observing import digest_of
 from evergrad.study.outcomes import Outcome, judge
+from evergrad.study.ranks.keeping import end_groups
 from evergrad.study.trials import Observation, Trial
-from evergrad.study.work import end_groups, perform
+from evergrad.study.work import perform
 from evergrad.study.work_orders import golden_work, trial_work
 from evergrad.training import Training
 from evergrad.training.mechanisms import make_session

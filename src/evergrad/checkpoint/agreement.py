@@ -24,8 +24,6 @@ from evergrad.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Agreement", "Votes"]
-
 _LAST_ROUND_S = 1.0
 
 

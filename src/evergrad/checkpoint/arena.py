@@ -31,12 +31,10 @@ import xxhash
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.locks import is_locked, locked, open_lock, removal_advice
-from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, TierError, reason
 from evergrad.formats.data_file import read_small
-
-__all__ = ["Arena", "ArenaFiles", "Ticket", "check_open_files", "open_files_hint", "populate"]
+from evergrad.formats.version_records import shard_name
 
 _MAGIC = b"EGTICKET"
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14

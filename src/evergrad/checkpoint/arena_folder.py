@@ -13,11 +13,9 @@ from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.checkpoint.job import Job, read_identity, say_once
 from evergrad.checkpoint.locks import is_locked
-from evergrad.checkpoint.manifest import shard_rank
 from evergrad.errors import CheckpointError, reason
 from evergrad.formats.data_file import NoFile, read_small
-
-__all__ = ["LOCK", "arena_folder", "arenas_root", "find_arenas", "moved_to", "open_run_folder", "remove_orphans"]
+from evergrad.formats.version_records import shard_rank
 
 LOCK = "agent.lock"
 """Held by the agent of a node while it lives."""

@@ -14,8 +14,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
 from evergrad.wording import meant
 
-__all__ = ["Board", "Capture", "Fate", "Pending"]
-
 _log = logging.getLogger(__name__)
 _UNTOLD = 32
 _EARLY = 64

@@ -26,8 +26,6 @@ from evergrad.checkpoint.preemption import Notice, Watch, checked_signals, signa
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.errors import CheckpointError, UsageError
 
-__all__ = ["Cadence"]
-
 _log = logging.getLogger(__name__)
 _REMEMBERED = 5
 _IN_FLIGHT = 4

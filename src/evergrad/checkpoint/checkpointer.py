@@ -43,8 +43,6 @@ from evergrad.formats.collector import uncollected
 from evergrad.state import Where
 from evergrad.wording import checked_choice
 
-__all__ = ["CheckpointWarning", "Checkpointer"]
-
 _log = logging.getLogger(__name__)
 
 

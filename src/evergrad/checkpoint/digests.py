@@ -12,8 +12,6 @@ from typing import TypeVar
 
 import xxhash
 
-__all__ = ["Span", "digest_spans", "digest_threads"]
-
 Span = tuple[int, int]
 """Where something begins and ends in a shard."""
 

@@ -9,19 +9,6 @@ from typing import Any, ClassVar
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, said
 
-__all__ = [
-    "Alive",
-    "Attached",
-    "Committed",
-    "Event",
-    "Failed",
-    "Free",
-    "Refused",
-    "Settled",
-    "Unfinished",
-    "read_event",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -22,19 +22,6 @@ from evergrad.formats.data_file import read_small
 from evergrad.formats.durable import appearing, replacing
 from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Job",
-    "former_homes",
-    "moved_along",
-    "node_name",
-    "now",
-    "read_identity",
-    "safe_name",
-    "say_once",
-    "time_text",
-]
-
 SCHEMA_VERSION = 1
 _log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")

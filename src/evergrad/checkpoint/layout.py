@@ -36,21 +36,6 @@ from evergrad.formats.safetensors import (
 from evergrad.records import Json
 from evergrad.state import Skeleton
 
-__all__ = [
-    "ALIGNMENT",
-    "PLACEMENTS_KEY",
-    "SHARD_KEY",
-    "Entry",
-    "Header",
-    "Layout",
-    "Parsed",
-    "Spec",
-    "cut",
-    "escaped",
-    "parse",
-    "shard_record",
-]
-
 ALIGNMENT = 4096
 SHARD_KEY = "evergrad.shard"
 PLACEMENTS_KEY = "evergrad.placements"

@@ -13,8 +13,6 @@ from evergrad.checkpoint import storage
 from evergrad.errors import CheckpointError
 from evergrad.formats.data_file import NoFile, open_regular
 
-__all__ = ["Process", "holder", "is_locked", "locked", "open_lock", "process", "removal_advice"]
-
 _QUICK_S, _SLOW_S = 0.001, 0.05
 _PATIENCE_S = 30.0
 

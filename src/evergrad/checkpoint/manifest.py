@@ -12,9 +12,7 @@ from typing import Any
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, reason, said
 from evergrad.formats.data_file import read_small
-from evergrad.formats.version_records import is_as_written, record_bytes, shard_name, shard_rank
-
-__all__ = ["SCHEMA_VERSION", "Manifest", "shard_name", "shard_rank"]
+from evergrad.formats.version_records import is_as_written, record_bytes
 
 SCHEMA_VERSION = 1
 _DIGESTS = b'"digests": {'

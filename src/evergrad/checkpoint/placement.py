@@ -19,8 +19,6 @@ from typing import Any, Literal
 
 from evergrad.errors import DamagedFile
 
-__all__ = ["ALL", "Kind", "Place", "Placements"]
-
 Kind = Literal["replicated", "first", "sharded", "own"]
 
 ALL = "**"

@@ -14,17 +14,6 @@ from typing import ClassVar, Protocol, final, runtime_checkable
 
 from evergrad.errors import UsageError
 
-__all__ = [
-    "EverySeconds",
-    "EverySteps",
-    "MaxOverhead",
-    "Policy",
-    "Progress",
-    "YoungDaly",
-    "checked_policies",
-    "daly_interval_s",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:

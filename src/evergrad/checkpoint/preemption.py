@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from evergrad.errors import UsageError
 
-__all__ = ["Notice", "Watch", "checked_signals", "signal_name"]
-
 _log = logging.getLogger(__name__)
 _SAME_NOTICE_S = 1.0
 _UNWATCHABLE = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}

@@ -15,8 +15,6 @@ from typing import Any, TypeVar, cast
 
 from evergrad.errors import CheckpointError
 
-__all__ = ["Ranks", "follow", "is_distributed"]
-
 _T = TypeVar("_T")
 _followed: Callable[[], Ranks] | None = None
 

@@ -18,8 +18,6 @@ import torch
 
 from evergrad.errors import StateError, UsageError
 
-__all__ = ["Generator", "RngState", "rng_state"]
-
 _log = logging.getLogger(__name__)
 
 Generator: TypeAlias = "torch.Generator | np.random.Generator"

@@ -12,8 +12,6 @@ from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.tiers import Compress, Local, Memory, Tier, join_compression
 from evergrad.errors import UsageError, nearest
 
-__all__ = ["checked_meta", "checked_modules", "checked_run_dir", "checked_step", "checked_tiers"]
-
 _SPELLED = {
     "memory": "eg.Memory()",
     "local": "eg.Local(path)",

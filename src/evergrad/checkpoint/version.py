@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Version", "VersionRecord"]
-
 _NAME = re.compile(r"v(\d{10,19})-(\d{2,9})")
 
 

@@ -10,8 +10,6 @@ import typer
 from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, print_json, printable
 
-__all__ = ["EPILOG", "agent"]
-
 EPILOG = (
     "Example: evergrad agent runs/r50 --node n1\n\nA Checkpointer starts one by itself; run it yourself where a daemon "
     "would be killed, as a child of your launcher.\n\nExit codes: 0 it served, or another one does · 2 usage, or it "

@@ -10,8 +10,6 @@ from importlib import resources
 
 from evergrad.errors import UsageError
 
-__all__ = ["check_shell", "one_of", "studies"]
-
 _OPTIONS = ("--install-completion", "--show-completion")
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 

@@ -15,8 +15,6 @@ from evergrad.wording import counted
 if TYPE_CHECKING:
     from evergrad.records import Json
 
-__all__ = ["EPILOG", "convert"]
-
 EPILOG = (
     "Examples:\n\n  evergrad convert model.pt model.safetensors\n\n"
     "  evergrad convert checkpoint-500/ all.pt --tensors-only\n\n"

@@ -20,8 +20,6 @@ from evergrad.errors import FileAccessError, UsageError, nearest, reason
 if TYPE_CHECKING:
     from evergrad.records import Json
 
-__all__ = ["CHAPTERS", "EPILOG", "Chapter", "demo"]
-
 
 @dataclass(frozen=True, slots=True)
 class Chapter:

@@ -15,8 +15,6 @@ from evergrad.errors import EvergradError
 if TYPE_CHECKING:
     from evergrad.records import Json
 
-__all__ = ["PROCESSES", "tell"]
-
 PROCESSES = 2
 """The trainer that is killed, and the one that is preempted."""
 

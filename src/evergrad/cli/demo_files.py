@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from evergrad.records import Json
 
-__all__ = ["tell"]
-
 _SEED = 1
 _FLIP = ("--bits", "exponent-msb", "--count", "1", "--where", "model/4.weight", "--seed", str(_SEED))
 _FLIPS, _TRIALS = 10, 10

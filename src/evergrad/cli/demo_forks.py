@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-__all__ = ["Fork", "prepare", "start"]
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-__all__ = ["main"]
-
 _EPOCHS, _SAY_EVERY = 4, 8
 
 

@@ -18,8 +18,6 @@ from evergrad.errors import UsageError
 if TYPE_CHECKING:
     from evergrad.records import Json
 
-__all__ = ["PROCESSES", "tell"]
-
 PROCESSES = 4
 """The launchers: undisturbed, with a rank less, with a spare, and in trouble."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from evergrad.study.journal import Entry
     from evergrad.study.results import Results
 
-__all__ = ["PLAN", "RANKS", "tell"]
-
 PLAN = """\
 study = "demo"
 title = "Flipped bits in a checkpoint of AlexNet"
@@ -127,8 +125,8 @@ def _ranks(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
     from evergrad.study import Plan, run_study
     from evergrad.study.executors.inline import InProcess
     from evergrad.study.plan_files import parse
+    from evergrad.study.ranks.keeping import end_groups
     from evergrad.study.runner import PERFORM
-    from evergrad.study.work import end_groups
 
     plan = Plan.of(parse(RANKS, "demo-ranks"))
     try:

@@ -10,8 +10,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Spirals", "train", "train_until_asked"]
-
 _EVERY = 10
 _PACE_S = 0.02  # a step of a model worth the name takes longer: the demo's would outrun every signal
 

@@ -14,8 +14,6 @@ from evergrad.wording import counted
 if TYPE_CHECKING:
     from evergrad.records import Comparison, TensorDiff
 
-__all__ = ["EPILOG", "diff"]
-
 _SHOWN_VALUES = 20
 
 EPILOG = (

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from evergrad.doctor import Check
     from evergrad.records import Json
 
-__all__ = ["EPILOG", "doctor"]
-
 EPILOG = (
     "Examples:\n\n  evergrad doctor\n\n  evergrad doctor --folder /scratch --json\n\n"
     "ok: will do · degraded: works, and something can be done for more · failed: has to be mended · "

@@ -20,8 +20,6 @@ from evergrad.wording import meant
 if TYPE_CHECKING:
     from evergrad.injection import Fault, InjectionLog
 
-__all__ = ["EPILOG", "inject", "report"]
-
 EPILOG = (
     "Examples:\n\n"
     "  evergrad inject model.pt --bits exponent --count 10 --seed 7 --out bad.pt\n\n"

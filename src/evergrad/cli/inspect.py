@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from evergrad.formats import Checkpoint
     from evergrad.records import TensorInfo
 
-__all__ = ["EPILOG", "inspect"]
-
 EPILOG = (
     "Examples:\n\n  evergrad inspect model.pt --tree\n\n"
     "  evergrad inspect checkpoint-500/ --where role:optimizer --json\n\n"

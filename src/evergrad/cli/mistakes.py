@@ -8,8 +8,6 @@ from pathlib import Path
 
 from evergrad.errors import UsageError
 
-__all__ = ["given_path", "parser_line"]
-
 _EXPECTED = (
     (r"Input should be a valid integer.*", "a whole number"),
     (r"Input should be a valid number.*", "a number"),

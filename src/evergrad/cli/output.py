@@ -25,21 +25,6 @@ if TYPE_CHECKING:
 
     from evergrad.records import Json
 
-__all__ = [
-    "JsonOption",
-    "console",
-    "near",
-    "print_json",
-    "print_rows",
-    "print_some",
-    "printable",
-    "progress",
-    "safe_streams",
-    "shape",
-    "size",
-    "told",
-]
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Row = TypeVar("Row")

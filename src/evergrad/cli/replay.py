@@ -16,8 +16,6 @@ from evergrad.errors import DamagedFile, FileAccessError, reason, said
 if TYPE_CHECKING:
     from evergrad.injection.replay import Rename
 
-__all__ = ["EPILOG", "replay"]
-
 EPILOG = (
     "Examples:\n\n  evergrad replay faults.jsonl model.pt --out bad.pt\n\n"
     "  evergrad replay faults.jsonl model.keras --rename auto --out bad.keras\n\n"

@@ -11,8 +11,6 @@ import typer
 from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json
 
-__all__ = ["CONTEXT", "EPILOG", "run"]
-
 CONTEXT = {"allow_interspersed_args": False}
 """Everything after the script is the script's, options too."""
 

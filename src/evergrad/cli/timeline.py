@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from evergrad.report.run_reading import RunFolder
     from evergrad.report.run_story import Interruption, RunStory
 
-__all__ = ["EPILOG", "timeline"]
-
 EPILOG = (
     "Examples:\n\n  evergrad timeline runs/kill\n\n  evergrad timeline runs/kill --out kill.html\n\n"
     "  evergrad timeline runs/kill --json --no-page\n\n"

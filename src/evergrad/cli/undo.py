@@ -10,8 +10,6 @@ import typer
 from evergrad.cli.mistakes import given_path
 from evergrad.cli.output import JsonOption, near, print_json, printable, progress
 
-__all__ = ["EPILOG", "undo"]
-
 EPILOG = (
     "Examples:\n\n  evergrad undo bad.pt.faults.jsonl\n\n  evergrad undo faults.jsonl moved/bad.pt\n\n"
     "Exit codes: 0 the file is as it was · 2 usage, or a file that changed since (nothing is changed then)."

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from evergrad.formats.verify import TensorVerdict, Verification
     from evergrad.records import Check
 
-__all__ = ["EPILOG", "verify"]
-
 EPILOG = (
     "Examples:\n\n  evergrad verify model.pt\n\n"
     "  evergrad verify checkpoint-500/ --where role:optimizer --strict --json\n\n"

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evergrad.records import Json
 
-__all__ = ["VERDICTS", "Check", "checked", "worst"]
-
 VERDICTS = ("failed", "degraded", "unknown", "ok")
 """The worst first. Degraded: it works, and something can be done for more. Unjudged is not passed: that is unknown."""
 

@@ -20,8 +20,6 @@ from evergrad.doctor.check import Check, checked
 from evergrad.doctor.shared_memory import filesystem_of
 from evergrad.errors import reason
 
-__all__ = ["look", "measure"]
-
 _BLOCK = 1 << 22
 _MOST_BYTES = 1 << 26
 _MOST_S = 0.7  # for writing, and again for reading

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from evergrad.doctor.check import Check, checked
 
-__all__ = ["look"]
-
 _SLURM = ("sbatch", "squeue", "scancel", "srun")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _FIRST_TIME = 1_735_689_600.0  # 2025: a clock before that was never set

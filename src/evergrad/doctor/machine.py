@@ -10,8 +10,6 @@ from pathlib import Path
 
 from evergrad.doctor.check import Check, checked
 
-__all__ = ["available_bytes", "cgroup_cores", "cgroup_memory", "look"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _MEMORY = (  # limit, use, and what of it is of files: versions 2 and 1

@@ -11,8 +11,6 @@ from evergrad.doctor.check import Check, checked
 from evergrad.doctor.machine import available_bytes
 from evergrad.errors import reason
 
-__all__ = ["filesystem_of", "look"]
-
 _ARENAS = 2  # a rank
 _RANKS = 8  # for the example of several
 _LITTLE = 1e9  # docker gives 64 MB unless told otherwise

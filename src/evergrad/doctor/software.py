@@ -12,8 +12,6 @@ from evergrad.doctor.check import Check, checked
 from evergrad.doctor.torch_probe import Probe
 from evergrad.wording import install_hint
 
-__all__ = ["EXTRAS", "look", "look_at_extras", "missing_from"]
-
 EXTRAS = {
     "hdf5": "HDF5 files: Keras, Chainer, PyTorch",
     "fast": "verify: checksums at memory speed",

@@ -13,8 +13,6 @@ from typing import Any
 from evergrad.doctor.check import Check, checked
 from evergrad.errors import reason
 
-__all__ = ["Probe", "look", "probe"]
-
 Probe = dict[str, dict[str, Any]]
 """Of each part its facts, or the `error` that it ended with; what is missing was not reached."""
 

@@ -21,8 +21,6 @@ from evergrad.state.sharing import byte_extent
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AddressedCheckpoint", "describe"]
-
 
 class AddressedCheckpoint(Checkpoint):
     """A checkpoint given by where its tensors are; `locate` finds a place when it is first needed."""

@@ -20,14 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
-from evergrad.formats.crc import CRC32, crc32
+from evergrad.formats.crc import CRC32
 from evergrad.formats.data_file import Bytes, DataFile, closed_on_error, file_errors, xor_rows
 from evergrad.formats.durable import replacing
 from evergrad.formats.region import Seal, check_seal
 from evergrad.formats.zip_directory import Member, data_offset, read_directory
 from evergrad.records import Check
 
-__all__ = ["Archive", "Inflated"]
+try:  # faster, where it is installed
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 # Deflate reaches 1032:1 at most; a member that claims more was made to mislead.
 MAX_INFLATION = 1100

@@ -23,8 +23,6 @@ from evergrad.formats.signatures import signature_of
 from evergrad.formats.torch_legacy import TorchLegacy
 from evergrad.formats.torch_zip import TorchZip
 
-__all__ = ["TENSOR_FILES", "Beside", "unread_file"]
-
 TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
 """The endings of files that are opened with their folder."""
 _MODELS = (

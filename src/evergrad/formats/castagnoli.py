@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["crc32c", "masked", "unmasked"]
-
 _WORDS = 1 << 17  # words folded at once: they stay in the second-level cache with their tables
 _MASK_DELTA = 0xA282EAD8
 _POLYNOMIAL = 0x82F63B78

@@ -24,8 +24,6 @@ from evergrad.state.encoding import describe
 from evergrad.state.selection import items_of_where, nothing, select_one
 from evergrad.wording import counted
 
-__all__ = ["compare"]
-
 _WITH_VALUES = ("torch-zip", "torch-legacy", "pytorch-h5")
 """Formats that hold values besides tensors: a file of theirs that holds none says so."""
 

@@ -29,8 +29,6 @@ from evergrad.state import Skeleton, Where, role_of, select, unflatten
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "Format", "OtherTensor", "Probe"]
-
 Bits = npt.NDArray[np.unsignedinteger]
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""

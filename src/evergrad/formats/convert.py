@@ -21,8 +21,6 @@ from evergrad.wording import meant
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["convert", "left_out", "losses", "parts_of_unread", "unread_tensors", "unwritable_tensors"]
-
 
 def convert(
     a: str | PathLike[str] | Checkpoint,

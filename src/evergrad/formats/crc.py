@@ -15,13 +15,6 @@ from operator import xor
 import numpy as np
 import numpy.typing as npt
 
-try:  # faster, where it is installed
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
-
-__all__ = ["CRC32", "CRC32C", "Crc", "crc32"]
-
 _POWERS = 44  # distances up to 16 TiB
 _MANY = 48  # from here on NumPy pays, with larger tables: a digit of the distance each
 _CROWD = 4096  # from here on merging pays

@@ -20,22 +20,6 @@ import numpy.typing as npt
 from evergrad.errors import DamagedFile, FileAccessError, reason
 from evergrad.formats.rehearsal import rehearsing
 
-__all__ = [
-    "Bytes",
-    "Closes",
-    "DataFile",
-    "NoFile",
-    "close_all",
-    "closed_on_error",
-    "file_errors",
-    "gather",
-    "named_size",
-    "open_file",
-    "open_regular",
-    "read_small",
-    "xor_rows",
-]
-
 Held = TypeVar("Held", bound="Closes")
 
 

@@ -23,8 +23,6 @@ from evergrad.records import Check
 from evergrad.state import ROOT
 from evergrad.state.roles import tensor_info
 
-__all__ = ["Dcp", "Window"]
-
 METADATA = ".metadata"
 MAX_OPEN_PARTS = 1024
 

@@ -15,8 +15,6 @@ from evergrad.formats.pieces import Box, fill
 from evergrad.formats.torch_objects import TorchBuilder
 from evergrad.records import MAX_AXES
 
-__all__ = ["Folder", "Place", "StoredTensor", "read_metadata"]
-
 MAX_METADATA_BYTES = 1 << 29
 
 

@@ -11,8 +11,6 @@ from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.data_file import close_all, file_errors, open_file
 from evergrad.formats.folders import Opener, by_file
 
-__all__ = ["DeepSpeed"]
-
 LATEST = "latest"
 MAX_LATEST_BYTES = 4096
 MAX_FILES = 4096  # all of them are open at once

@@ -12,8 +12,6 @@ from pathlib import Path
 from evergrad.errors import FileAccessError
 from evergrad.formats.data_file import file_errors
 
-__all__ = ["appearing", "check_replaceable", "fsync", "replacing", "temporary_name"]
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:

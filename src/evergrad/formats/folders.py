@@ -23,8 +23,6 @@ from evergrad.state.sharing import View
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CompositeCheckpoint", "PlainFolder", "Sharded", "TrainerFolder"]
-
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 1 << 28
 

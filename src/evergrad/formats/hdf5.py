@@ -22,8 +22,6 @@ from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, find_sharing, role_of
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Hdf5", "Hdf5Checkpoint"]
-
 _MAX_AXES = 32  # HDF5's own limit
 MAGIC = b"\x89HDF\r\n\x1a\n"
 MAX_ATTRIBUTE_BYTES = 1 << 20

@@ -12,8 +12,6 @@ from typing import Any
 
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors, library
 
-__all__ = ["MAX_NAMED", "Unkept"]
-
 MAX_NAMED = 1_000
 
 

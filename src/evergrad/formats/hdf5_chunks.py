@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from evergrad.formats.region import Region
 
-__all__ = ["Box", "ChunkedRegion", "boxes", "chunk_box"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """First element and length along each axis."""
 

@@ -22,8 +22,6 @@ from evergrad.formats.region import Seal
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 from evergrad.wording import install_hint
 
-__all__ = ["Hdf5File", "Place", "hdf5_errors", "library"]
-
 CHUNK_CACHE_BYTES = 1 << 26
 
 

@@ -21,8 +21,6 @@ from evergrad.errors import DamagedFile
 from evergrad.formats.hdf5_file import Hdf5File
 from evergrad.formats.hdf5_listing import Entry
 
-__all__ = ["DEFLATE", "FLETCHER32", "SUM_BYTES", "ChunkIndex", "check_index"]
-
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 SUM_BYTES = 4
 _LAYOUT, _CONTINUATION = 0x08, 0x10

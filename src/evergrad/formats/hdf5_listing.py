@@ -11,8 +11,6 @@ from evergrad.formats.contract import OtherTensor
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors, library
 from evergrad.formats.hdf5_types import Elements
 
-__all__ = ["Entry", "Listing", "list_file"]
-
 MAX_DEPTH = 128
 MAX_OBJECTS = 2_000_000
 MAX_REPEATED = 100_000  # objects under a second name of their group: a few links can make exponentially many

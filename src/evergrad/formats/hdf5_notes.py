@@ -24,8 +24,6 @@ from evergrad.formats.hdf5_chunks import boxes
 from evergrad.formats.hdf5_file import Hdf5File, hdf5_errors, library
 from evergrad.state import Skeleton
 
-__all__ = ["NOTES", "Notes", "Source", "hdf5_paths", "read_notes", "write_hdf5"]
-
 NOTES = "__evergrad__"
 SCHEMA_VERSION = 1
 MAX_TEXT_BYTES = 1 << 29

@@ -22,8 +22,6 @@ from evergrad.state.roles import tensor_info
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_hdf5", "save_hdf5"]
-
 
 def save_hdf5(state: object, path: str | PathLike[str]) -> Path:
     """Write a state (a model, an optimizer, any nesting of dicts, lists, tensors and numbers) as HDF5.

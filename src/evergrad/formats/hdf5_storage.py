@@ -24,8 +24,6 @@ from evergrad.formats.region import Region, check_seal
 from evergrad.formats.rehearsal import rehearsing
 from evergrad.records import Check
 
-__all__ = ["DataSet"]
-
 _BLOCK_BYTES = 1 << 24
 _TRUSTED_BYTES = 1 << 20  # a deflated chunk of this size takes a gigabyte at the very worst
 

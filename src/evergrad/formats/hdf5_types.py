@@ -6,8 +6,6 @@ from typing import Any
 
 from evergrad.dtypes import DType
 
-__all__ = ["Element", "Elements"]
-
 Element = tuple[DType, bool]
 """One of our types, and whether its bytes are in big-endian order."""
 

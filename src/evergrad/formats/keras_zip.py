@@ -20,8 +20,6 @@ from evergrad.formats.hdf5_file import Hdf5File, Place
 from evergrad.formats.zip_directory import Member
 from evergrad.records import Check
 
-__all__ = ["KerasZip"]
-
 WEIGHTS = "model.weights.h5"
 _COPY_BYTES = 1 << 22
 

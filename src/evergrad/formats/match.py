@@ -22,8 +22,6 @@ from evergrad.formats.contract import Checkpoint
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Json, Role, TensorInfo
 
-__all__ = ["Match", "Matching", "match", "unwrapped"]
-
 _WRAPPERS = re.compile(r"(?:(?<=[/.])|^)(?:module|_orig_mod)\.")
 _ATTRIBUTES = "/.ATTRIBUTES/VARIABLE_VALUE"  # how TensorFlow ends the names of variables
 _KINDS = {

@@ -34,8 +34,6 @@ from evergrad.records import Check, TensorInfo
 from evergrad.state import ROOT, Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Npy", "Npz"]
-
 _MAGIC = b"\x93NUMPY"
 MAX_HEADER_BYTES = 1 << 14
 _ANOTHER = "Take another copy of the file."

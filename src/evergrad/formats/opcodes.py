@@ -20,8 +20,6 @@ from typing import Any, Protocol
 from evergrad.errors import said
 from evergrad.state import Opaque
 
-__all__ = ["MAX_OPCODES", "Builder", "Global", "PickleError", "check_key", "read_pickle"]
-
 MAX_OPCODES = 16_000_000  # about 400,000 tensors
 MAX_ODD_KEYS = 1_000
 

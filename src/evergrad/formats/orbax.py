@@ -23,8 +23,6 @@ from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, escape
 from evergrad.state.roles import tensor_info
 
-__all__ = ["Orbax", "OrbaxCheckpoint"]
-
 METADATA, STEP, ZARR, OCDBT = "_METADATA", "_CHECKPOINT_METADATA", ".zarray", "manifest.ocdbt"
 MAX_JSON_BYTES = 1 << 25
 MAX_FOLDERS = 1 << 17

@@ -31,8 +31,6 @@ from evergrad.formats.contract import Bits, blocks
 from evergrad.formats.values import values
 from evergrad.records import Check, Json, Role, TensorInfo
 
-__all__ = ["Findings", "Worst", "examine"]
-
 Reader: TypeAlias = Callable[[int, int], Bits]
 """Gives the bits of the elements from start to stop."""
 

@@ -21,8 +21,6 @@ from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Box", "Pieces", "PiecewiseCheckpoint", "fill"]
-
 _BATCH = 1 << 18  # elements scattered at a time
 _SHORT = 1 << 12  # runs of fewer elements are scattered together, longer ones copied one by one
 

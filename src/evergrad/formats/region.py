@@ -22,8 +22,6 @@ from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
 from evergrad.records import Check
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
 
-__all__ = ["Region", "Seal", "check_seal"]
-
 _GATHER = 1 << 18  # elements of a strided tensor gathered at a time
 
 

@@ -39,8 +39,6 @@ from evergrad.formats.torch_zip import TorchZip
 from evergrad.formats.version_folder import VersionFolder
 from evergrad.records import MAX_AXES
 
-__all__ = ["formats", "open_checkpoint"]
-
 log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "evergrad.formats"

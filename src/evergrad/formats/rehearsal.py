@@ -18,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Changes", "NeedsRewrite", "Rehearsal", "rehearsal", "rehearsing"]
-
 
 class NeedsRewrite(Exception):
     """What was to be altered has no place of its own in the file. Never leaves this package and `injection`."""

@@ -37,8 +37,6 @@ from evergrad.records import MAX_AXES, Check, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Safetensors"]
-
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 SKELETON_KEY = "evergrad.skeleton"
 DTYPES_KEY = "evergrad.dtypes"  # name → [true dtype, true shape]

@@ -18,8 +18,6 @@ from evergrad.state import Sharing, Skeleton, escape
 from evergrad.state.sharing import View
 from evergrad.state.skeleton import Joined, join_states
 
-__all__ = ["Merged", "merge"]
-
 Place: TypeAlias = tuple[Checkpoint, str]
 """A shard, and a name in it."""
 _TENSOR = OtherTensor("another tensor of that name")

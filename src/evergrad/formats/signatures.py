@@ -19,8 +19,6 @@ from evergrad.formats.archive import Archive
 from evergrad.formats.contract import Probe
 from evergrad.formats.data_file import file_errors
 
-__all__ = ["Signature", "named_as", "signature_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Signature:

@@ -19,8 +19,6 @@ from evergrad.formats.crc import CRC32C
 from evergrad.formats.data_file import DataFile
 from evergrad.records import Check
 
-__all__ = ["MAGIC", "Block", "Entry", "Table", "fields", "varint"]
-
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FOOTER_BYTES = 48
 MAX_TABLE_BYTES = 1 << 28  # about three million tensors

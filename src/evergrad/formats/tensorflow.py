@@ -27,8 +27,6 @@ from evergrad.formats.tensorflow_index import Stored, box_of, read_entry, read_h
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import role_of
 
-__all__ = ["TensorFlow", "index_of_prefix"]
-
 INDEX = ".index"
 _GRAPHS = ("saved_model.pb", "saved_model.pbtxt")
 _DATA = re.compile(r"(.+)\.data-\d{5}-of-\d{5}")

@@ -15,8 +15,6 @@ from evergrad.formats.pieces import Box
 from evergrad.formats.sstable import Block, Entry, fields
 from evergrad.records import MAX_AXES
 
-__all__ = ["Stored", "box_of", "read_entry", "read_header", "slice_key", "strings_checksum"]
-
 MAX_SHARDS = 1 << 17
 _ESCAPES = {0x00: b"\0\xff", 0xFF: b"\xff\0"}
 

@@ -14,8 +14,6 @@ from evergrad.formats.opcodes import PickleError, read_pickle
 from evergrad.formats.region import Region
 from evergrad.formats.torch_objects import READ_ONLY, PickledArray, PickledTensors, StorageRef, TorchBuilder
 
-__all__ = ["TorchLegacy"]
-
 _MAGIC = 0x1950A86A20F9469CFC6C
 # The magic number as the first value of a pickle; from protocol 4 on, a frame may come before it.
 _HEAD = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a" + re.escape(_MAGIC.to_bytes(10, "little")), re.DOTALL)

@@ -24,8 +24,6 @@ from evergrad.state.encoding import array_node, numpy_scalar_node
 from evergrad.state.sharing import contiguous_strides
 from evergrad.state.tree import EXTRA
 
-__all__ = ["READ_ONLY", "PickledArray", "PickledTensors", "StorageRef", "TensorRef", "TorchBuilder"]
-
 READ_ONLY = "a NumPy array inside the pickle"
 """The reason why arrays in a pickle are read and compared, but not altered."""
 _ARRAY = "numpy.ndarray"

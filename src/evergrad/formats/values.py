@@ -11,8 +11,6 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.formats.contract import Bits
 
-__all__ = ["encode", "finite", "values"]
-
 # Exponent bias, and the patterns that are NaN; those of e5m2 follow IEEE and have infinities.
 _FP8: dict[DType, tuple[int, tuple[int, ...]]] = {
     DType.FLOAT8_E4M3FN: (7, (0x7F, 0xFF)),

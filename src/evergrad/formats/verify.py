@@ -14,8 +14,6 @@ from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Check, Json
 from evergrad.state import Where
 
-__all__ = ["TensorVerdict", "Verification", "verify"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorVerdict:

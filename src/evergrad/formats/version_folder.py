@@ -18,8 +18,6 @@ from evergrad.formats.version_records import COMMIT, MANIFEST, Record, Recorded,
 from evergrad.formats.version_shard import SHARD, ShardCheckpoint, manifest_beside, open_shard
 from evergrad.records import Check
 
-__all__ = ["VersionCheckpoint", "VersionFolder"]
-
 _ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes((0x50 + n, 0x2A, 0x4D, 0x18)) for n in range(16)))  # a frame; one to skip
 _MAX_MISSING = 64
 _OF_THE_VERSION = ("job", "step", "attempt", "world_size")

@@ -8,8 +8,6 @@ from pathlib import Path
 from evergrad.formats.data_file import open_file
 from evergrad.formats.version_records import COMMIT, MANIFEST, Record, believed, sound
 
-__all__ = ["following", "is_listed", "sharing"]
-
 _NO_ELSEWHERE = b'"elsewhere": {}'
 
 

@@ -23,25 +23,6 @@ from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import replacing
 from evergrad.formats.rehearsal import rehearsing
 
-__all__ = [
-    "COMMIT",
-    "MANIFEST",
-    "MAX_RECORD_BYTES",
-    "PREFIX",
-    "Listed",
-    "Place",
-    "Record",
-    "Recorded",
-    "believed",
-    "is_as_written",
-    "is_record",
-    "read_record",
-    "record_bytes",
-    "shard_name",
-    "shard_rank",
-    "sound",
-]
-
 COMMIT = "COMMIT.json"
 MANIFEST = re.compile(r"(rank-(\d{5,9}))\.json")
 PREFIX = b'{"check": "'

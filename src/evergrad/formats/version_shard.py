@@ -34,8 +34,6 @@ from evergrad.formats.version_records import (
 )
 from evergrad.records import Check
 
-__all__ = ["SHARD", "UNVERIFIED", "ShardCheckpoint", "manifest_beside", "open_shard"]
-
 SHARD = re.compile(r"(rank-(\d{5,9}))\.safetensors(\.zst)?")
 _BLOCK = 1 << 22  # a multiple of every element's size
 

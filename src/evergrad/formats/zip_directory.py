@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent
 from evergrad.formats.data_file import Bytes
 
-__all__ = ["Member", "data_offset", "first_name", "read_directory"]
-
 MAX_MEMBERS = 2_000_000
 MAX_DIRECTORY_BYTES = 1 << 29
 

@@ -15,8 +15,6 @@ from evergrad.formats.values import values
 from evergrad.injection.fields import field_of, width
 from evergrad.records import Json
 
-__all__ = ["Column", "Hit"]
-
 
 @dataclass(frozen=True, slots=True)
 class Hit:

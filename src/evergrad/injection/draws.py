@@ -15,8 +15,6 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GENERATOR", "Draws"]
-
 GENERATOR = "PCG64, raw 64-bit outputs modulo n with rejection"
 
 Integers = npt.NDArray[np.int64]

@@ -29,8 +29,6 @@ from evergrad.injection.workplace import Workplace, check_writable, replace_file
 from evergrad.records import Json
 from evergrad.wording import checked_choice
 
-__all__ = ["Digest", "Job", "Outcome", "alter", "prepare"]
-
 Digest = Literal["blocks", "full"]
 
 

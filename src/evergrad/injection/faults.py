@@ -32,8 +32,6 @@ from evergrad.injection.draws import Draws
 from evergrad.injection.fields import Bitspec, check_bits, places, width
 from evergrad.records import Json
 
-__all__ = ["FAULTS", "BitFlip", "BitMask", "Fault", "Scale", "SetValue", "StuckAt", "fault_from_json"]
-
 _MAX_ELEMENTS = 1 << 20
 _MAX_STRIDE = 1 << 40
 

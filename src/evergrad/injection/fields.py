@@ -11,8 +11,6 @@ from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.wording import meant
 
-__all__ = ["FIELDS", "Bitspec", "check_bits", "field_of", "places", "width"]
-
 Bitspec: TypeAlias = "int | range | str | None"
 """A bit by number, a range of them, a field, or None for all."""
 

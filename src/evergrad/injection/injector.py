@@ -26,8 +26,6 @@ from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 from evergrad.wording import meant
 
-__all__ = ["Selection", "checked_seed", "dtypes_of", "inject", "items_of", "selection_told", "settings_told"]
-
 Selection: TypeAlias = "list[str | re.Pattern[str] | Role]"
 """What `where` names, as a list."""
 

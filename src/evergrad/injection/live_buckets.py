@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["BucketTarget", "comm_faults"]
-
 Hook: TypeAlias = "Callable[[Any, Any], torch.futures.Future[torch.Tensor]]"
 
 _scheduled: WeakSet[BucketTarget] = WeakSet()

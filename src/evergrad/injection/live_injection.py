@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["TARGETS", "inject_live"]
-
 TARGETS = ("weights", "buffers", "optimizer", "gradients", "activations", "communication", "state")
 _PASSING = ("gradients", "activations", "communication")
 

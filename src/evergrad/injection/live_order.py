@@ -33,8 +33,6 @@ from evergrad.injection.sampling import Amount, Sampling, sample
 from evergrad.records import Json, Role, TensorInfo
 from evergrad.state import Skeleton
 
-__all__ = ["Again", "Drawn", "Happened", "Order", "Seen", "mixed"]
-
 
 @dataclass
 class Happened:

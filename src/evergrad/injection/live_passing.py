@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["ActivationTarget", "PassingTarget"]
-
 
 class PassingTarget(Target):
     """Tensors that are met one by one in a pass."""

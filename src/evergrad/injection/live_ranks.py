@@ -19,8 +19,6 @@ from evergrad.wording import shown
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Ranks"]
-
 
 @dataclass(frozen=True)
 class Ranks:

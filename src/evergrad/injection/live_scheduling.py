@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["LiveInjection", "Schedule"]
-
 
 class LiveInjection:
     """Faults that are scheduled in a running training, or that have happened in it.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["GradientTarget", "StateTarget", "Target", "inside", "is_wrapped"]
-
 _ROLES = {"weights": Role.MODEL, "buffers": Role.BUFFER, "optimizer": Role.OPTIMIZER}
 
 

@@ -29,8 +29,6 @@ from evergrad.injection.columns import Column, Hit
 from evergrad.injection.faults import Fault, fault_from_json
 from evergrad.records import Json
 
-__all__ = ["END", "MAGIC", "MARK", "FileChange", "Image", "InjectionLog", "default_place", "existing"]
-
 SCHEMA_VERSION = 1
 KIND = "injection log"
 MAGIC = b'{"evergrad": "injection log"'

@@ -14,8 +14,6 @@ from typing import Any
 
 from evergrad.injection.log import END, MAGIC, MARK, default_place
 
-__all__ = ["Known", "logs_of", "mark_undone"]
-
 _MAX_LINE = 1 << 26
 _TAIL = 4096
 

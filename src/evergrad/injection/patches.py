@@ -21,8 +21,6 @@ from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import replacing
 from evergrad.formats.rehearsal import Changes
 
-__all__ = ["BLOCK", "Patch", "distinct", "sha256"]
-
 BLOCK = 64
 WITNESSES = 64
 WHOLE_BYTES = 1 << 22

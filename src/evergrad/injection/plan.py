@@ -25,8 +25,6 @@ from evergrad.injection.population import Population
 from evergrad.injection.sampling import Sampling, Sites, split
 from evergrad.records import TensorInfo
 
-__all__ = ["Plan", "levels", "plan", "present"]
-
 Integers = npt.NDArray[np.int64]
 
 _BIT_ROUNDS = 64

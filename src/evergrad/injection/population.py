@@ -24,8 +24,6 @@ from evergrad.state import select
 from evergrad.state.selection import Where
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Population", "population"]
-
 Integers = npt.NDArray[np.int64]
 _PIECE = 1 << 18  # elements whose addresses are looked at together
 

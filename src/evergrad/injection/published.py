@@ -19,8 +19,6 @@ from evergrad.errors import UsageError, nearest
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale
 from evergrad.injection.published_files import found_text, read_settings
 
-__all__ = ["PublishedSettings"]
-
 _ALIASES = {"injection_tries": "injection_attempts"}  # what the study's tool calls it
 
 

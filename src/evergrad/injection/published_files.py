@@ -12,8 +12,6 @@ from evergrad.errors import DamagedFile, UsageError, said
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.wording import install_hint
 
-__all__ = ["found_text", "read_settings"]
-
 _MAX_BYTES = 1 << 20
 _MAX_VALUE = 4096
 _MAX_DEPTH = 8

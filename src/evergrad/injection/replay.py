@@ -27,8 +27,6 @@ from evergrad.records import TensorInfo
 
 _PIECE = 1 << 18  # elements whose addresses are looked at together
 
-__all__ = ["Rename", "aimed_at", "repeated", "replay"]
-
 Rename: TypeAlias = "Mapping[str, str | Match] | Literal['auto'] | None"
 
 

@@ -12,8 +12,6 @@ from evergrad.formats.data_file import file_errors
 from evergrad.injection.log import FileChange, Image
 from evergrad.injection.patches import sha256
 
-__all__ = ["restored", "rewritten"]
-
 _BYTES = 1 << 22
 _GAP = 256  # ranges that are closer than this are kept as one
 

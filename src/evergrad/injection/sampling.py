@@ -15,8 +15,6 @@ from evergrad.injection.population import Population
 from evergrad.records import Json
 from evergrad.wording import checked_choice
 
-__all__ = ["Amount", "Sampling", "Sites", "checked_sampling", "sample", "split"]
-
 Integers = npt.NDArray[np.int64]
 Sampling: TypeAlias = Literal["element", "tensor"]
 

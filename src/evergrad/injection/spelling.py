@@ -10,8 +10,6 @@ from evergrad.injection.faults import FAULTS, Fault, fault_from_json
 from evergrad.injection.fields import check_bits
 from evergrad.wording import checked_choice, meant, shown
 
-__all__ = ["bits_text", "fault_of"]
-
 _NEEDS = {"bitmask": "mask=101", "scale": "factor=4500", "stuckat": "value=1", "setvalue": "value=nan"}
 _WHOLE = ("burst", "elements", "stride")
 _REAL = ("factor", "value")

@@ -30,8 +30,6 @@ from evergrad.injection.rewriting import restored
 from evergrad.injection.workplace import Workplace, check_writable, exclusive, replace_file
 from evergrad.records import Json
 
-__all__ = ["Undone", "Was", "undo"]
-
 
 class Was(StrEnum):
     """In which state an injection's files were found."""

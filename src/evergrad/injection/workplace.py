@@ -21,8 +21,6 @@ from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import check_replaceable, fsync, replacing, temporary_name
 from evergrad.formats.version_records import Recorded
 
-__all__ = ["Workplace", "check_writable", "exclusive", "replace_file"]
-
 _FICLONE = 0x40049409
 _COPY_BYTES = 1 << 26
 

@@ -10,8 +10,6 @@ from contextlib import suppress
 
 from evergrad.errors import UsageError
 
-__all__ = ["LOOPBACK", "address_towards", "is_loopback", "listening", "own_address"]
-
 LOOPBACK = "127.0.0.1"
 
 _SIOCGIFADDR = 0x8915

@@ -27,8 +27,6 @@ from evergrad.recovery.trained import Trained
 from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.window import Window
 
-__all__ = ["Arrival"]
-
 _ANY_ORDER = 2
 """As many ranks have the same sum in whatever order."""
 

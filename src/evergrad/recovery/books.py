@@ -23,8 +23,6 @@ import numpy.typing as npt
 from evergrad.errors import StateError
 from evergrad.records import Json
 
-__all__ = ["SCHEMA_VERSION", "Balance", "Books"]
-
 SCHEMA_VERSION = 1
 _UNUSED, _USED, _LOST, _DROPPED = range(4)
 

@@ -10,8 +10,6 @@ from torch.futures import Future
 
 from evergrad.recovery.transport import Ticket
 
-__all__ = ["Bucket", "Hook", "Layout", "Part", "flattened", "shaped"]
-
 Layout: TypeAlias = "tuple[tuple[int, ...], ...]"
 """The numbers of the parameters in each bucket, in order. The order of summation, so the last bit, depends on it."""
 

@@ -31,8 +31,6 @@ from evergrad.recovery.stores import PREFIX, Sealed
 from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
 from evergrad.wording import meant
 
-__all__ = ["Coordinator", "Outcome", "SpawnRequest", "Tell"]
-
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.005
 _NEWS_S = 0.1

@@ -18,8 +18,6 @@ from evergrad.recovery.dealing import BatchMode, Epoch
 from evergrad.recovery.loading import Batches, Order, Source
 from evergrad.recovery.transport import Group
 
-__all__ = ["OPENING", "Course"]
-
 OPENING = 4
 """Hyper-parameters of so many first steps of a job are kept, to recognise a script that begins anew."""
 _NUMBERS = ("epoch", "index", "step", "point", "passes")

@@ -15,8 +15,6 @@ from evergrad.recovery.nccl import Transport
 from evergrad.recovery.stores import PREFIX, StoreClient
 from evergrad.recovery.transport import Alone, Group
 
-__all__ = ["FORMING", "Crew", "Solo", "Static"]
-
 FORMING = timedelta(minutes=30)
 """How long a group may take to form, and a collective of it to end: somebody else knows sooner who is gone."""
 

@@ -33,8 +33,6 @@ import numpy.typing as npt
 from evergrad.errors import StateError
 from evergrad.recovery.books import Books
 
-__all__ = ["BatchMode", "Epoch", "Share"]
-
 BatchMode: TypeAlias = Literal["shrink", "constant", "scale_lr"]
 """What a loss does to the samples a step: they shrink with the ranks (`scale_lr` too), or stay the same."""
 

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 
-__all__ = ["Departure"]
-
 
 class Departure:
     """Whether this process has been asked to leave."""

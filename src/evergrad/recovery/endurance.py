@@ -6,8 +6,6 @@ from collections import Counter
 
 from evergrad.recovery.membership import Plan
 
-__all__ = ["Endurance"]
-
 _FUTILE = 20
 """So many generations in a row that lose nobody and come to no point are enough."""
 _RETURNS = 5

@@ -20,7 +20,7 @@ import torch
 from evergrad.errors import UsageError
 from evergrad.recovery.course import Course
 from evergrad.recovery.crew import Crew
-from evergrad.recovery.failures.schedule import Phase
+from evergrad.recovery.failures.words import Phase
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Boundary, Keys, Plan, Point, Report, Verdict
@@ -29,8 +29,6 @@ from evergrad.recovery.parcels import receive_state, send_state
 from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.transport import Group
 from evergrad.wording import counted
-
-__all__ = ["Engine"]
 
 _POSTED_BYTES = 16 << 20
 """The largest state of a single rank that goes through the store."""

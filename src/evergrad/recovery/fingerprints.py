@@ -24,8 +24,6 @@ from evergrad.recovery.guard.replicas import replica_of, shown_value
 from evergrad.recovery.membership import Fingerprint, first_difference
 from evergrad.recovery.transport import Group
 
-__all__ = ["RECORD_WEIGHTS", "compare_ranks", "digest", "fingerprint_of", "tell_weights"]
-
 RECORD_WEIGHTS = "EVERGRAD_RECORD_WEIGHTS"
 """The name in the environment."""
 

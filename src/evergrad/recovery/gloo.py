@@ -18,8 +18,6 @@ from evergrad.recovery.addresses import LOOPBACK, address_towards, is_loopback
 from evergrad.recovery.sockets import Sockets
 from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
 
-__all__ = ["OPS", "GlooGroup", "solitary"]
-
 OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 """What torch calls them."""
 _SLICE = timedelta(seconds=0.5)

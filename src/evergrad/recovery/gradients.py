@@ -28,8 +28,6 @@ from evergrad.recovery.gloo import solitary
 from evergrad.recovery.overlapping import Overlap
 from evergrad.recovery.transport import Group, GroupBroken
 
-__all__ = ["Gradients", "Surroundings"]
-
 
 class Surroundings(Protocol):
     """What a reduction has to know of the job."""

@@ -29,8 +29,8 @@ from evergrad.recovery.crew import Crew
 from evergrad.recovery.dealing import BatchMode
 from evergrad.recovery.departure import Departure
 from evergrad.recovery.engine import Engine
-from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.failures.sites import Sites
+from evergrad.recovery.failures.words import Phase
 from evergrad.recovery.fingerprints import compare_ranks, tell_weights
 from evergrad.recovery.gradients import Gradients
 from evergrad.recovery.guard.guarding import Guarding
@@ -65,8 +65,6 @@ from evergrad.recovery.usage import (
 from evergrad.recovery.window import Window
 from evergrad.recovery.wrapping import Around, Unwrapped
 from evergrad.wording import counted, first_line, shown
-
-__all__ = ["Job"]
 
 
 @contextmanager

@@ -47,8 +47,6 @@ from evergrad.recovery.usage import described, refusing_wrong_arguments
 from evergrad.timeline import Recorder
 from evergrad.wording import meant, shown
 
-__all__ = ["join"]
-
 _MODES: tuple[BatchMode, ...] = get_args(BatchMode)
 _joined: Job | None = None
 

@@ -26,8 +26,6 @@ from evergrad.recovery.stores import StoreClient
 from evergrad.recovery.transport import Alone, Group, GroupBroken
 from evergrad.wording import first_line
 
-__all__ = ["Launched"]
-
 _GLANCE_S = 0.05
 _STUCK = 70
 _EQUALLY = (

@@ -42,8 +42,6 @@ from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError, UsageError
 from evergrad.recovery.dealing import Epoch
 
-__all__ = ["Batches", "Order", "SamplerRanks", "Source", "data_digests"]
-
 # Batches come in the order of the books: `in_order` is left at its default, whatever the loader says.
 _PASSED_ON = (
     "num_workers",

@@ -23,19 +23,6 @@ from dataclasses import fields as fields_of
 from enum import StrEnum
 from typing import Any
 
-__all__ = [
-    "LEFT_TOGETHER",
-    "SCHEMA_VERSION",
-    "Boundary",
-    "Fingerprint",
-    "Keys",
-    "Plan",
-    "Point",
-    "Report",
-    "Verdict",
-    "first_difference",
-]
-
 SCHEMA_VERSION = 1
 LEFT_TOGETHER = 75
 """What ranks exit with when all of them were asked to leave, as a preempted training does."""

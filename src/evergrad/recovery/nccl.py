@@ -42,8 +42,6 @@ from evergrad.recovery.gloo import OPS, GlooGroup
 from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
 from evergrad.wording import meant
 
-__all__ = ["NcclGroup", "Transport"]
-
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 60.0
 """How long an abort may take before this process gives itself up."""

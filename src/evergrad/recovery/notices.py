@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from evergrad.recovery.membership import Fingerprint, Keys, Plan, Report
 from evergrad.recovery.stores import Sealed
 
-__all__ = ["Notices"]
-
 _LEAVE = -1
 
 

@@ -21,8 +21,6 @@ from evergrad.errors import UsageError
 from evergrad.recovery.overlapping import Overlap, refuse_overlap
 from evergrad.recovery.snapshots import is_scaler
 
-__all__ = ["Optimizers", "find_optimizers"]
-
 _Hyper = dict[str, Any]
 """A parameter group without its parameters."""
 

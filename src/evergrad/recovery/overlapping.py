@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 from evergrad.errors import UsageError
 from evergrad.recovery.snapshots import is_scaler
 
-__all__ = ["PER_PARAMETER", "Overlap", "refuse_overlap"]
-
 PER_PARAMETER: tuple[type[Optimizer], ...] = (
     optim.ASGD,
     optim.Adadelta,

@@ -19,8 +19,6 @@ from torch import nn
 from evergrad.recovery.parcels import pack, unpack
 from evergrad.recovery.transport import Group, swap
 
-__all__ = ["Draws", "Keeping", "Own", "Randomness"]
-
 _NUMPY = "MT19937"
 _WORDS = 624
 _MANY_KINDS = 64

@@ -11,8 +11,6 @@ import torch
 from evergrad.recovery.transport import Group
 from evergrad.state import Skeleton, flatten, unflatten
 
-__all__ = ["pack", "receive_state", "send_state", "unpack"]
-
 _LARGE_BYTES = 256 << 10
 _LOAD_BYTES = 4 << 20
 

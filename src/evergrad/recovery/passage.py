@@ -21,7 +21,7 @@ from evergrad.errors import UsageError
 from evergrad.records import Check
 from evergrad.recovery.arriving import Arrival
 from evergrad.recovery.engine import Engine
-from evergrad.recovery.failures.schedule import Phase
+from evergrad.recovery.failures.words import Phase
 from evergrad.recovery.fingerprints import compare_ranks, fingerprint_of
 from evergrad.recovery.guard.guarding import Guarding
 from evergrad.recovery.launched import Launched
@@ -35,8 +35,6 @@ from evergrad.recovery.transport import GroupBroken
 from evergrad.recovery.untracked import KeptGradients, Untracked
 from evergrad.recovery.window import Given, Window
 from evergrad.wording import counted
-
-__all__ = ["Passage"]
 
 _log = logging.getLogger(__name__)
 _ASKED = 128 + signal.SIGTERM

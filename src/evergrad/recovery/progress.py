@@ -10,8 +10,6 @@ from evergrad.recovery.crew import Crew
 from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys
 
-__all__ = ["Progress"]
-
 _EVERY_S = 0.2
 
 

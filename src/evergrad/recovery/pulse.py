@@ -24,8 +24,6 @@ from types import FrameType
 
 from evergrad.errors import RecoveryError
 
-__all__ = ["Page", "Pulse", "Vital", "innermost", "is_stopped"]
-
 _BYTES = 8192
 _BEATS, _BEAT_AT, _BEATS_WHEN_ASKED, _WAITS_SINCE, _WAITED, _WAITS, _ASKS_SINCE, _TURN, _LENGTH = range(9)
 _STACK = 128

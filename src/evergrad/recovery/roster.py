@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from evergrad.recovery.membership import Plan
 
-__all__ = ["Roster"]
-
 
 @dataclass(slots=True)
 class Roster:

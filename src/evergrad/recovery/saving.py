@@ -14,8 +14,6 @@ from evergrad.checkpoint.board import Pending
 from evergrad.errors import UsageError
 from evergrad.recovery.course import Course
 
-__all__ = ["Later", "Saves", "together"]
-
 
 class Later:
     """Takes the place of optimizers that are not known yet, and keeps what they will have to load."""

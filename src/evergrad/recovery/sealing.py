@@ -17,8 +17,6 @@ from pathlib import Path
 
 from evergrad.errors import FileAccessError, RecoveryError
 
-__all__ = ["Forged", "Secret"]
-
 _SIZE = 32
 _SEAL = 16
 

@@ -16,8 +16,6 @@ from evergrad.errors import StateError, UsageError
 from evergrad.recovery.own import Randomness
 from evergrad.state import flatten
 
-__all__ = ["Snapshot", "checked_tracked", "is_scaler", "reset_scaler"]
-
 
 class Snapshot:
     """Buffers, generators and tracked things at one moment; taken again and again into the same memory."""

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["Sockets"]
-
 
 class Sockets:
     """TCP connections that were made inside of `with sockets.opening():`, by whatever library."""

@@ -12,8 +12,6 @@ from evergrad.recovery.failures.network import await_healed
 from evergrad.recovery.sealing import Secret
 from evergrad.recovery.sockets import Sockets
 
-__all__ = ["PREFIX", "Sealed", "SealedStore", "StoreClient"]
-
 PREFIX = "evergrad"
 """Of all our keys: a script's own process groups are in the same store."""
 _FOREVER = timedelta(days=365)

@@ -20,8 +20,6 @@ from typing import Literal
 
 from evergrad.recovery.membership import Plan, Point, Report, Verdict
 
-__all__ = ["STRATEGIES", "Stop", "Strategy", "decide", "is_exact", "is_rest", "relaunched"]
-
 Strategy = Literal["rollback", "forward", "restart"]
 STRATEGIES: tuple[Strategy, ...] = ("rollback", "forward", "restart")
 

@@ -13,8 +13,6 @@ from types import TracebackType
 
 from evergrad.errors import UsageError
 
-__all__ = ["keep_in_log"]
-
 
 def keep_in_log(error: UsageError, *, is_said: bool) -> None:
     """Write where the script is, and this error, into the log now, and do not show it when it ends the process.

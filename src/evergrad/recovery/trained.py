@@ -15,8 +15,6 @@ from evergrad.recovery.saving import together
 from evergrad.recovery.snapshots import Snapshot, is_scaler
 from evergrad.state import flatten, unflatten
 
-__all__ = ["Trained"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Held:

@@ -15,8 +15,6 @@ import torch
 
 from evergrad.errors import RecoveryError
 
-__all__ = ["Alone", "Group", "GroupBroken", "Op", "Ticket", "swap"]
-
 Op: TypeAlias = Literal["sum", "max"]
 
 

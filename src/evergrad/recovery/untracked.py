@@ -47,16 +47,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from evergrad.recovery.course import OPENING
 from evergrad.recovery.snapshots import is_scaler
 
-__all__ = [
-    "KeptGradients",
-    "Untracked",
-    "find_generators",
-    "find_schedulers",
-    "hyper_parameters_digest",
-    "parts_of",
-    "sets_hyper_parameters",
-]
-
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MANY_OBJECTS = 40_000
 """So many objects of the script are searched for generators, the nearest first: up to about 20 ms."""

@@ -43,22 +43,6 @@ from evergrad.recovery.snapshots import is_scaler
 from evergrad.recovery.untracked import parts_of
 from evergrad.wording import counted, listed, meant, shown
 
-__all__ = [
-    "EpochBatches",
-    "OptimizerCalls",
-    "described",
-    "refuse_model",
-    "refuse_no_optimizers",
-    "refuse_options",
-    "refuse_parameters",
-    "refuse_strangers",
-    "refuse_untracked_scaler",
-    "refuse_without_gradients",
-    "refusing_wrong_arguments",
-    "unreduced",
-    "used_scalers",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -16,8 +16,6 @@ from typing import Literal
 from evergrad.errors import UsageError
 from evergrad.recovery.pulse import Vital
 
-__all__ = ["Finding", "Patience", "Vigil"]
-
 _WINDOW_S = 5.0
 _FEWEST_WAITS = 10
 

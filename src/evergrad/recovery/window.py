@@ -10,8 +10,6 @@ import torch
 
 from evergrad.recovery.own import Randomness
 
-__all__ = ["Given", "Window"]
-
 
 @dataclass(slots=True)
 class Given:

@@ -11,11 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from evergrad.errors import UsageError
 from evergrad.recovery.buckets import Layout
 from evergrad.recovery.engine import Engine
-from evergrad.recovery.failures.schedule import Phase
+from evergrad.recovery.failures.words import Phase
 from evergrad.recovery.transport import Group
 from evergrad.recovery.window import Window
-
-__all__ = ["Around", "Unwrapped"]
 
 
 class Around:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Block", "Cell", "Column", "Commands", "DataTable", "Facts", "Figure", "Mark", "Page", "Prose", "Section"]
-
 Mark = Literal["", "published", "good", "bad", "muted"]
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 from evergrad.checkpoint.catalogue.lineage import Key, Node
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
+from evergrad.report.blocks import Figure
 from evergrad.report.checkpoints_reading import JobVersions
 from evergrad.report.checkpoints_words import size
-from evergrad.report.page import PALETTE, Figure, series_colour
+from evergrad.report.palette import PALETTE, series_colour
 from evergrad.report.run_figures import harmless
-
-__all__ = ["lineage_figure", "saved_s", "sizes_figure", "tiers_figure"]
 
 _VERSIONS = 300  # drawn, the newest
 _NODES = 600

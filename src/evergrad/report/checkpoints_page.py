@@ -5,13 +5,11 @@ from __future__ import annotations
 from shlex import quote
 
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
+from evergrad.report.blocks import Block, Cell, Column, Commands, DataTable, Facts, Figure, Mark, Page, Prose, Section
 from evergrad.report.checkpoints_figures import lineage_figure, saved_s, sizes_figure, tiers_figure
 from evergrad.report.checkpoints_reading import JobVersions
 from evergrad.report.checkpoints_words import answer, is_usable, problems, size
 from evergrad.report.markup import literal
-from evergrad.report.page import Block, Cell, Column, Commands, DataTable, Facts, Figure, Mark, Page, Prose, Section
-
-__all__ = ["checkpoints_page"]
 
 _ROWS = 1000
 _STATES: dict[str, Mark] = {

@@ -11,8 +11,6 @@ from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.version import Version
 
-__all__ = ["Holding", "JobVersions", "look"]
-
 
 @dataclass(frozen=True, slots=True)
 class Holding:

@@ -11,8 +11,6 @@ from evergrad.report.checkpoints_reading import JobVersions
 from evergrad.report.markup import literal
 from evergrad.wording import counted
 
-__all__ = ["answer", "is_usable", "problems", "size"]
-
 _TOLD = 6
 
 

@@ -9,19 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from evergrad.report.blocks import Cell, Column, Commands, DataTable, Facts, Page, Section
 
-__all__ = [
-    "anchors_of",
-    "commands_html",
-    "contents_html",
-    "escaped",
-    "facts_html",
-    "inline",
-    "literal",
-    "paragraphs",
-    "plain_text",
-    "table_html",
-]
-
 _SHORT = 24  # a text of so many characters stays on one line in a table
 # Bold begins at the beginning of a word and ends at the end of one: the stars of model/** do neither.
 _MARKUP = re.compile(

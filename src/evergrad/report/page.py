@@ -21,13 +21,10 @@ from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import replacing
 from evergrad.report.blocks import (
     Block,
-    Cell,
-    Column,
     Commands,
     DataTable,
     Facts,
     Figure,
-    Mark,
     Page,
     Prose,
     Section,
@@ -42,29 +39,7 @@ from evergrad.report.markup import (
     paragraphs,
     table_html,
 )
-from evergrad.report.palette import PALETTE, SERIES, series_colour
 from evergrad.report.plots import figure_html, missing_plotly, plotly_script
-
-__all__ = [
-    "PALETTE",
-    "SERIES",
-    "Block",
-    "Cell",
-    "Column",
-    "Commands",
-    "DataTable",
-    "Facts",
-    "Figure",
-    "Mark",
-    "Page",
-    "Prose",
-    "Section",
-    "checked_target",
-    "missing_for",
-    "page_html",
-    "series_colour",
-    "write_page",
-]
 
 _PAGE = b"<!doctype html"
 """How a page begins."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["PALETTE", "SERIES", "series_colour"]
-
 _BLUE, _VERMILION, _GREEN = "#2b7fb8", "#d55e00", "#009e73"
 _ORANGE, _PURPLE, _GREY = "#c78500", "#c2689b", "#808890"
 

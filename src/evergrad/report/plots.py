@@ -14,8 +14,6 @@ from evergrad.report.blocks import Figure
 from evergrad.report.markup import escaped, inline, plain_text
 from evergrad.wording import install_hint
 
-__all__ = ["figure_html", "figure_json", "missing_plotly", "plotly_script"]
-
 # What plotly understands in texts and may not come from a name: links, above all.
 _OTHER_TAG = re.compile(r"<(?!(?:br|/?b|/?i|/?sub|/?sup|/?extra)>)")
 

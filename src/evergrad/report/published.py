@@ -17,8 +17,6 @@ from typing import Any
 from evergrad.report.blocks import Cell, Column, DataTable
 from evergrad.study.results import Results
 
-__all__ = ["Published", "published_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class Published:

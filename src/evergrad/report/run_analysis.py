@@ -17,8 +17,6 @@ from evergrad.report.run_states import spans
 from evergrad.report.run_story import Generation, Interruption, RunStory
 from evergrad.timeline import Event
 
-__all__ = ["analyse"]
-
 _OUTCOMES = ("finished", "failed", "fatal", "too-few", "left")
 _TELLS_STEPS = ("report", "going on", "epoch", "checked", "restored", *_OUTCOMES)
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from evergrad.report.run_moments import Moment, numbers, text, whole
 from evergrad.report.run_story import Process
 
-__all__ = ["Course", "Planned"]
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:

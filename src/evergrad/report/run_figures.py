@@ -12,12 +12,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from evergrad.report.page import PALETTE, Figure
+from evergrad.report.blocks import Figure
+from evergrad.report.palette import PALETTE
 from evergrad.report.run_story import Process, RunStory, Span, State
 from evergrad.report.run_words import duration
 from evergrad.wording import counted
-
-__all__ = ["LONGEST", "STATES", "bars", "cut", "harmless", "processes_figure", "rows_of", "steps_figure"]
 
 LONGEST = 200
 """Characters of a name where it stands in full: where the pointer is."""

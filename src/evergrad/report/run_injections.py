@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from evergrad.report.run_course import Course
 from evergrad.report.run_moments import Moment, number, numbers
 
-__all__ = ["Injection", "Injections"]
-
 _ACTS = {"killing": "kill", "stopping": "stop", "cut": "cut"}  # being slow is no end
 
 

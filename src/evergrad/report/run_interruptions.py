@@ -15,8 +15,6 @@ from evergrad.report.run_injections import Injections
 from evergrad.report.run_moments import Moment, text, whole
 from evergrad.report.run_story import Interruption, Loss
 
-__all__ = ["interruptions"]
-
 _VERDICTS = ("restart", "redo", "repair", "retry", "proceed")  # by how much is done again
 _UNFINISHED = ("failed", "fatal", "too-few")
 

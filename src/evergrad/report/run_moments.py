@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from evergrad.records import Json
 from evergrad.timeline import Event
 
-__all__ = ["Moment", "number", "numbers", "text", "whole"]
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:

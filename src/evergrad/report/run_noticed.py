@@ -8,8 +8,6 @@ from evergrad.report.run_course import Course
 from evergrad.report.run_moments import Moment, number, text, whole
 from evergrad.report.run_story import Noticed, Shade
 
-__all__ = ["notice"]
-
 
 def notice(course: Course) -> Iterator[Noticed]:
     """In the order of time; what several ranks say alike only once."""

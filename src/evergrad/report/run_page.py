@@ -7,15 +7,13 @@ import time
 from collections.abc import Mapping
 
 from evergrad.records import Json
-from evergrad.report.page import Block, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
+from evergrad.report.blocks import Block, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
 from evergrad.report.run_figures import processes_figure, steps_figure
 from evergrad.report.run_reading import RunFolder
 from evergrad.report.run_story import Interruption, RunStory
 from evergrad.report.run_words import CLOCKS_DISAGREE, answer, duration, then
 from evergrad.report.run_zoom import MOST, compared_figure, zoom_figure
 from evergrad.wording import counted
-
-__all__ = ["run_page"]
 
 _ROWS = 300
 

@@ -18,8 +18,6 @@ from evergrad.records import Json
 from evergrad.timeline import Event, read
 from evergrad.wording import counted
 
-__all__ = ["RunFolder", "read_run"]
-
 _NAMED = 5  # damaged lines, at most
 _SAME_BOOT_S = 60.0  # how far clocks may have been put since
 

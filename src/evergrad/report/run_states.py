@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from evergrad.report.run_course import Course, Planned
 from evergrad.report.run_story import Interruption, Process, Span, State
 
-__all__ = ["spans"]
-
 
 def spans(course: Course, found: Sequence[Interruption], end_s: float) -> None:
     """Give every process its spans."""

@@ -12,20 +12,6 @@ from typing import Literal
 
 from evergrad.records import Json
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Generation",
-    "Interruption",
-    "Loss",
-    "Noticed",
-    "Phase",
-    "Process",
-    "RunStory",
-    "Shade",
-    "Span",
-    "State",
-]
-
 SCHEMA_VERSION = 1
 
 State = Literal["starting", "spare", "training", "recovering", "gone"]

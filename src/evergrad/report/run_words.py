@@ -8,8 +8,6 @@ from evergrad.report.markup import literal
 from evergrad.report.run_story import Interruption, RunStory
 from evergrad.wording import counted
 
-__all__ = ["CLOCKS_DISAGREE", "answer", "caveats", "course_of", "duration", "summary", "then"]
-
 CLOCKS_DISAGREE = "clocks disagree"
 """What stands where a length of time would be less than nothing."""
 

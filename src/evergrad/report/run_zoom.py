@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from evergrad.report.blocks import Figure
 from evergrad.report.markup import literal
-from evergrad.report.page import PALETTE, Figure
+from evergrad.report.palette import PALETTE
 from evergrad.report.run_figures import LONGEST, bars, cut, harmless, rows_of
 from evergrad.report.run_story import Interruption, Process, RunStory, Span
 from evergrad.report.run_words import duration
-
-__all__ = ["MOST", "PHASES", "compared_figure", "zoom_figure"]
 
 MOST = 6
 """So many failures are drawn one by one."""

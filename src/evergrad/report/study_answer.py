@@ -9,13 +9,12 @@ from evergrad.report.markup import literal
 from evergrad.report.study_data import StudyData, place_words
 from evergrad.study.columns import MEANINGS, PUBLISHED
 from evergrad.study.comparisons import DIFFERS, Comparison, Trend, by_value, compare_cells, trend
-from evergrad.study.outcomes import Direction, Outcome
+from evergrad.study.outcomes import Outcome
 from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.watched_tables import watched_kinds, watched_table
-
-__all__ = ["answer", "completeness"]
+from evergrad.training.direction import Direction
 
 _MOST = 4
 _COMPARED = "N-EV and RWC of neighbouring cells"

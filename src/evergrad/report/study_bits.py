@@ -16,8 +16,6 @@ from evergrad.study.columns import PUBLISHED
 from evergrad.study.plan import CellPlan
 from evergrad.study.rendering import Quantity
 
-__all__ = ["bit_blocks", "bits_of"]
-
 _MOST = 6
 _BITS = re.compile(r"\bbits=(\d+(?:-\d+)?|sign|exponent-msb|exponent|mantissa)(?:,|$)")
 

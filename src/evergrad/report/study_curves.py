@@ -11,12 +11,10 @@ from evergrad.report.markup import literal
 from evergrad.report.palette import PALETTE, series_colour
 from evergrad.report.study_data import StudyData, TrialData
 from evergrad.report.study_rates import short_places
-from evergrad.study.outcomes import Direction
 from evergrad.study.results import Cell
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.trials import Observation, Series
-
-__all__ = ["curve_blocks", "final_blocks"]
+from evergrad.training.direction import Direction
 
 _MOST_PANELS = 4
 _MOST_POINTS = 400  # final metrics of a cell that are drawn one by one

@@ -15,13 +15,12 @@ from evergrad.report.markup import literal
 from evergrad.study.folder import StudyFolder
 from evergrad.study.golden import Golden
 from evergrad.study.journal import read_journal
-from evergrad.study.outcomes import Direction, Outcome
+from evergrad.study.outcomes import Outcome
 from evergrad.study.plan import Plan
 from evergrad.study.results import Cell, Results
 from evergrad.study.tally import CellTally, Tally, results_from, tally_of
 from evergrad.study.trials import Axes, Observation, Trial
-
-__all__ = ["MOST_CURVES", "StudyData", "TrialData", "place_text", "place_words", "study_data"]
+from evergrad.training.direction import Direction
 
 MOST_CURVES = 240
 """Trials of the whole study that are drawn step by step; every cell has its share."""

@@ -24,8 +24,6 @@ from evergrad.study.table_notes import varying_axes
 from evergrad.study.tables import comparisons_table, summary_table, trends_table
 from evergrad.study.watched_tables import watched_kinds, watched_table
 
-__all__ = ["REPORT", "study_page", "write_study_report"]
-
 REPORT = "report.html"
 
 _WATCHED_TITLES = {"costs": "What it costs", "spread": "How far faults spread", "guards": "What guards see"}

@@ -14,8 +14,6 @@ from evergrad.study.rendering import Quantity
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_notes import varying_axes
 
-__all__ = ["groups_of", "heat_blocks", "rate_blocks", "short_places"]
-
 _MOST = 4
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "pentagon")
 _PLACES = ("layer", "where", "target")

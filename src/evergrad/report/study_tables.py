@@ -15,8 +15,6 @@ from evergrad.study.results import Results
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.tables import published_table
 
-__all__ = ["data_table", "lead_measure", "measures_shown", "published_blocks"]
-
 _VERDICTS: dict[str, Mark] = {"not told apart": "muted", "no trend told": "muted"}
 
 

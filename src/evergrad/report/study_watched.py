@@ -14,8 +14,6 @@ from evergrad.study.results import Results
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.watched_tables import watched_table
 
-__all__ = ["watched_figures"]
-
 _MOST = 6
 _COSTS = ("blocked ms", "overhead %", "restart ms", "restore ms", "first save ms")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")

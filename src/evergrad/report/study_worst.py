@@ -10,8 +10,6 @@ from evergrad.report.blocks import Block, Cell, Column, Commands, DataTable, Pro
 from evergrad.report.study_data import StudyData, TrialData, place_text
 from evergrad.study.outcomes import Outcome
 
-__all__ = ["worst_blocks", "worst_trials"]
-
 _EACH = 5
 
 

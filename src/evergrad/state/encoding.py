@@ -20,18 +20,6 @@ from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json
 
-__all__ = [
-    "array_node",
-    "decode",
-    "decode_value",
-    "describe",
-    "encode_scalar",
-    "items_of",
-    "numpy_scalar_node",
-    "supports",
-    "text_of",
-]
-
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[fiubc]\d{1,2}|[<>|=]?[SU]\d{1,9}")
 
 

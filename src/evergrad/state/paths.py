@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["MAX_PATH_CHARS", "ROOT", "escape", "join", "segment_beside", "segments", "split"]
-
 ROOT = "."
 """The path of a tensor that has no name because it is the whole state."""
 

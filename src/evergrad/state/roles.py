@@ -16,8 +16,6 @@ from evergrad.dtypes import DType
 from evergrad.records import Role, TensorInfo
 from evergrad.state.paths import split
 
-__all__ = ["role_of", "tensor_info"]
-
 _OPTIMIZER_KEY = re.compile(
     r"(^|_)optim(izer)?s?(_weights|_states?)?(_dict)?s?(\.(pt|bin|pth))?$|optim_states\.pt$", re.I
 )

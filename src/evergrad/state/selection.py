@@ -11,8 +11,6 @@ from evergrad.errors import UnknownTensor, UsageError, nearest
 from evergrad.records import Role, TensorInfo
 from evergrad.wording import meant
 
-__all__ = ["Where", "items_of_where", "nothing", "select", "select_one"]
-
 Where: TypeAlias = "str | re.Pattern[str] | Role | Iterable[str | re.Pattern[str] | Role] | None"
 
 

@@ -21,8 +21,6 @@ from evergrad.records import Json
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Placement", "Sharing", "View", "byte_extent", "contiguous_strides", "find_sharing", "is_contiguous"]
-
 _ALIGNMENT = 16  # the widest element: a kept range starts where every element type may start
 
 

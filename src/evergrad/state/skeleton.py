@@ -30,8 +30,6 @@ from evergrad.state.encoding import decode_value, describe, items_of, text_of
 from evergrad.state.paths import ROOT, escape, segment_beside, unescape
 from evergrad.state.sharing import Sharing
 
-__all__ = ["Joined", "Skeleton", "join_states"]
-
 SCHEMA_VERSION = 1
 _LEAVES = {"float", "int", "bytes", "bytearray", "array", "numpy", "torch.Size", "torch.dtype", "torch.device"}
 _SEQUENCES = ("list", "tuple", "set", "frozenset")

@@ -22,21 +22,6 @@ from evergrad.state.skeleton import Skeleton
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "MAX_DEPTH",
-    "FlatState",
-    "InlineArray",
-    "Opaque",
-    "Outline",
-    "Ready",
-    "array_as_tensor",
-    "flatten",
-    "is_stateful",
-    "is_tensor_like",
-    "outline",
-    "unflatten",
-]
-
 MAX_DEPTH = 128
 
 # What decoding a damaged skeleton can run into.

@@ -13,8 +13,6 @@ from evergrad.errors import UnknownTensor, UsageError
 from evergrad.records import Role, TensorInfo
 from evergrad.state import select
 
-__all__ = ["PLACES", "aimed_at", "layers"]
-
 PLACES = ("first", "middle", "last")
 
 _LAST = re.compile(r"[./][^./]+$")

@@ -17,8 +17,6 @@ from evergrad.study.statistics import (
     standard_deviation,
 )
 
-__all__ = ["ACCURACIES", "COUNTED", "MEANINGS", "PUBLISHED", "change", "nev_rate", "rwc_rate", "start"]
-
 Column: TypeAlias = "Callable[[Cell, Results], Quantity | None]"
 
 COUNTED = {

@@ -24,23 +24,6 @@ from evergrad.study.statistics import checked_confidence, checked_counts, checke
 from evergrad.study.trials import Axes
 from evergrad.wording import checked_choice, meant, shown
 
-__all__ = [
-    "DIFFERS",
-    "MEASURES",
-    "NOT_TOLD_APART",
-    "Comparison",
-    "Trend",
-    "benjamini_hochberg",
-    "by_value",
-    "cochran_armitage",
-    "compare_cells",
-    "fisher",
-    "holm",
-    "measured",
-    "newcombe",
-    "trend",
-]
-
 Place: TypeAlias = "str | int | float"
 
 MEASURES = ("nev", "rwc")

@@ -12,8 +12,6 @@ from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_notes import facts_under, varying_axes
 
-__all__ = ["cost_table", "median_interval"]
-
 _MEANINGS = {
     "identical": "trainings that ended with every bit of the golden run's weights, and with its final metric",
     "blocked ms": "of one save, from its call to its return, on the rank where that took longest; median [quartiles] "

@@ -6,8 +6,6 @@ import re
 
 from evergrad.checkpoint.preemption import signal_name
 
-__all__ = ["how_it_ended", "is_own_doing"]
-
 _DEADLY = re.compile(r"SIG(SEGV|BUS|FPE|ILL|ABRT)")
 
 

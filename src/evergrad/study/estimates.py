@@ -14,8 +14,6 @@ from evergrad.study.plan import Plan
 from evergrad.study.trials import Command
 from evergrad.training.settings import Training
 
-__all__ = ["Estimate", "default_workers", "estimate", "time_rank"]
-
 _STEPS = 3
 _SLOW_S = 0.5  # a step that takes so long is not the one that warms up
 _TYPICAL, _WORST = 0.05, 0.5

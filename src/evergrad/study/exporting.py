@@ -15,8 +15,6 @@ from evergrad.study.tables import comparisons_table, published_table, results_to
 from evergrad.study.tally import results_of, tally_of
 from evergrad.study.watched_tables import watched_kinds, watched_table
 
-__all__ = ["export_study"]
-
 _ENDINGS = {"csv": "csv", "markdown": "md", "latex": "tex"}
 _COLUMNS = (
     "trial", "repetition", "seed", "fault", "flips", "where", "layer", "outcome", "end", "reason", "steps",

@@ -15,8 +15,6 @@ from evergrad.study.plan import Plan
 from evergrad.study.trials import Command
 from evergrad.training.direction import Direction
 
-__all__ = ["facts_of", "run_facts"]
-
 
 def run_facts(command: Sequence[str] = ()) -> dict[str, Json]:
     """Who writes the journal: versions, machine, and the commit if this is a checkout."""

@@ -27,8 +27,6 @@ from evergrad.study.journal import Kept, read_journal
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
 
-__all__ = ["SCHEMA_VERSION", "SCRATCH", "StudyFolder"]
-
 SCHEMA_VERSION = 1
 SCRATCH = "scratch"
 """Where trials of programs work; whatever is left there is nobody's."""

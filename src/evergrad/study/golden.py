@@ -27,17 +27,6 @@ from evergrad.records import Json
 from evergrad.study.trials import Observation
 from evergrad.training.direction import Direction
 
-__all__ = [
-    "CHECKPOINT",
-    "SCHEMA_VERSION",
-    "Golden",
-    "digest_file",
-    "fresh_folder",
-    "golden_folder",
-    "keep_golden",
-    "read_golden",
-]
-
 SCHEMA_VERSION = 1
 CHECKPOINT = "checkpoint.pt"
 

@@ -16,8 +16,6 @@ from evergrad.study.table_notes import facts_under, varying_axes
 from evergrad.study.trials import Observation
 from evergrad.study.watching.contract import GUARD_EVERY, GUARDS
 
-__all__ = ["guard_table"]
-
 _AIM = ("fault", "flips", "where", "layer", "corrupt", "target", "step")
 """Axes that say something of the fault; the others say which training it is."""
 

@@ -21,8 +21,6 @@ from evergrad.study.warming import Warm
 if TYPE_CHECKING:
     from evergrad.injection import LiveInjection
 
-__all__ = ["STATE_TARGETS", "Struck", "hit_ranks", "rank_seed", "strike"]
-
 STATE_TARGETS = tuple(target for target in TARGETS if target not in PASSING)
 """What is in a checkpoint."""
 

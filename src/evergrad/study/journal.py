@@ -21,8 +21,6 @@ from evergrad.errors import FileAccessError, StudyError, reason
 from evergrad.records import Json
 from evergrad.study.trials import End, Observation, Trial
 
-__all__ = ["SCHEMA_VERSION", "Entry", "Journal", "Kept", "read_journal"]
-
 SCHEMA_VERSION = 1
 
 _LONGEST_LINE = 16 << 20

@@ -18,8 +18,6 @@ from evergrad.study.watching import make_watchers
 from evergrad.study.watching.contract import Watchers
 from evergrad.training.mechanisms.contract import Evaluation, Session
 
-__all__ = ["Course", "CutShort", "digest_of", "observe"]
-
 _COURSE_BYTES = 256 << 20
 """What a golden run's weights, step by step, may take in a worker's memory."""
 _LOOK_EVERY = 16

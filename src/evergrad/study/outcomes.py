@@ -12,8 +12,6 @@ from evergrad.study.trials import End, Observation
 from evergrad.training.direction import Direction
 from evergrad.wording import checked_choice, shown
 
-__all__ = ["SCALE", "Direction", "Outcome", "Thresholds", "judge"]
-
 
 class Outcome(StrEnum):
     """A trial's verdict against the golden run, the worst first."""

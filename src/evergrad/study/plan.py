@@ -43,8 +43,6 @@ from evergrad.study.trials import Axes, Command, Rules, Saving, Trial
 from evergrad.training.settings import Training
 from evergrad.wording import checked_choice, shown
 
-__all__ = ["MOST_TRIALS", "SCALES", "CellPlan", "Plan", "Sampling"]
-
 SCALES = ("tiny", "small", "paper")
 
 MOST_TRIALS = 5_000_000

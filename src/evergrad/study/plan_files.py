@@ -13,8 +13,6 @@ from typing import Any, NoReturn, TypeAlias
 from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.wording import meant, shown
 
-__all__ = ["GALLERY", "Found", "PlanText", "gallery", "parse", "read_plan_text"]
-
 GALLERY = "evergrad.study.gallery"
 
 _MOST_BYTES = 1 << 20

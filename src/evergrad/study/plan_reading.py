@@ -19,8 +19,6 @@ from evergrad.study.trials import WATCHES, Axes, Command, Rules
 from evergrad.training.settings import Training
 from evergrad.wording import listed, meant, shown
 
-__all__ = ["PlanReader"]
-
 _TOP = ("study", "title", "question", "source", "differs", "seed", "rows", "columns")
 _TABLES = ("axes", "training", "command", "trial", "rules", "thresholds", "sampling", "when", "scale")
 _TRAINING = [one.name for one in fields(Training) if one.name != "base"]

@@ -13,8 +13,6 @@ from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import check_fit
 from evergrad.wording import checked_choice, listed, shown
 
-__all__ = ["command_of", "training_of"]
-
 _MOST_RANKS = 128
 
 

@@ -12,8 +12,6 @@ from evergrad.study.trials import PASSING, SAVINGS, TARGETS, Axes, Command, Savi
 from evergrad.training.settings import Training
 from evergrad.wording import checked_choice, shown
 
-__all__ = ["TRIAL_KEYS", "check_aim", "check_moment", "corrupt_of", "saving_of", "where_of"]
-
 _SAVING = ["saving", "save_every", "restarts"]
 TRIAL_KEYS = ["fault", "flips", "where", "layer", "corrupt", "target", "step", *_SAVING]
 

@@ -18,8 +18,6 @@ from evergrad.wording import checked_choice
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["FORMS", "Entry", "Quantity", "Table", "defused", "written"]
-
 _MISSING = "–"
 
 _FORMULA = ("=", "+", "-", "@")

@@ -14,8 +14,6 @@ from evergrad.study.folder import StudyFolder
 from evergrad.study.journal import Entry
 from evergrad.study.trials import Observation, Trial
 
-__all__ = ["Replay", "replay_trial"]
-
 _COMPARED = ("end", "reason", "steps", "metrics", "losses", "distances", "magnitudes", "nonfinite_at", "nonfinite_in",
              "extreme_at", "extreme_in", "digest", "mismatches", "injected", "changed", "spread", "alarms")  # fmt: skip
 _UNSEEN = ("losses", "distances", "magnitudes", "reason", "nonfinite_in", "extreme_in", "spread", "alarms")

@@ -9,8 +9,6 @@ from evergrad.study.outcomes import Outcome
 from evergrad.study.trials import Axes, Observation
 from evergrad.training.direction import Direction
 
-__all__ = ["Cell", "Results"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:

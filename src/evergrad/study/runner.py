@@ -28,8 +28,6 @@ from evergrad.study.tally import Tally, results_of
 from evergrad.study.trials import Command, End, Observation, Trial
 from evergrad.study.work_orders import golden_work, trial_work
 
-__all__ = ["PERFORM", "MakeExecutor", "Progress", "run_study"]
-
 PERFORM = "evergrad.study.work:perform"
 
 _ATTEMPTS = 3

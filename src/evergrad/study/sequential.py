@@ -21,8 +21,6 @@ from evergrad.errors import UsageError
 from evergrad.study.statistics import checked_confidence, checked_counts, checked_part, scipy_part
 from evergrad.wording import shown
 
-__all__ = ["anytime_interval", "enough", "stopping_time"]
-
 _PRIOR = 0.5
 _FARTHEST = 700.0  # of log-odds: as near to 0 and 1 as floats go
 _MOST_TRIALS = 1 << 50

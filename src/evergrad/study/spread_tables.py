@@ -9,8 +9,6 @@ from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import mean, paired_interval
 from evergrad.study.table_notes import facts_under, varying_axes
 
-__all__ = ["AFTER", "spread_table"]
-
 AFTER = (0, 1, 2, 3, 5, 10)
 """The numbers of steps that are shown, beside the last."""
 

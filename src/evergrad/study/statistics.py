@@ -14,25 +14,6 @@ from typing import Any
 from evergrad.errors import UsageError
 from evergrad.wording import checked_choice, install_hint, shown
 
-__all__ = [
-    "INTERVALS",
-    "checked_confidence",
-    "checked_counts",
-    "checked_part",
-    "clopper_pearson",
-    "coefficient_of_variation",
-    "expected_half_width",
-    "mean",
-    "normal_quantile",
-    "paired_interval",
-    "proportion_interval",
-    "sample_size",
-    "scipy_part",
-    "standard_deviation",
-    "strata_sizes",
-    "wilson",
-]
-
 INTERVALS = ("wilson", "clopper-pearson", "anytime")
 
 _RESAMPLES = 2_000

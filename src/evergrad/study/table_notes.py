@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from evergrad.study.results import Results
 
-__all__ = ["facts_under", "varying_axes"]
-
 
 def varying_axes(results: Results) -> list[str]:
     """The axes that a table must show: without them two cells might look the same."""

@@ -17,15 +17,6 @@ from evergrad.study.watched_tables import watched_to_json
 from evergrad.training.direction import Direction
 from evergrad.wording import checked_choice
 
-__all__ = [
-    "PUBLISHED",
-    "comparisons_table",
-    "published_table",
-    "results_to_json",
-    "summary_table",
-    "trends_table",
-]
-
 _METHODS = {
     "wilson": "Wilson",
     "clopper-pearson": "Clopper and Pearson, exact",

@@ -15,8 +15,6 @@ from evergrad.study.results import Cell, Results
 from evergrad.study.trials import Command, End, Trial
 from evergrad.training.direction import Direction
 
-__all__ = ["CellTally", "Tally", "results_from", "results_of", "tally_of"]
-
 _LOOK_EVERY = 10
 """Trainings of a cell between two looks at whether it knows enough."""
 

@@ -14,21 +14,6 @@ from evergrad.records import Json
 from evergrad.training.direction import Direction, direction_by_name
 from evergrad.training.settings import Training
 
-__all__ = [
-    "PASSING",
-    "SAVINGS",
-    "TARGETS",
-    "WATCHES",
-    "Axes",
-    "Command",
-    "End",
-    "Observation",
-    "Rules",
-    "Saving",
-    "Series",
-    "Trial",
-]
-
 Axes: TypeAlias = "Mapping[str, str | int | float]"
 
 TARGETS = ("state", "weights", "buffers", "optimizer", "gradients", "activations", "communication")

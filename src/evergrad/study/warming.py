@@ -27,8 +27,6 @@ from evergrad.training.mechanisms.contract import Session, Snapshot
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 
-__all__ = ["Warm", "read_snapshot", "warm"]
-
 _KEPT = 4
 """Trainings that a worker keeps loaded."""
 _ROLES = {"weights": Role.MODEL, "buffers": Role.BUFFER, "optimizer": Role.OPTIMIZER}

@@ -7,8 +7,6 @@ from evergrad.records import Json
 from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Results
 
-__all__ = ["WATCHED", "watched_kind", "watched_kinds", "watched_table", "watched_to_json"]
-
 WATCHED = ("costs", "spread", "guards")
 
 

@@ -28,13 +28,12 @@ from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.golden_runs import made_golden
 from evergrad.study.hitting import STATE_TARGETS, Struck, strike
 from evergrad.study.observing import CutShort, observe
-from evergrad.study.ranks.group import RankGroup, RankLost
-from evergrad.study.ranks.keeping import end_groups, warm_group
+from evergrad.study.ranks.group import RankGroup
+from evergrad.study.ranks.keeping import warm_group
+from evergrad.study.ranks.tending import RankLost
 from evergrad.study.trials import Command, End, Observation, Trial
 from evergrad.study.warming import Warm, warm
 from evergrad.training.settings import Training
-
-__all__ = ["end_groups", "perform", "perform_here"]
 
 _HERE = "evergrad.study.work:perform_here"
 _ATTEMPTS = 3

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from evergrad.records import Json
 from evergrad.study.trials import Trial
 
-__all__ = ["golden_work", "replay_work", "trial_work"]
-
 
 def golden_work(trial: Trial, aims: Sequence[Trial]) -> dict[str, Json]:
     """Make the golden run of a trial's training, and try where these trials aim."""

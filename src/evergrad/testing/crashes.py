@@ -27,15 +27,6 @@ from typing import Any, Self
 
 from evergrad.checkpoint import storage
 
-__all__ = [
-    "FullStorage",
-    "ReadOnlyStorage",
-    "SlowStorage",
-    "StorageCall",
-    "StorageCalls",
-    "kill_after",
-]
-
 # Made of the others, which they look up when they are called: those are what is counted.
 _COMPOSITE = {"make_folders", "publish"}
 

@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 from evergrad.study.executors.contract import Ended, Executor, Fate, Task
 from evergrad.study.executors.worker import resolve
 
-__all__ = ["ExecutorContract"]
-
 _PERFORM = "evergrad.study.executors.rehearsal:perform"
 _PATIENCE_S = 60.0
 

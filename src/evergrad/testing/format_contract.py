@@ -16,8 +16,6 @@ from evergrad.formats.contract import Bits
 from evergrad.formats.rehearsal import NeedsRewrite, rehearsal
 from evergrad.injection import BitFlip, inject, undo
 
-__all__ = ["FormatContract", "raw_bytes"]
-
 
 class FormatContract:
     """Subclass it, say how to make a file of the format with its own library, and let pytest collect it.

@@ -16,8 +16,6 @@ from evergrad.recovery.books import Balance
 from evergrad.testing.watching import ABORTED, Ending, Stuck
 from evergrad.timeline import Event, read
 
-__all__ = ["JobRun", "Weights"]
-
 _LINES = 25
 
 

@@ -24,8 +24,6 @@ from evergrad.recovery.fingerprints import RECORD_WEIGHTS
 from evergrad.testing.job_run import JobRun
 from evergrad.testing.nursery import Nursery, Request, launch_plainly
 
-__all__ = ["RunJob", "close_nursery", "run_job"]
-
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     # Torch looks up the name of every address it connects to; where no server answers, that takes its time.

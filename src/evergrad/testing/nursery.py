@@ -22,8 +22,6 @@ from pathlib import Path
 from evergrad.errors import RecoveryError
 from evergrad.testing.watching import Ending, await_end
 
-__all__ = ["Nursery", "Request", "launch_plainly", "serve"]
-
 _SERVE = "from evergrad.testing.nursery import serve; serve()"
 _NO_CODE = 70
 

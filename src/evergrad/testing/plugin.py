@@ -15,8 +15,6 @@ import pytest
 
 from evergrad.testing import jobs
 
-__all__ = ["evergrad_nursery", "run_job"]
-
 
 @pytest.fixture(scope="session")
 def evergrad_nursery() -> Iterator[None]:

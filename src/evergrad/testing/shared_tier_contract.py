@@ -10,8 +10,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError
 from evergrad.testing.tier_contract import TierContract, captured
 
-__all__ = ["SharedTierContract"]
-
 _RANKS = (0, 1)
 
 

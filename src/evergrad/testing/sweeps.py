@@ -27,12 +27,11 @@ from os import PathLike
 from typing import overload
 
 from evergrad.errors import UsageError
-from evergrad.recovery.failures.schedule import Failure, Failures
+from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.launch.settings import checked_strategy
 from evergrad.testing.job_run import JobRun
 from evergrad.testing.jobs import RunJob, run_job
-
-__all__ = ["PHASES", "Case", "Script", "Sweep", "sweep"]
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Those that every script has; `checkpoint` is for one that saves."""

@@ -16,8 +16,6 @@ from evergrad.checkpoint.restore.shard import Shard
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 
-__all__ = ["TierContract", "captured"]
-
 
 class TierContract:
     """Subclass it, say how to make the tier, and let pytest collect it."""

@@ -21,8 +21,6 @@ from typing import Any
 from evergrad.errors import FormatError
 from evergrad.timeline import read
 
-__all__ = ["ABORTED", "Ending", "Stuck", "await_end"]
-
 ABORTED = "Fatal Python error: Aborted"
 """How a process begins to tell where it is."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
-__all__ = ["PATTERN", "Direction", "direction_by_name"]
-
 PATTERN = "pattern:"
 """The prefix of a metric that is found by a regular expression, not by a key."""
 

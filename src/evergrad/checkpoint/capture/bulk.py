@@ -14,8 +14,6 @@ import torch
 
 from evergrad.checkpoint.layout import Entry
 
-__all__ = ["Bulk"]
-
 _PIECE_BYTES = 8 << 20  # a tensor larger than this is shared by threads, too
 _WORTH_A_THREAD = 16 << 20
 _MOST_THREADS = 8  # a memory bus is full by then

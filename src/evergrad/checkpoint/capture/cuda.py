@@ -23,8 +23,6 @@ from evergrad.checkpoint.capture.device import Device
 from evergrad.checkpoint.capture.settled import SETTLED_BYTES, gate
 from evergrad.checkpoint.layout import Entry
 
-__all__ = ["DeviceCopies", "Flight", "device_of"]
-
 _RUN_BYTES = 32 << 20  # gathered at once: a device that is nearly full still has such a block
 _PIECE_BYTES = 64 << 20  # a loss that is read meanwhile waits for one piece, not for a whole embedding
 # Types that not every kernel takes go as numbers of the same width.

@@ -8,8 +8,6 @@ import torch
 
 from evergrad.errors import SaveRefused
 
-__all__ = ["Device", "refuse_while_recording"]
-
 
 class Device:
     """A CUDA device. For any thread: each one's own current device is left as it was."""

@@ -15,8 +15,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Pinned"]
-
 _log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
 _told: set[str] = set()

@@ -34,8 +34,6 @@ from evergrad.records import Json
 from evergrad.state import Skeleton, Where, flatten
 from evergrad.state.sharing import contiguous_strides
 
-__all__ = ["Copying", "Gathered", "Plan", "Target"]
-
 _LARGE_BYTES = 32 * 1024  # from here on, torch would share the copy of a single tensor among its threads
 _MANY = 4
 _MARK = "the root goes here"

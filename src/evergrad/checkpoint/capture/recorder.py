@@ -25,8 +25,6 @@ from evergrad.checkpoint.capture.plan import Copying, Gathered, Plan, Target
 from evergrad.errors import SaveRefused, TierError, UsageError
 from evergrad.formats.collector import uncollected
 
-__all__ = ["InFlight", "Recorder"]
-
 _log = logging.getLogger(__name__)
 _ARENAS = 2
 _SAY_SO_AFTER_S = 10.0

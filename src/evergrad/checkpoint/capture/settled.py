@@ -22,8 +22,6 @@ from evergrad.checkpoint.capture.device import Device
 from evergrad.checkpoint.capture.spread import local_of
 from evergrad.state.tree import MAX_DEPTH
 
-__all__ = ["SETTLED_BYTES", "Gate", "Settled", "gate"]
-
 SETTLED_BYTES = 64 << 10
 """Smaller tensors are not worth a wait: many of them are copied at once, before training goes on."""
 

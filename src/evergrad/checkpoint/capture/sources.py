@@ -9,8 +9,6 @@ import torch
 
 from evergrad.state.sharing import View
 
-__all__ = ["Sources"]
-
 
 class Sources:
     """Shapes, types, devices, and who shares memory with whom.

@@ -26,19 +26,6 @@ from evergrad.state.paths import segments
 from evergrad.state.roles import tensor_info
 from evergrad.state.tree import is_stateful
 
-__all__ = [
-    "Wanted",
-    "can_be_spread",
-    "declared",
-    "is_spread",
-    "known",
-    "local_of",
-    "place_of",
-    "spec_of",
-    "stateful_paths",
-    "things",
-]
-
 
 def can_be_spread() -> bool:
     """Whether there can be a DTensor in this process."""

@@ -24,8 +24,6 @@ from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state.tree import array_as_tensor, is_stateful, is_tensor_like
 
-__all__ = ["Leaves", "Template"]
-
 _PLAIN_KEYS = {str, int, bool, bytes, type(None)}  # equal and of the same type: the same key
 _PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 _LARGE = 64  # nodes; a hole that is larger is opened if that leaves few holes

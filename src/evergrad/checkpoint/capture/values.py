@@ -16,8 +16,6 @@ from evergrad.errors import StateError
 from evergrad.state import outline
 from evergrad.state.tree import MAX_DEPTH
 
-__all__ = ["Values"]
-
 # Of these, equal values of the same type have the same text, and none can change in place.
 _SETTLED = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _KEYS = {str, int, bool, bytes, type(None)}

@@ -15,8 +15,6 @@ from evergrad.checkpoint.restore.shard import Shard
 from evergrad.errors import EvergradError, RestoreError
 from evergrad.records import Json
 
-__all__ = ["CopyVerdict", "check_version", "open_intact", "opened"]
-
 
 @dataclass(frozen=True, slots=True)
 class CopyVerdict:

@@ -37,8 +37,6 @@ from evergrad.wording import meant
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "Exported", "FlatCheckpoint", "export_version"]
-
 FORMATS = {"safetensors": "safetensors", "pt": "torch-zip", "h5": "hdf5", "npz": "npz", "dcp": "dcp"}
 """What `format=` may be, and what that format is called elsewhere."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from evergrad.checkpoint.restore.shard import Shard
 
-__all__ = ["gather_whole", "needed_ranks"]
-
 
 def needed_ranks(manifest: Manifest) -> set[int]:
     """The ranks whose shards are needed for a whole state, by the manifest of the one that the rest is taken from."""

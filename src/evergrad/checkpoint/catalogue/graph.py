@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from evergrad.checkpoint.catalogue.lineage import Key, Lineage, Node
 
-__all__ = ["draw", "mark"]
-
 
 def draw(lineage: Lineage) -> Iterator[tuple[str, Node | None]]:
     """The rows of the graph: the drawing, and the version that the row is of, or None where lines only meet."""

@@ -25,8 +25,6 @@ from evergrad.errors import reason
 from evergrad.formats.data_file import open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = ["FOLDER", "SCHEMA_VERSION", "History", "Journal", "ShardNote", "Verdict", "shard_digest"]
-
 _log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 FOLDER = "catalogue"

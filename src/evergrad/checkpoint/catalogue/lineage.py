@@ -18,8 +18,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError
 from evergrad.records import Json
 
-__all__ = ["Key", "Lineage", "Node", "trace"]
-
 Key = tuple[str, Version]
 """A job, and one of its versions."""
 

@@ -8,8 +8,6 @@ from xml.sax.saxutils import escape
 
 from evergrad.checkpoint.catalogue.lineage import Key, Lineage, Node
 
-__all__ = ["draw_svg"]
-
 _FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
 _INK, _SOFT, _LINE, _BAND, _RING = "#1c2733", "#6b7785", "#9aa5b1", "#f4f6f8", "#d9822b"
 _LANES = ("#2563a8", "#2e8b57", "#8a4fbe", "#b8472f", "#0f8b8d", "#96751a")

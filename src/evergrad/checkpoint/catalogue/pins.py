@@ -26,8 +26,6 @@ from evergrad.formats.data_file import open_file
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.wording import meant
 
-__all__ = ["SCHEMA_VERSION", "Pins", "keep_guarded", "resolve"]
-
 _log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")

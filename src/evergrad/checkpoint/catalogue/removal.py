@@ -11,8 +11,6 @@ from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.version import Version
 from evergrad.errors import UsageError
 
-__all__ = ["Removal", "plan_removal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Removal:

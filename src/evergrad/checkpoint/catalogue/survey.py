@@ -26,8 +26,6 @@ from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageEr
 from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import read_record
 
-__all__ = ["Found", "Home", "Survey", "find_home", "reached", "sites", "survey"]
-
 
 @dataclass(frozen=True, slots=True)
 class Home:

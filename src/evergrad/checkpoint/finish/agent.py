@@ -44,19 +44,6 @@ from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
 from evergrad.formats.data_file import open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = [
-    "LINGER_S",
-    "SOCKET",
-    "START_LOCK",
-    "TIMEOUT_S",
-    "agent_process",
-    "end_agent",
-    "linger_seconds",
-    "run_agent",
-    "socket_address",
-    "timeout_seconds",
-]
-
 LINGER_S = 60.0
 """How long an agent stays without work and without a trainer."""
 TIMEOUT_S = 30.0

@@ -19,18 +19,6 @@ from evergrad.checkpoint.tiers.contract import Store, Work
 from evergrad.errors import DamagedFile, TierError, UsageError
 from evergrad.wording import meant
 
-__all__ = [
-    "DamagedCapture",
-    "Digest",
-    "Module",
-    "Put",
-    "arrange",
-    "describe_module",
-    "divided",
-    "load_module",
-    "run_chain",
-]
-
 
 @runtime_checkable
 class Module(Protocol):

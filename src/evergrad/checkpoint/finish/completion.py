@@ -22,8 +22,6 @@ from evergrad.errors import reason
 from evergrad.formats.data_file import open_file, open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
-__all__ = ["Completion"]
-
 _log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 _TOO_LONG = 1 << 20

@@ -15,8 +15,6 @@ from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.tiers import Site, Tier
 from evergrad.errors import EvergradError, reason
 
-__all__ = ["Desk", "failure_text", "where"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -29,13 +29,12 @@ from evergrad.checkpoint.finish.freeing import Freeing
 from evergrad.checkpoint.finish.workers import Workers
 from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.layout import parse
-from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Site, Tier, Work, read_tiers, without_secrets
 from evergrad.checkpoint.tiers.memory import Held
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FormatError, SaveRefused, TierError, reason
-
-__all__ = ["Engine"]
+from evergrad.formats.version_records import shard_name
 
 _log = logging.getLogger(__name__)
 _QUICK_S, _SLOW_S = 0.02, 1.0

@@ -20,8 +20,6 @@ from evergrad.checkpoint.tiers import Copy, Gone, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError
 
-__all__ = ["Flushing"]
-
 _log = logging.getLogger(__name__)
 
 

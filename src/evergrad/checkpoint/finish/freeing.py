@@ -9,8 +9,6 @@ from evergrad.checkpoint.tiers import read_tiers
 from evergrad.checkpoint.tiers.memory import Held, held_by
 from evergrad.checkpoint.version import Version
 
-__all__ = ["Freeing"]
-
 
 class Freeing:
     """The arenas of a node, or of one rank, as whoever finishes what is in them knows them. Thread-safe."""

@@ -21,8 +21,6 @@ from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers, witho
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError
 
-__all__ = ["Holdings"]
-
 _log = logging.getLogger(__name__)
 _said: dict[Path, str] = {}
 """By run folder: the last reported reason why nothing is retired, until that is over."""

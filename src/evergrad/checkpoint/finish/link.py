@@ -30,8 +30,6 @@ from evergrad.checkpoint.locks import is_locked, locked, removal_advice
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, CheckpointError
 
-__all__ = ["AgentLink", "Link", "ThreadLink"]
-
 _log = logging.getLogger(__name__)
 _START_PATIENCE_S = 60.0
 _ASK_AGAIN_S = 2.0

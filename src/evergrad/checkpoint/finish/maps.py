@@ -10,8 +10,6 @@ from evergrad.checkpoint.arena import ArenaFiles, populate
 from evergrad.errors import TierError
 from evergrad.formats.data_file import open_regular
 
-__all__ = ["ArenaMaps"]
-
 
 class ArenaMaps:
     """The maps of a node's arenas. Faulting one in costs as much as hashing it, so it is kept."""

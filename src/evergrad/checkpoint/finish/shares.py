@@ -22,13 +22,12 @@ import xxhash
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.layout import Entry, cut, parse
-from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.tiers import Work
 from evergrad.checkpoint.version import Version
 from evergrad.formats.data_file import read_small
-
-__all__ = ["Shares"]
+from evergrad.formats.version_records import shard_name
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0

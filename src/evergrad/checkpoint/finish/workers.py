@@ -7,8 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["Workers"]
-
 
 class Workers:
     """One thread a rank, made when it is first needed. What they are given must not raise."""

@@ -22,8 +22,6 @@ from evergrad.errors import RestoreError
 from evergrad.records import Json
 from evergrad.state import Sharing, Skeleton
 
-__all__ = ["Assembled", "needs"]
-
 _FEW = 128  # pieces that are compared with each other
 
 

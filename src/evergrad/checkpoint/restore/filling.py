@@ -21,8 +21,6 @@ from evergrad.checkpoint.digests import balanced
 from evergrad.dtypes import DType
 from evergrad.state import Skeleton
 
-__all__ = ["Source", "fill", "fresh", "is_expanded", "obstacle", "same_bits", "without_repeats"]
-
 _LARGE_BYTES = 32 << 10  # from here on torch would start its threads
 _PIECE_BYTES = 16 << 20
 _MAX_THREADS = 4  # beyond which memory is the limit

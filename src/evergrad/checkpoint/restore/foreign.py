@@ -27,8 +27,6 @@ from evergrad.formats.torch_zip import open_archive
 from evergrad.records import Check, Json
 from evergrad.state import ROOT, Skeleton, Where, join
 
-__all__ = ["DcpFolder", "restore_dcp"]
-
 _OBJECT = "an object saved by torch.save"
 
 

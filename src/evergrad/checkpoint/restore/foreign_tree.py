@@ -25,8 +25,6 @@ from evergrad.state.encoding import decode_value, encode_scalar
 from evergrad.state.paths import segments
 from evergrad.state.tree import is_stateful
 
-__all__ = ["Tree"]
-
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 

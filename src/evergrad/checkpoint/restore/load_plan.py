@@ -16,8 +16,6 @@ from evergrad.records import Json
 from evergrad.state import Skeleton, join
 from evergrad.state.encoding import decode, decode_value
 
-__all__ = ["Call", "LoadPlan", "Mismatch", "children", "describe", "rebuilding"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:

@@ -31,8 +31,6 @@ from evergrad.records import TensorInfo
 from evergrad.state import Where, select
 from evergrad.state.roles import tensor_info
 
-__all__ = ["Loading", "Source", "prepare"]
-
 
 class Loading:
     """What will be done to a state; made by `prepare`, while nothing has been touched yet."""

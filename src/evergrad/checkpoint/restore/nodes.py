@@ -9,8 +9,6 @@ from evergrad.records import Json
 from evergrad.state import ROOT, escape, join
 from evergrad.state.encoding import decode_value
 
-__all__ = ["differences", "replaced", "value_at", "without"]
-
 
 def differences(a: Json, b: Json, path: str | None = None) -> Iterator[str]:
     """Where two skeletons have different values; where their form differs, the container."""

@@ -24,8 +24,6 @@ from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import ROOT, Skeleton, join, outline
 
-__all__ = ["Shapes", "compare", "live_tensors", "optimizer_call", "owns_loading"]
-
 Shapes: TypeAlias = Mapping[str, tuple[DType, tuple[int, ...]]]
 
 _DTYPES = {dtype.torch: dtype for dtype in DType}

@@ -24,8 +24,6 @@ from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.errors import DamagedFile, EvergradError
 from evergrad.state import Skeleton, Where
 
-__all__ = ["Obtained", "Obtaining"]
-
 
 @dataclass(slots=True)
 class Obtained:

@@ -10,8 +10,6 @@ from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError
 
-__all__ = ["Offer", "Shelf", "look"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from evergrad.state import ROOT, Skeleton, join, outline
 from evergrad.state.paths import segments
 from evergrad.state.tree import is_stateful
 
-__all__ = ["pair"]
-
 Replacement: TypeAlias = Callable[[], Any]
 """Makes the value that has to take a live value's place in its container."""
 

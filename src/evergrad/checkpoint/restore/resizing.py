@@ -17,8 +17,6 @@ from evergrad.checkpoint.restore.shard import Shard
 from evergrad.errors import RestoreError, StateError
 from evergrad.state import ROOT, flatten
 
-__all__ = ["Resize", "own_tensors", "own_values", "refuse", "resize"]
-
 Resize = Callable[[str, Sequence[Any], int, int], Any]
 """(path, what every rank had saved, new rank, new world size) → what this rank gets."""
 

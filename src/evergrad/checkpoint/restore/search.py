@@ -30,8 +30,6 @@ from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import EvergradError, RestoreError, UsageError
 from evergrad.state import Where
 
-__all__ = ["Request", "Restored", "list_versions", "restore"]
-
 _log = logging.getLogger(__name__)
 
 

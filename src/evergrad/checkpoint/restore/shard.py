@@ -29,8 +29,6 @@ from evergrad.state.sharing import contiguous_strides
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Shard", "fetch_intact"]
-
 
 class Shard:
     """A complete shard in a tier, mapped for reading.

@@ -14,8 +14,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError
 from evergrad.state import Where
 
-__all__ = ["restore_rank"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from evergrad.checkpoint.tiers import Copy, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 
-__all__ = ["is_dcp_folder", "named_version", "stores_of"]
-
 
 def is_dcp_folder(source: str | os.PathLike[str]) -> bool:
     """Whether this is a checkpoint of torch.distributed.checkpoint."""

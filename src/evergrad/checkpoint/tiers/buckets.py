@@ -21,8 +21,6 @@ from evergrad.checkpoint.tiers.retry import Retry
 from evergrad.checkpoint.tiers.throttle import Throttle
 from evergrad.errors import TierError
 
-__all__ = ["Access", "Bucket", "Chunk", "FsspecBucket", "Item", "Source", "rechunk"]
-
 _T = TypeVar("_T")
 _made: dict[tuple[int, str], Any] = {}
 _making = threading.Lock()

@@ -9,12 +9,10 @@ from typing import Any
 
 import xxhash
 
-from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, said
-from evergrad.formats.version_records import COMMIT, is_as_written, record_bytes
-
-__all__ = ["COMMIT_NAME", "Commit", "StoredShard", "payload_name"]
+from evergrad.formats.version_records import COMMIT, is_as_written, record_bytes, shard_name
 
 COMMIT_NAME = COMMIT
 SCHEMA_VERSION = 1

@@ -11,8 +11,6 @@ from evergrad.checkpoint.tiers.frames import require_zstandard
 from evergrad.errors import UsageError
 from evergrad.wording import meant
 
-__all__ = ["Compress", "join_compression"]
-
 _LEVELS = range(1, 20)
 
 

@@ -30,21 +30,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 from evergrad.wording import meant
 
-__all__ = [
-    "Copy",
-    "Gone",
-    "RunFolder",
-    "Site",
-    "Store",
-    "Tier",
-    "Torn",
-    "Work",
-    "read_tiers",
-    "tier_kinds",
-    "without_password",
-    "without_secrets",
-]
-
 _KINDS: dict[str, type[Tier]] = {}
 
 

@@ -11,14 +11,13 @@ import xxhash
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.locks import locked
-from evergrad.checkpoint.manifest import Manifest, shard_name
+from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers.buckets import Bucket
 from evergrad.checkpoint.tiers.commit import StoredShard
 from evergrad.checkpoint.tiers.frames import unpack
 from evergrad.errors import DamagedFile
 from evergrad.formats.data_file import open_file, read_small
-
-__all__ = ["fetch_shard"]
+from evergrad.formats.version_records import shard_name
 
 RANGE_BYTES = 16 << 20
 _PARALLEL = 4

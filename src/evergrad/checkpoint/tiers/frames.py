@@ -29,8 +29,6 @@ from evergrad.errors import DamagedFile, UsageError
 from evergrad.formats.safetensors import DTYPES, DTYPES_KEY, MAX_HEADER_BYTES
 from evergrad.wording import install_hint
 
-__all__ = ["ENCODING", "FRAME_BYTES", "pack", "require_zstandard", "unpack"]
-
 ENCODING = "zstd-shuffle"
 FRAME_BYTES = 8 << 20
 _HEAD = struct.Struct("<II4sIII")

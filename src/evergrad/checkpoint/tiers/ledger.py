@@ -10,14 +10,12 @@ from typing import TypeVar
 import xxhash
 
 from evergrad.checkpoint.job import say_once
-from evergrad.checkpoint.manifest import shard_name
 from evergrad.checkpoint.tiers.buckets import Bucket
 from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, StoredShard
 from evergrad.checkpoint.tiers.contract import Copy
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError
-
-__all__ = ["Ledger", "together"]
+from evergrad.formats.version_records import shard_name
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")

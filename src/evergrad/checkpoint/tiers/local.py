@@ -24,12 +24,10 @@ from typing import ClassVar
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.locks import is_locked
-from evergrad.checkpoint.manifest import shard_name, shard_rank
 from evergrad.checkpoint.tiers.contract import Copy, RunFolder, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
-
-__all__ = ["Local"]
+from evergrad.formats.version_records import shard_name, shard_rank
 
 _log = logging.getLogger(__name__)
 _CHUNK = 16 << 20

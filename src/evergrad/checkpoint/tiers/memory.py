@@ -17,8 +17,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError
 from evergrad.formats.data_file import open_file
 
-__all__ = ["Held", "Memory", "held_by"]
-
 
 class Held(NamedTuple):
     """The content of an arena as its shard's header names it; the bytes may be damaged or incomplete."""

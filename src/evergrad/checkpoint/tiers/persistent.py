@@ -32,8 +32,6 @@ from evergrad.checkpoint.tiers.throttle import parse_bandwidth, shared_throttle
 from evergrad.errors import UsageError
 from evergrad.wording import meant
 
-__all__ = ["Persistent"]
-
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*(?=://)", re.IGNORECASE)
 _S3 = ("s3", "s3a")
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from evergrad.checkpoint.manifest import Manifest, shard_name, shard_rank
+from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers.buckets import Bucket, Chunk
 from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, payload_name
 from evergrad.checkpoint.tiers.compress import Compress
@@ -29,10 +29,8 @@ from evergrad.checkpoint.tiers.frames import ENCODING, pack
 from evergrad.checkpoint.tiers.ledger import Ledger, together
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError, reason, said
-from evergrad.formats.version_records import read_record, record_bytes
+from evergrad.formats.version_records import read_record, record_bytes, shard_name, shard_rank
 from evergrad.wording import install_hint
-
-__all__ = ["JOB_NAME", "PersistentStore"]
 
 JOB_NAME = "JOB.json"
 _SCHEMA_VERSION = 1

@@ -15,8 +15,6 @@ from evergrad.checkpoint.tiers.buckets import Access, Bucket, Item, Source, rech
 from evergrad.errors import FileAccessError, reason
 from evergrad.formats.data_file import NoFile, open_file
 
-__all__ = ["PosixBucket"]
-
 _T = TypeVar("_T")
 _CHUNK = 16 << 20
 _PARTIAL = ".partial"

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["Redaction"]
-
 _SECRET = re.compile(r"key|secret|token|pass|pwd|user|cred|account|auth|sas|connection|signature|cookie", re.IGNORECASE)
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _QUERY = re.compile(r"(?<=[?&])([^=&\s]*(?:key|secret|token|pass|sig|auth|cred)[^=&\s]*)=[^&\s'\"]+", re.IGNORECASE)

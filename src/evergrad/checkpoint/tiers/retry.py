@@ -13,8 +13,6 @@ from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.errors import EvergradError, TierError
 
-__all__ = ["Retry", "error_code"]
-
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 

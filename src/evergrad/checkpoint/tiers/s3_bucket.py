@@ -17,8 +17,6 @@ from evergrad.checkpoint.tiers.s3_multipart import PARALLEL_PARTS, Upload, Uploa
 from evergrad.errors import TierError
 from evergrad.wording import install_hint
 
-__all__ = ["S3Bucket"]
-
 _MOST_PARTS = 9_000  # S3 allows 10,000; packed bytes may be more than there were
 _FEW = 4
 _BATCH = 1000

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 from evergrad.errors import TierError
 
-__all__ = ["MIN_PART_BYTES", "PARALLEL_PARTS", "S3Calls", "Upload", "UploadGone", "unfinished"]
-
 MIN_PART_BYTES = 5 << 20
 PARALLEL_PARTS = 4
 _log = logging.getLogger(__name__)

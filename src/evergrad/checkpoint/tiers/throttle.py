@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from evergrad.errors import UsageError
 
-__all__ = ["Throttle", "parse_bandwidth", "shared_throttle"]
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b(?:ytes)?\s*/\s*s(?:ec)?\s*", re.IGNORECASE)
 _shared: dict[tuple[int, str, float], Throttle] = {}

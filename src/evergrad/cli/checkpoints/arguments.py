@@ -17,18 +17,6 @@ from evergrad.wording import meant
 if TYPE_CHECKING:
     from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
 
-__all__ = [
-    "RunDir",
-    "VersionArgument",
-    "age",
-    "catalogue_of",
-    "check_tier",
-    "kept",
-    "say_unseen",
-    "verified",
-    "where_it_is",
-]
-
 RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="The job's run folder, or a persistent tier's URL.")]
 VersionArgument = Annotated[
     str, typer.Argument(metavar="VERSION", help="A step, a name such as v0000000120-02, a tag, or 'latest'.")

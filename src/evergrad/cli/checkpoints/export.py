@@ -11,8 +11,6 @@ from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, size
 from evergrad.errors import UsageError
 
-__all__ = ["EPILOG", "export"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints export runs/r50 latest r50.safetensors\n\n"
     "  evergrad checkpoints export s3://bucket/r50 120 model.pt --where 'model/**'\n\n"

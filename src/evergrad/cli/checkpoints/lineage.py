@@ -14,8 +14,6 @@ from evergrad.errors import UsageError
 if TYPE_CHECKING:
     from evergrad.checkpoint.catalogue.lineage import Lineage, Node
 
-__all__ = ["EPILOG", "lineage"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints lineage runs/r50\n\n"
     "  evergrad checkpoints lineage runs/r50 --picture r50.svg\n\n"

@@ -12,8 +12,6 @@ from evergrad.cli.output import JsonOption, console, print_json, printable, size
 if TYPE_CHECKING:
     from evergrad.checkpoint.catalogue.records import CatalogueEntry
 
-__all__ = ["EPILOG", "ls"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints ls runs/r50\n\n  evergrad checkpoints ls s3://bucket/r50 --json\n\n"
     "Exit codes: 0 listed · 2 usage or unreadable input."

@@ -10,8 +10,6 @@ from evergrad.cli.checkpoints.arguments import RunDir, VersionArgument, catalogu
 from evergrad.cli.output import JsonOption, print_json, printable
 from evergrad.errors import CheckpointError, UsageError
 
-__all__ = ["EPILOG", "pin"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints pin runs/r50 120 --tag best\n\n"
     "  evergrad checkpoints pin runs/r50 best --unpin\n\n"

@@ -13,8 +13,6 @@ from evergrad.cli.checkpoints.arguments import RunDir, catalogue_of, say_unseen
 from evergrad.cli.output import JsonOption, near, print_json, printable
 from evergrad.errors import UsageError
 
-__all__ = ["EPILOG", "report"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints report runs/r50\n\n"
     "  evergrad checkpoints report s3://bucket/r50 --out r50.html\n\n"

@@ -12,8 +12,6 @@ from evergrad.cli.completion import one_of
 from evergrad.cli.output import JsonOption, print_json, printable, size
 from evergrad.errors import UsageError
 
-__all__ = ["EPILOG", "rm"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints rm runs/r50 120 --dry-run\n\n"
     "  evergrad checkpoints rm runs/r50 120 --tier persistent --yes\n\n"

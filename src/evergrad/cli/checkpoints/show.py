@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from evergrad.checkpoint.catalogue.survey import Survey
     from evergrad.records import Json
 
-__all__ = ["EPILOG", "show"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints show runs/r50 latest\n\n  evergrad checkpoints show runs/r50 120 --json\n\n"
     "Exit codes: 0 shown · 2 usage or unreadable input."

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from evergrad.checkpoint.catalogue.survey import Survey
     from evergrad.records import Json
 
-__all__ = ["EPILOG", "verify"]
-
 EPILOG = (
     "Examples:\n\n  evergrad checkpoints verify runs/r50\n\n"
     "  evergrad checkpoints verify runs/r50 120 --tier local --json\n\n"

@@ -10,8 +10,6 @@ import typer
 from evergrad.cli.completion import one_of, studies
 from evergrad.cli.mistakes import given_path
 
-__all__ = ["Name", "Scale", "StudyDir", "duration"]
-
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME-OR-FILE", help="A study of the gallery, or a plan in TOML.", autocompletion=studies),

@@ -10,8 +10,6 @@ import typer
 from evergrad.cli.output import JsonOption, near, print_json, printable
 from evergrad.cli.study.arguments import StudyDir
 
-__all__ = ["EPILOG", "export"]
-
 EPILOG = (
     "Example:\n\n  evergrad study export runs/nev --to tables\n\n"
     "Exit codes: 0 written · 2 usage, no study there, or a folder that cannot be written."

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from evergrad.cli.output import JsonOption, console, print_json, printable
 
-__all__ = ["EPILOG", "list_"]
-
 EPILOG = "Example:\n\n  evergrad study list --json\n\nExit codes: 0 listed · 2 usage."
 _WIDE = 110  # columns of a terminal, from which on there is room for the axes
 

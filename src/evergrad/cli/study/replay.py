@@ -9,8 +9,6 @@ import typer
 from evergrad.cli.output import JsonOption, print_json, printable
 from evergrad.cli.study.arguments import StudyDir
 
-__all__ = ["EPILOG", "replay"]
-
 EPILOG = (
     "Examples:\n\n  evergrad study replay runs/nev 3f2a9c1b77d0e465\n\n"
     "TRIAL is an id from 'evergrad study export' (trials.csv), or its first letters.\n\n"

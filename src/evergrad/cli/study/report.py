@@ -11,8 +11,6 @@ import typer
 from evergrad.cli.output import JsonOption, near, print_json, printable
 from evergrad.cli.study.arguments import StudyDir
 
-__all__ = ["EPILOG", "report"]
-
 EPILOG = (
     "Examples:\n\n  evergrad study report runs/nev\n\n  evergrad study report runs/nev --out nev.html --open\n\n"
     "Without plotly the answer is printed and no page is written.\n\n"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from evergrad.study.plan import Plan
     from evergrad.study.runner import Progress
 
-__all__ = ["EPILOG", "run"]
-
 EPILOG = (
     "Examples:\n\n  evergrad study run bitflip-nev --scale tiny --out runs/nev\n\n"
     "  evergrad study run mine.toml --dry-run\n\n"

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from evergrad.records import Json
     from evergrad.study.plan import Plan
 
-__all__ = ["EPILOG", "show"]
-
 EPILOG = (
     "Examples:\n\n  evergrad study show bitflip-nev --scale paper\n\n"
     "  evergrad study show bitflip-nev --plan > mine.toml\n\n"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from evergrad.cli.output import JsonOption, print_json, printable
 from evergrad.cli.study.arguments import StudyDir
 
-__all__ = ["EPILOG", "status"]
-
 EPILOG = "Example:\n\n  evergrad study status runs/nev\n\nExit codes: 0 told · 2 usage, or no study there."
 
 

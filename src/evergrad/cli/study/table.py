@@ -11,8 +11,6 @@ from evergrad.cli.output import JsonOption, console, print_json
 from evergrad.cli.study.arguments import StudyDir
 from evergrad.wording import checked_choice
 
-__all__ = ["EPILOG", "table"]
-
 EPILOG = (
     "Examples:\n\n  evergrad study table runs/nev\n\n"
     "  evergrad study table runs/nev --kind published --format latex\n\n"

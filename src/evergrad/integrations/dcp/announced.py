@@ -7,8 +7,6 @@ from typing import Protocol
 
 from evergrad.checkpoint import Checkpointer
 
-__all__ = ["Announced", "announce", "taken", "waiting"]
-
 
 class Announced(Protocol):
     """A writer that waits to be used."""

@@ -26,8 +26,6 @@ from evergrad.errors import CheckpointError, FormatError, RestoreError, StateErr
 from evergrad.integrations.dcp.names import Leaf, leaves
 from evergrad.state import Skeleton
 
-__all__ = ["Held", "Intact", "Sight", "find"]
-
 _log = logging.getLogger(__name__)
 
 

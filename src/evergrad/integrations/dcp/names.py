@@ -14,8 +14,6 @@ from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state.encoding import decode_value
 
-__all__ = ["Keys", "Leaf", "leaves"]
-
 Keys = tuple[str | int, ...]
 """How DCP gets to a leaf: the key of each dict as text, the index in each list."""
 

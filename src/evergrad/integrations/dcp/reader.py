@@ -35,8 +35,6 @@ from evergrad.errors import DamagedFile, RestoreError, UsageError
 from evergrad.integrations.dcp.intact import Held, Intact, find
 from evergrad.state.encoding import decode
 
-__all__ = ["TierReader"]
-
 
 class TierReader(StorageReader):
     """Reads the newest intact version of a checkpointer's job, or one. All ranks of the job use one alike.

@@ -16,8 +16,6 @@ from evergrad.checkpoint.board import Pending
 from evergrad.errors import StateError, UsageError
 from evergrad.integrations.dcp.announced import Announced, waiting
 
-__all__ = ["STAGED", "ArenaStager", "Staged", "stage"]
-
 STAGED = "evergrad.staged"
 """The only key of what the stager gives back. DCP plans for this one thing, and nothing of the state is left in the
 trainer's process for its thread to walk."""

@@ -23,8 +23,6 @@ from evergrad.errors import UsageError
 from evergrad.integrations.dcp.announced import announce, taken
 from evergrad.integrations.dcp.stager import STAGED, Staged, stage
 
-__all__ = ["TierWriter"]
-
 
 class TierWriter(StorageWriter, AsyncStager):
     """Writes one version through the tiers of a checkpointer. All ranks of the job use one alike.

@@ -16,8 +16,6 @@ from evergrad.recovery.failures.failure import Failure
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Acts", "Find", "Live", "LiveActs", "Pace", "Send", "Signalled"]
-
 Signalled = Literal["kill", "stop", "leave"]
 Find = Callable[[Sequence[int]], Sequence[tuple[int, int | None]]]
 """The uid of each of these ranks, and its process number if it is on this machine."""

@@ -31,8 +31,6 @@ from evergrad.recovery.failures.words import (
 )
 from evergrad.wording import checked_choice, meant, shown
 
-__all__ = ["DEFAULTS", "drawn", "read_line"]
-
 DEFAULTS: dict[str, dict[str, Any]] = {"stop": {"for": 2.0}, "slow": {"by": 3.0, "for": 1.0}, "cut": {"for": 2.0}}
 """The words that drawn failures of a kind have unless others are given."""
 

@@ -28,8 +28,6 @@ from evergrad.recovery.failures.words import (
 )
 from evergrad.wording import checked_choice, meant, shown
 
-__all__ = ["Failure"]
-
 _EXAMPLE = "kill rank=1 step=7 bucket=2 at=during"
 
 

@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["await_healed", "cut", "heal", "is_cut"]
-
 _log = logging.getLogger(__name__)
 
 _SO_ATTACH_FILTER = 26

@@ -15,8 +15,6 @@ from evergrad.recovery.launch.posts import NodeKeys
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.stores import Sealed
 
-__all__ = ["send"]
-
 
 def send(client: Sealed, number: int, uids: Sequence[int], *, env: Mapping[str, str], whole_node: bool = False) -> None:
     """Send these processes, which have joined, a signal: in this order, those on other machines first.

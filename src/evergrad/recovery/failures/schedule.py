@@ -41,10 +41,8 @@ from typing import Any, Unpack, overload
 
 from evergrad.errors import UsageError
 from evergrad.recovery.failures.failure import Failure
-from evergrad.recovery.failures.words import LINES, At, Kind, Phase, Words
+from evergrad.recovery.failures.words import LINES, Kind, Words
 from evergrad.wording import meant, shown
-
-__all__ = ["SCHEMA_VERSION", "At", "Failure", "Failures", "Kind", "Phase", "Words"]
 
 SCHEMA_VERSION = 1
 

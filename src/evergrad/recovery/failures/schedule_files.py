@@ -24,8 +24,6 @@ from evergrad.recovery.failures.failure import Failure
 from evergrad.recovery.failures.words import KINDS, TARGETS, WORDS, read_words
 from evergrad.wording import checked_choice, meant, shown
 
-__all__ = ["read_toml", "read_trace"]
-
 _COLUMNS = ("kind", *(word for word in WORDS if word != "step"))
 
 

@@ -13,12 +13,11 @@ from torch import nn
 from evergrad.recovery.crew import Crew
 from evergrad.recovery.failures.acts import Live, LiveActs
 from evergrad.recovery.failures.reaching import send
-from evergrad.recovery.failures.schedule import At, Failures, Phase
+from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.failures.triggers import Trigger
+from evergrad.recovery.failures.words import At, Phase
 from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys
-
-__all__ = ["Sites"]
 
 
 class Sites:

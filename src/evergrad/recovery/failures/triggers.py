@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from evergrad.recovery.failures.acts import Acts, LiveActs
-from evergrad.recovery.failures.schedule import At, Failure, Failures, Phase
+from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.schedule import Failures
+from evergrad.recovery.failures.words import At, Phase
 from evergrad.recovery.membership import Keys
-
-__all__ = ["Claim", "InjectedFailure", "Trigger", "since_begun"]
 
 _log = logging.getLogger(__name__)
 

@@ -12,26 +12,6 @@ from typing import Any, Literal, TypedDict, get_args
 from evergrad.errors import UsageError
 from evergrad.wording import meant, shown
 
-__all__ = [
-    "KINDS",
-    "LEAST",
-    "LINES",
-    "ONLY_FOR",
-    "TARGETS",
-    "WORDS",
-    "At",
-    "Kind",
-    "Phase",
-    "Words",
-    "amount_text",
-    "checked_amount",
-    "checked_node",
-    "checked_number",
-    "checked_where",
-    "ended",
-    "read_words",
-]
-
 Kind = Literal["kill", "exception", "stop", "slow", "cut", "leave", "flip"]
 At = Literal["before", "during", "after"]
 

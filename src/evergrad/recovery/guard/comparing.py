@@ -26,8 +26,6 @@ from evergrad.recovery.guard.replicas import Change, Replica, change_between, sh
 from evergrad.recovery.guard.settings import GuardSettings
 from evergrad.recovery.transport import Group, swap
 
-__all__ = ["Checked", "Difference", "Guard"]
-
 _CHUNK_BYTES = 4 << 20
 _TOLD = 16
 """How many differences are told one by one."""

@@ -18,8 +18,6 @@ import torch
 from evergrad.recovery.guard.digests import digest_bytes
 from evergrad.recovery.transport import Group
 
-__all__ = ["SIZE", "DigestTree", "differing", "gather_digests", "gather_json", "module_of", "role_of"]
-
 SIZE = 16
 """Bytes of a digest."""
 

@@ -24,8 +24,6 @@ import xxhash
 
 from evergrad.checkpoint.digests import balanced
 
-__all__ = ["CHUNK_WORDS", "bytes_of", "contents_on_device", "digest_bytes", "digest_tensors"]
-
 CHUNK_WORDS = 4 << 20
 """How much is worked on at once on a device: three times this, in words, is the memory that it takes meanwhile."""
 

@@ -26,8 +26,6 @@ from evergrad.recovery.guard.own_guard import OwnGuard
 from evergrad.recovery.guard.replicas import replica_of
 from evergrad.recovery.guard.settings import GuardSettings
 
-__all__ = ["Guarding"]
-
 _log = logging.getLogger(__name__)
 _SAID = 4
 

@@ -14,8 +14,6 @@ from statistics import median
 
 import torch
 
-__all__ = ["Magnitude", "Norms", "Ranges", "Reading", "gradient_norm", "magnitudes"]
-
 _REMEMBERED = 64
 _LEAST = 8
 _FLOOR = 0.1

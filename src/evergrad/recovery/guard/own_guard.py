@@ -27,8 +27,6 @@ from evergrad.recovery.guard.replicas import change_between
 from evergrad.recovery.own import Keeping, Randomness
 from evergrad.recovery.transport import Group, swap
 
-__all__ = ["OwnGuard"]
-
 _NOTHING, _ASK, _GIVE = 0, 1, 2
 
 

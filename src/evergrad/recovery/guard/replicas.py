@@ -19,8 +19,6 @@ from evergrad.records import Json
 from evergrad.recovery.guard.digests import digest_bytes, digest_tensors
 from evergrad.state import Skeleton, flatten, join, unflatten
 
-__all__ = ["Change", "Replica", "Value", "change_between", "replica_of", "shown_value"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 

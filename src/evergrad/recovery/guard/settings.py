@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 from evergrad.errors import UsageError, nearest
 from evergrad.records import Json
 
-__all__ = ["GuardSettings", "Healing"]
-
 Healing: TypeAlias = Literal["majority", "verified"]
 """What becomes of replicas that differ: the minority gets the majority's bytes; or all go back to the newest version
 that was saved when a check had found all replicas alike."""

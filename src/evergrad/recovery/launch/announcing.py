@@ -10,8 +10,6 @@ from evergrad.recovery.pulse import innermost
 from evergrad.timeline import Recorder
 from evergrad.wording import counted
 
-__all__ = ["Announcer"]
-
 _TOGETHER = "is on node "
 
 

@@ -9,8 +9,6 @@ from evergrad.recovery.launch.processes import Child
 from evergrad.recovery.launch.settings import Place
 from evergrad.recovery.pulse import Vital
 
-__all__ = ["Crowd", "Everyone"]
-
 
 class Crowd(ABC):
     """Some processes of a job. For the main thread of the launcher; nothing here waits."""

@@ -20,8 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Forked", "end_with_parent", "fork", "preload"]
-
 _PRELOADED = ("torch", "torch._dynamo", "torch.utils.data", "torch.nn.parallel", "evergrad.recovery.joining")
 _PR_SET_PDEATHSIG = 1
 _kept: list[dict[str, Any]] = []

@@ -19,8 +19,6 @@ from pathlib import Path
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.records import Json
 
-__all__ = ["HEAD_FILE", "Head", "Stand", "await_head", "expanded", "numbered", "stand"]
-
 HEAD_FILE = "head.json"
 _SCHEMA_VERSION = 1
 _MOST_NAMES = 1 << 16

@@ -14,8 +14,6 @@ from evergrad.recovery.launch.status import Relay
 from evergrad.recovery.pulse import Page, Vital
 from evergrad.timeline import Recorder
 
-__all__ = ["Household"]
-
 
 class Household(Crowd):
     """What a launcher starts on its own machine; the launcher of a node that is not the head has nothing else."""

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from evergrad.recovery.launch.reception import Reception
     from evergrad.recovery.stores import Sealed
 
-__all__ = ["launch"]
-
 _LOOK_S = 0.5
 _DECIDES_WITHIN_S = 60.0
 

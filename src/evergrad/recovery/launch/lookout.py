@@ -18,8 +18,6 @@ from evergrad.timeline import Recorder
 if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator
 
-__all__ = ["Lookout", "Questions"]
-
 _BEATS = 2
 """For so many of its own beats a process waits for an answer before the store is put to the test, and then again."""
 

@@ -28,8 +28,6 @@ from evergrad.recovery.pulse import Vital
 from evergrad.recovery.sealing import Forged
 from evergrad.recovery.stores import Sealed
 
-__all__ = ["Arrival", "Departure", "Doom", "Nodes"]
-
 _LOOK_S = 0.01
 _BEGINS_WITHIN_S = 30.0
 """From its arrival to its first beat a launcher starts its processes, and has longer than its lease for that."""

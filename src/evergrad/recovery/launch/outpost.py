@@ -39,8 +39,6 @@ from evergrad.wording import counted, first_line
 if TYPE_CHECKING:
     from evergrad.recovery.stores import StoreClient
 
-__all__ = ["CUT_OFF", "attend"]
-
 CUT_OFF = 5
 """The exit code of a launcher that has lost the head."""
 _ANSWERS_WITHIN_S = 60.0

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from evergrad.recovery.launch.settings import Place
 
-__all__ = ["Places"]
-
 
 class Places:
     """By uid; it only grows. Uids are given here, to whichever thread asks."""

@@ -30,8 +30,6 @@ from evergrad.recovery.pulse import Vital
 from evergrad.recovery.stores import Sealed
 from evergrad.recovery.vigil import Patience
 
-__all__ = ["Beat", "Inbox", "NodeKeys", "Outbox", "Start", "lease_s"]
-
 _LEASE = 2.0
 
 

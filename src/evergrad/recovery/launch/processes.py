@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 from evergrad.errors import UsageError
 from evergrad.recovery.launch.forking import Forked, fork
 
-__all__ = ["LEAVING", "PASSED_ON", "SAME_NOTICE_S", "Child", "Children", "Exit", "Happenings"]
-
 LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask everyone to leave."""
 PASSED_ON = (*LEAVING, signal.SIGUSR1, signal.SIGUSR2)

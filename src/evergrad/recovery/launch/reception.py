@@ -17,8 +17,6 @@ from evergrad.recovery.stores import Sealed
 from evergrad.timeline import Recorder
 from evergrad.wording import counted
 
-__all__ = ["Reception"]
-
 
 class Reception:
     """For the main thread of the head's launcher, once the store is open."""

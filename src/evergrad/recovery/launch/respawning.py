@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator
     from evergrad.recovery.stores import Sealed
 
-__all__ = ["Respawning"]
-
 _DEATHS_IN_PLACE = 3
 
 

@@ -27,8 +27,6 @@ from evergrad.recovery.launch.hosts import numbered
 from evergrad.recovery.strategies import STRATEGIES, Strategy
 from evergrad.recovery.vigil import Patience
 
-__all__ = ["AFTER_LOSS", "OPTION_OF", "LaunchSettings", "Place", "checked_strategy", "environment_of"]
-
 AFTER_LOSS = ("shrink", "constant", "scale_lr")
 OPTION_OF = {
     "script": "the script",

@@ -29,8 +29,6 @@ from evergrad.wording import counted
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["Relay", "Status"]
-
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16
 _REFRESH_S = 0.2

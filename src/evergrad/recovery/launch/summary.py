@@ -25,16 +25,6 @@ from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.wording import counted
 
-__all__ = [
-    "NOBODY_JOINED",
-    "NOTHING_TO_COMPARE",
-    "NO_FINGERPRINT",
-    "Summary",
-    "make_folder",
-    "merge_timelines",
-    "write_record",
-]
-
 _SCHEMA_VERSION = 1
 NO_FINGERPRINT = "left no fingerprint"
 """The end of the line about ranks that could not be compared."""

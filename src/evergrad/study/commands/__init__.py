@@ -7,6 +7,7 @@ readings.py     metrics and losses out of what it prints
 state_files.py  what its checkpoint holds: digests, numbers that are not finite or extreme
 """
 
-from evergrad.study.commands.running import check_command, check_golden, make_golden, run_trial
+from evergrad.study.commands.invocations import check_command
+from evergrad.study.commands.running import check_golden, make_golden, run_trial
 
 __all__ = ["check_command", "check_golden", "make_golden", "run_trial"]

@@ -21,8 +21,6 @@ from evergrad.study.commands.readings import Source
 from evergrad.study.trials import Command
 from evergrad.wording import meant, shown
 
-__all__ = ["SEED", "asks_for", "check_command", "clean_checkpoint", "filled", "tail_of", "words_of"]
-
 SEED = 0
 """`{seed}`: the same in every run, so that the fault is all in which a trial differs from the golden run."""
 

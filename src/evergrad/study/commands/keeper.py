@@ -15,8 +15,6 @@ import ctypes
 import os
 import sys
 
-__all__ = ["keep"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGKILL, _SIGPIPE, _SIGXFSZ = 9, 13, 25
 

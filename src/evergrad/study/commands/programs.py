@@ -19,8 +19,6 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
-__all__ = ["Ending", "Lines", "run_program"]
-
 _KEEPER = Path(__file__).with_name("keeper.py")
 _LONGEST_LINE = 1 << 20
 _ERRORS_KEPT = 1 << 14

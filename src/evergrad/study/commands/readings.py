@@ -16,8 +16,6 @@ from evergrad.study.trials import Rules, Series
 from evergrad.training.direction import PATTERN
 from evergrad.wording import shown
 
-__all__ = ["Kept", "Readings", "Source"]
-
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _NO_NUMBER = re.compile(r"[+-]?(?:nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 _MOST = 200

@@ -39,8 +39,6 @@ from evergrad.study.commands.state_files import (
 )
 from evergrad.study.trials import Command, End, Observation, Rules, Trial
 
-__all__ = ["check_command", "check_golden", "make_golden", "run_trial"]
-
 _CHECKPOINT = "checkpoint"
 _FINAL = "final"
 _MORE_TIME = 10

@@ -21,8 +21,6 @@ from evergrad.formats.values import values
 from evergrad.injection import InjectionLog
 from evergrad.records import TensorInfo
 
-__all__ = ["FileState", "copy_state", "hit_state", "known_state", "read_state", "suffix_of"]
-
 _SUFFIX = re.compile(r"(?:\.[A-Za-z]\w*)+$")
 
 

@@ -25,8 +25,6 @@ from typing import Any, Self
 from evergrad.errors import EvergradError
 from evergrad.records import Json
 
-__all__ = ["Ended", "Executor", "Fate", "Task"]
-
 
 class Fate(StrEnum):
     """What became of a task."""

@@ -34,8 +34,6 @@ from evergrad.study.executors.contract import Ended, Executor, Fate, Task
 from evergrad.study.executors.local import LocalProcesses
 from evergrad.wording import install_hint, shown
 
-__all__ = ["DaskCluster", "dismiss", "run"]
-
 _ANSWER_S = 10.0
 _WORKERS_S = 60.0
 _COUNT_S = 5.0

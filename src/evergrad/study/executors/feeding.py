@@ -15,8 +15,6 @@ from evergrad.errors import UsageError
 from evergrad.study.executors.contract import Ended, Executor, Fate, Task
 from evergrad.wording import shown
 
-__all__ = ["FAILED_STARTS", "Feeding"]
-
 FAILED_STARTS = 3
 """So many workers in a row that do not get ready are enough."""
 

@@ -9,8 +9,6 @@ from evergrad.errors import EvergradError
 from evergrad.study.executors.contract import Ended, Executor, Fate, Task
 from evergrad.study.executors.worker import resolve
 
-__all__ = ["InProcess"]
-
 
 class InProcess(Executor):
     """Nothing runs before somebody collects. Limits are not kept: nobody is there to keep them."""

@@ -20,8 +20,6 @@ from evergrad.study.executors.feeding import FAILED_STARTS, Feeding
 from evergrad.study.executors.process import ONE_THREAD, Garbled, Log, WorkerProcess
 from evergrad.wording import shown
 
-__all__ = ["LocalProcesses"]
-
 _START_S = 300.0
 """Importing torch from a slow file system takes minutes; longer than this is a start that hangs."""
 _LOOK_S = 1.0

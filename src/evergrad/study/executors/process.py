@@ -16,8 +16,6 @@ from evergrad.study.endings import how_it_ended
 from evergrad.study.executors.contract import Task
 from evergrad.study.executors.worker import LONGEST_ANSWER
 
-__all__ = ["ONE_THREAD", "Garbled", "Log", "WorkerProcess"]
-
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """In the environment of a process that has a core to itself: with more threads, processes wait for each other."""
 

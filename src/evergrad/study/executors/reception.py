@@ -17,8 +17,6 @@ from evergrad.study.executors.process import Garbled
 from evergrad.study.executors.wire import Wire
 from evergrad.wording import shown
 
-__all__ = ["Reception"]
-
 _STRANGER_S = 30.0
 _STRANGERS = 64
 _BACKLOG = 512

@@ -11,8 +11,6 @@ from typing import Any
 
 from evergrad.errors import EvergradError
 
-__all__ = ["perform"]
-
 _DONE = 0
 _HELD: list[int] = []
 

@@ -28,8 +28,6 @@ from evergrad.study.executors.slurm_worker import Order
 from evergrad.study.executors.wire import Wire
 from evergrad.wording import checked_choice, shown
 
-__all__ = ["SlurmCluster"]
-
 _AGAIN_S = 1.0
 """Before the second try, then twice as long, up to half a minute."""
 _START_S = 600.0

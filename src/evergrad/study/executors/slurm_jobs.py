@@ -26,8 +26,6 @@ from evergrad.errors import FileAccessError, UsageError
 from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, serve
 from evergrad.wording import install_hint, shown
 
-__all__ = ["Jobs", "NotSubmitted", "Standing", "Wanted"]
-
 _OVER = re.compile(
     "BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT|"
     "FINISHED|INTERRUPTED"  # as submitit says of its own processes

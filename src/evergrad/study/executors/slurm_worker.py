@@ -32,8 +32,6 @@ from evergrad.study.executors.local import LocalProcesses
 from evergrad.study.executors.process import Garbled
 from evergrad.study.executors.wire import SILENCE_S, Wire
 
-__all__ = ["LEAVE_SIGNAL", "Order", "serve"]
-
 LEAVE_SIGNAL = signal.SIGUSR2
 """Slurm sends it some time before a job's limit."""
 

@@ -26,8 +26,6 @@ from evergrad.records import Json
 from evergrad.study.executors.process import Garbled
 from evergrad.study.executors.worker import LONGEST_ANSWER
 
-__all__ = ["SILENCE_S", "Wire"]
-
 SILENCE_S = 60
 """How long the other's machine may say nothing at all."""
 

@@ -30,8 +30,6 @@ from typing import IO, Any
 from evergrad.errors import EvergradError, UsageError
 from evergrad.wording import shown
 
-__all__ = ["LONGEST_ANSWER", "done", "resolve", "serve"]
-
 LONGEST_ANSWER = 16 << 20
 """Bytes of a line that the runner reads."""
 

@@ -27,8 +27,6 @@ from evergrad.errors import StudyError
 from evergrad.records import Json
 from evergrad.study.ranks.tending import START_S, Nursery, RankLost
 
-__all__ = ["RankGroup", "RankLost"]
-
 _READ = 1 << 16
 _NEWS_S = 1.0
 """How long the news of a death may take: an error of another rank, whose connection broke, may be heard of first."""

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from evergrad.study.ranks.group import RankGroup
 
-__all__ = ["end_groups", "warm_group"]
-
 _kept: dict[tuple[int, str, bool], RankGroup] = {}
 
 

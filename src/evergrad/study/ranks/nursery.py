@@ -24,8 +24,6 @@ from multiprocessing.connection import wait
 
 from evergrad.recovery.launch.forking import end_with_parent
 
-__all__ = ["tend"]
-
 _MOST_RANKS = 256
 
 

@@ -23,8 +23,6 @@ from typing import Any
 
 from evergrad.study.executors.worker import done, resolve
 
-__all__ = ["serve_rank"]
-
 _JOIN = timedelta(seconds=120)
 _NEVER = timedelta(days=7)
 """A collective waits as long as it takes: who dies or hangs is the worker's matter."""

@@ -16,8 +16,6 @@ from evergrad.errors import StudyError
 from evergrad.study.endings import how_it_ended
 from evergrad.study.executors.process import ONE_THREAD
 
-__all__ = ["START_S", "Nursery", "RankLost"]
-
 START_S = 300.0
 """Importing torch from a slow file system takes minutes; longer than this is a start that hangs."""
 

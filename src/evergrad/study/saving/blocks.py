@@ -32,8 +32,6 @@ from evergrad.training.mechanisms.contract import Session
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 
-__all__ = ["Block", "measure_pair", "train_epoch"]
-
 
 @dataclass(slots=True)
 class Block:

@@ -28,12 +28,11 @@ from evergrad.errors import StudyError, UsageError
 from evergrad.records import Json
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import Golden
-from evergrad.study.ranks.group import RankGroup, RankLost
+from evergrad.study.ranks.group import RankGroup
 from evergrad.study.ranks.keeping import end_groups, warm_group
+from evergrad.study.ranks.tending import RankLost
 from evergrad.study.trials import End, Observation, Series, Trial
 from evergrad.training.settings import Training
-
-__all__ = ["perform_saving"]
 
 _PAIR = "evergrad.study.saving.blocks:measure_pair"
 _EPOCH = "evergrad.study.saving.blocks:train_epoch"

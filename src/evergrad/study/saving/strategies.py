@@ -34,8 +34,6 @@ from evergrad.wording import checked_choice
 if TYPE_CHECKING:
     from evergrad.checkpoint import Pending
 
-__all__ = ["FLUSH_EVERY", "EvergradSaving", "NoSaving", "RootSaving", "Strategy", "make_strategy"]
-
 FLUSH_EVERY = 10
 """Of Evergrad's saves, every so-manyth goes to the shared file system."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from evergrad.training.mechanisms.contract import Session
 
-__all__ = ["GUARDS", "GUARD_EVERY", "Watched", "Watcher", "Watchers", "gathered"]
-
 GUARDS = ("norm", "range", "replicas", "non-finite", "checkpoint range")
 """The guards that are asked, by the names they have in tables."""
 GUARD_EVERY = 10

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from evergrad.study.observing import Course
     from evergrad.training.mechanisms.contract import Session
 
-__all__ = ["Guards"]
-
 _NEVER = 1 << 62
 
 

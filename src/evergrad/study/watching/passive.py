@@ -21,8 +21,6 @@ from evergrad.recovery.guard.settings import GuardSettings
 from evergrad.study.watching.contract import GUARD_EVERY, gathered
 from evergrad.training.mechanisms.contract import Session
 
-__all__ = ["CheckpointRange", "NonFinite", "Norm", "Passive", "Range", "Replicas", "passive_guards"]
-
 
 class Passive(ABC):
     """A guard that is asked at three moments. It says whether it speaks up; None: it did not even look."""

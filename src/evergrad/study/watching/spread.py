@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from evergrad.study.observing import Course
     from evergrad.training.mechanisms.contract import Session
 
-__all__ = ["Spread"]
-
 _MOST_LOOKS = 200
 _FIRST = 10
 """Steps that are all looked at, however long the training is: that is where a fault spreads."""

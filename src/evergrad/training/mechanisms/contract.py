@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Evaluation", "Session", "Snapshot"]
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

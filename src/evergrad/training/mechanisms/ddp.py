@@ -22,8 +22,6 @@ from evergrad.training.mechanisms.single import Single, exact
 from evergrad.training.settings import Training
 from evergrad.training.workloads.contract import Workload
 
-__all__ = ["Ddp"]
-
 
 class Ddp(Single):
     """One rank's replica. Every rank of torch.distributed's default group makes one, and calls the same methods."""

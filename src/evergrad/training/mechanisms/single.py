@@ -22,8 +22,6 @@ from evergrad.training.settings import Training
 from evergrad.training.workloads.contract import Workload
 from evergrad.wording import shown
 
-__all__ = ["Single", "exact"]
-
 _EVALUATED_AT_ONCE = 1024
 _DTYPES = {
     "float16": torch.float16,

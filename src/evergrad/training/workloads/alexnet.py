@@ -11,8 +11,6 @@ from torch import nn
 
 from evergrad.training.workloads.layers import Image, plain_network
 
-__all__ = ["DIFFERS", "alexnet"]
-
 DIFFERS = (
     "kernels 3×3 with stride 1, pooling 2×2, one column, no response normalisation, "
     "He's initial values but for the last layer's"

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from evergrad.training.direction import Direction, direction_by_name
 
-__all__ = ["Dataset", "MakeOptimizer", "Workload", "accuracy", "cross_entropy", "top1"]
-
 MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
 
 

@@ -14,8 +14,6 @@ from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.images import image_dataset
 from evergrad.wording import install_hint
 
-__all__ = ["TEST", "TRAIN", "read_digits"]
-
 TRAIN, TEST = 1437, 360
 
 _SEED = 1797

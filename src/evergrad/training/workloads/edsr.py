@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from evergrad.training.workloads.layers import Convolution, as_he_, draw_, scaled
 
-__all__ = ["BLOCKS", "DIFFERS", "EDSR", "TIMES", "edsr"]
-
 BLOCKS = 16
 TIMES = 2
 """How much larger each side becomes."""

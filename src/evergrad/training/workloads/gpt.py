@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from evergrad.training.workloads.layers import Dense, draw_, product
 
-__all__ = ["CONTEXT", "DIFFERS", "GPT", "gpt"]
-
 CONTEXT = 64
 DIFFERS = (
     "characters instead of byte pairs; 4 blocks of 256 features in 4 heads (GPT-2's smallest: 12 of 768 in 12), "

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded
 
-__all__ = ["read_idx"]
-
 _UNSIGNED_BYTE = 8
 _LARGEST = 1 << 30  # bytes; MNIST's images are 47 million
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from evergrad.training.workloads.contract import Dataset
 
-__all__ = ["CLASSES", "Labelled", "image_dataset"]
-
 CLASSES = 10
 """Of digits, MNIST and Fashion-MNIST alike."""
 

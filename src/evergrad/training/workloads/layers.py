@@ -10,8 +10,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Convolution", "Dense", "Image", "Mean", "as_he_", "draw_", "plain_network", "product", "scaled"]
-
 Image: TypeAlias = tuple[int, int, int]
 """Channels, height and width of what a model looks at."""
 

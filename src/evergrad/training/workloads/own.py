@@ -25,8 +25,6 @@ from evergrad.training.settings import Training
 from evergrad.training.workloads.contract import Dataset, Workload
 from evergrad.wording import checked_choice, meant, shown
 
-__all__ = ["own_workload"]
-
 
 def own_workload(training: Training) -> Workload:
     """What the function named by `training.workload` gives; it takes nothing, or the training."""

@@ -20,8 +20,6 @@ from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.edsr import TIMES
 from evergrad.wording import install_hint
 
-__all__ = ["TEST_PHOTOS", "TRAIN_PHOTOS", "absolute_error", "psnr", "read_photos", "rounded"]
-
 # PNG alone: it has one decoding. Of the stereo pair, one photo: the other shows the same. They lie in the wheel.
 TRAIN_PHOTOS = ("astronaut.png", "coffee.png", "motorcycle_left.png")
 TEST_PHOTOS = ("chelsea.png",)

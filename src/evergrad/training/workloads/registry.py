@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from evergrad.training.workloads.contract import Dataset, Workload
 
-__all__ = ["DATA", "MODELS", "check_fit", "fitting", "make_workload"]
-
 _IMAGES = ("digits", "fashion-mnist", "mnist")
 _TEXTS = ("text",)
 _PHOTOS = ("photos",)

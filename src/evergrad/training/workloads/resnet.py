@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from evergrad.training.workloads.layers import Convolution, Dense, Image, Mean, as_he_, scaled
 
-__all__ = ["DEPTHS", "DIFFERS", "Residual", "resnet"]
-
 DIFFERS = "stem of one 3×3 convolution with stride 1 and no pooling"
 
 DEPTHS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}

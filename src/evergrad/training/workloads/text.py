@@ -15,8 +15,6 @@ from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.gpt import CONTEXT
 from evergrad.wording import shown
 
-__all__ = ["MOST_TOKENS", "read_text"]
-
 MOST_TOKENS = 256
 """Different characters; beyond this, the rarest are one."""
 

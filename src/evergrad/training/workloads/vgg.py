@@ -6,8 +6,6 @@ from torch import nn
 
 from evergrad.training.workloads.layers import Image, plain_network
 
-__all__ = ["DEPTHS", "DIFFERS", "vgg"]
-
 DIFFERS = "no pooling of 1×1 maps, He's initial values but for the last layer's"
 
 _CHANNELS = (64, 128, 256, 512, 512)
