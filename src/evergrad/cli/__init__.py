@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -46,8 +45,8 @@ from evergrad.errors import EvergradError, reason
 __all__ = ["app", "main"]
 
 _VERBS = (
-    *(demo, inspect, verify, diff, convert, inject, undo, replay),
-    *(checkpoints, run, study, timeline, doctor, agent),
+    *("demo", "inspect", "verify", "diff", "convert", "inject", "undo", "replay"),
+    *("checkpoints", "run", "study", "timeline", "doctor", "agent"),
 )
 
 
@@ -65,11 +64,7 @@ class _Workflow(TyperGroup):
             raise _Interrupted from None
 
     def list_commands(self, ctx: object) -> list[str]:
-        return [_name_of(verb) for verb in _VERBS]
-
-
-def _name_of(verb: ModuleType) -> str:
-    return verb.__name__.rsplit(".", 1)[-1]
+        return list(_VERBS)
 
 
 app = typer.Typer(
@@ -84,12 +79,20 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for _verb in _VERBS:
-    if _verb in (checkpoints, study):
-        app.add_typer(_verb.app)
-    else:
-        _settings = getattr(_verb, "CONTEXT", None)
-        app.command(_name_of(_verb), epilog=_verb.EPILOG, context_settings=_settings)(getattr(_verb, _name_of(_verb)))
+app.command("demo", epilog=demo.EPILOG)(demo.demo)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
+app.command("verify", epilog=verify.EPILOG)(verify.verify)
+app.command("diff", epilog=diff.EPILOG)(diff.diff)
+app.command("convert", epilog=convert.EPILOG)(convert.convert)
+app.command("inject", epilog=inject.EPILOG)(inject.inject)
+app.command("undo", epilog=undo.EPILOG)(undo.undo)
+app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("run", epilog=run.EPILOG, context_settings=run.CONTEXT)(run.run)
+app.command("timeline", epilog=timeline.EPILOG)(timeline.timeline)
+app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+app.command("agent", epilog=agent.EPILOG)(agent.agent)
+app.add_typer(checkpoints.app)
+app.add_typer(study.app)
 
 
 def _version(asked: bool) -> None:

@@ -19,6 +19,11 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-for _verb in (ls, show, verify, pin, rm, export, lineage, report):
-    _name = _verb.__name__.rsplit(".", 1)[-1]
-    app.command(_name, epilog=_verb.EPILOG)(getattr(_verb, _name))
+app.command("ls", epilog=ls.EPILOG)(ls.ls)
+app.command("show", epilog=show.EPILOG)(show.show)
+app.command("verify", epilog=verify.EPILOG)(verify.verify)
+app.command("pin", epilog=pin.EPILOG)(pin.pin)
+app.command("rm", epilog=rm.EPILOG)(rm.rm)
+app.command("export", epilog=export.EPILOG)(export.export)
+app.command("lineage", epilog=lineage.EPILOG)(lineage.lineage)
+app.command("report", epilog=report.EPILOG)(report.report)

@@ -20,6 +20,11 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-for _verb in (list_, show, run, status, table, report, export, replay):
-    _name = _verb.__name__.rsplit(".", 1)[-1]
-    app.command(_name.rstrip("_"), epilog=_verb.EPILOG)(getattr(_verb, _name))
+app.command("list", epilog=list_.EPILOG)(list_.list_)
+app.command("show", epilog=show.EPILOG)(show.show)
+app.command("run", epilog=run.EPILOG)(run.run)
+app.command("status", epilog=status.EPILOG)(status.status)
+app.command("table", epilog=table.EPILOG)(table.table)
+app.command("report", epilog=report.EPILOG)(report.report)
+app.command("export", epilog=export.EPILOG)(export.export)
+app.command("replay", epilog=replay.EPILOG)(replay.replay)
