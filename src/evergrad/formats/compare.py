@@ -20,8 +20,8 @@ from evergrad.formats.registry import open_checkpoint
 from evergrad.formats.values import finite, values
 from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
 from evergrad.state import ROOT, Skeleton, Where
-from evergrad.state.encoding import describe
 from evergrad.state.selection import items_of_where, nothing, select_one
+from evergrad.state.skeleton import describe
 from evergrad.wording import counted
 
 _WITH_VALUES = ("torch-zip", "torch-legacy", "pytorch-h5")

@@ -21,7 +21,7 @@ from evergrad.formats.torch_legacy import open_legacy
 from evergrad.formats.torch_zip import open_archive
 from evergrad.records import Check
 from evergrad.state import ROOT
-from evergrad.state.roles import tensor_info
+from evergrad.state.selection import tensor_info
 
 METADATA = ".metadata"
 MAX_OPEN_PARTS = 1024

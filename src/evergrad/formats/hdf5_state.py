@@ -17,7 +17,7 @@ from evergrad.formats.hdf5_notes import Source, write_hdf5
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import TensorInfo
 from evergrad.state import flatten
-from evergrad.state.roles import tensor_info
+from evergrad.state.selection import tensor_info
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Pro
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, escape
-from evergrad.state.roles import tensor_info
+from evergrad.state.selection import tensor_info
 
 METADATA, STEP, ZARR, OCDBT = "_METADATA", "_CHECKPOINT_METADATA", ".zarray", "manifest.ocdbt"
 MAX_JSON_BYTES = 1 << 25

@@ -20,8 +20,8 @@ from evergrad.formats.contract import AttributesWithTensors, OtherTensor, Tensor
 from evergrad.formats.opcodes import Global, PickleError, check_key
 from evergrad.records import MAX_AXES
 from evergrad.state import InlineArray, Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
-from evergrad.state.encoding import array_node, numpy_scalar_node
 from evergrad.state.sharing import contiguous_strides
+from evergrad.state.skeleton import array_node, numpy_scalar_node
 from evergrad.state.tree import EXTRA
 
 READ_ONLY = "a NumPy array inside the pickle"

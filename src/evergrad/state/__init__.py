@@ -1,8 +1,7 @@
 """Training state as named, addressable tensors: paths, skeletons, roles, sharing, selecting."""
 
 from evergrad.state.paths import ROOT, escape, join, split
-from evergrad.state.roles import role_of
-from evergrad.state.selection import Where, select
+from evergrad.state.selection import Where, role_of, select
 from evergrad.state.sharing import Placement, Sharing, find_sharing
 from evergrad.state.skeleton import Skeleton
 from evergrad.state.tree import FlatState, InlineArray, Opaque, Outline, Ready, flatten, outline, unflatten

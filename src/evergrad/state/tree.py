@@ -14,10 +14,9 @@ import numpy as np
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json, Role
-from evergrad.state.encoding import array_node, decode, encode_scalar, supports
 from evergrad.state.paths import MAX_PATH_CHARS, ROOT, join, segments
 from evergrad.state.sharing import Placement, find_sharing
-from evergrad.state.skeleton import Skeleton
+from evergrad.state.skeleton import Skeleton, array_node, decode, encode_scalar, supports
 
 if TYPE_CHECKING:
     import torch

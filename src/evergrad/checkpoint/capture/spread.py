@@ -23,7 +23,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.state import Skeleton, Where, join, select
 from evergrad.state.paths import segments
-from evergrad.state.roles import tensor_info
+from evergrad.state.selection import tensor_info
 from evergrad.state.tree import is_stateful
 
 

@@ -31,7 +31,7 @@ from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import check_replaceable, fsync, temporary_name
 from evergrad.records import Role, TensorInfo
 from evergrad.state import FlatState, Where, unflatten
-from evergrad.state.roles import tensor_info
+from evergrad.state.selection import tensor_info
 from evergrad.wording import meant
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, RestoreError
 from evergrad.records import Json, TensorInfo
 from evergrad.state import FlatState, Placement, Skeleton, Where, find_sharing, select
-from evergrad.state.roles import tensor_info
+from evergrad.state.selection import tensor_info
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import escape, join
-from evergrad.state.encoding import decode_value, encode_scalar
 from evergrad.state.paths import segments
+from evergrad.state.skeleton import decode_value, encode_scalar
 from evergrad.state.tree import is_stateful
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

@@ -14,7 +14,7 @@ from evergrad.checkpoint.restore.filling import Source, fill, fresh, is_expanded
 from evergrad.errors import StateError
 from evergrad.records import Json
 from evergrad.state import Skeleton, join
-from evergrad.state.encoding import decode, decode_value
+from evergrad.state.skeleton import decode, decode_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import StateError, nearest
 from evergrad.records import TensorInfo
 from evergrad.state import Where, select
-from evergrad.state.roles import tensor_info
+from evergrad.state.selection import tensor_info
 
 
 class Loading:

@@ -7,7 +7,7 @@ from typing import Any
 
 from evergrad.records import Json
 from evergrad.state import ROOT, escape, join
-from evergrad.state.encoding import decode_value
+from evergrad.state.skeleton import decode_value
 
 
 def differences(a: Json, b: Json, path: str | None = None) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from evergrad.errors import StateError
 from evergrad.records import Json
-from evergrad.state.encoding import decode_value
+from evergrad.state.skeleton import decode_value
 
 Keys = tuple[str | int, ...]
 """How DCP gets to a leaf: the key of each dict as text, the index in each list."""

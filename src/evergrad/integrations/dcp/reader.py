@@ -33,7 +33,7 @@ from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, RestoreError, UsageError
 from evergrad.integrations.dcp.intact import Held, Intact, find
-from evergrad.state.encoding import decode
+from evergrad.state.skeleton import decode
 
 
 class TierReader(StorageReader):
