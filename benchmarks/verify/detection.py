@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from evergrad import open_checkpoint
-from evergrad.formats.outliers import examine
+from evergrad.formats.verify import examine
 from evergrad.records import Check, TensorInfo
 
 __all__ = ["Detection", "Rate", "detect", "kind", "scaled"]

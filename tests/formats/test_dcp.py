@@ -32,8 +32,8 @@ import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
 from evergrad.formats.data_file import DataFile
-from evergrad.formats.pieces import Box, Pieces
 from evergrad.formats.region import Region
+from evergrad.formats.tiled import Box, Pieces
 from evergrad.records import Check
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ

@@ -29,7 +29,7 @@ from evergrad.errors import (
     UnsupportedContent,
 )
 from evergrad.formats import losses
-from evergrad.formats.hdf5_chunks import boxes
+from evergrad.formats.hdf5.storage import boxes
 from evergrad.records import Check
 from evergrad.state import flatten
 from evergrad.testing import FormatContract, raw_bytes

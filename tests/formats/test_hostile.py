@@ -17,7 +17,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnknownFormat, UnsupportedContent
-from evergrad.formats import opcodes
+from evergrad.formats import pickle_reader as opcodes
 
 LIST = """
 import evergrad as eg

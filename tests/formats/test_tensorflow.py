@@ -17,8 +17,9 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
-from evergrad.formats import castagnoli, sstable
-from evergrad.formats.tensorflow_index import slice_key
+from evergrad.formats import checksums as castagnoli
+from evergrad.formats import tensorflow as sstable
+from evergrad.formats.tensorflow import slice_key
 from evergrad.records import Check
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
-from evergrad.formats.values import values
+from evergrad.formats.bitcast import values
 from evergrad.injection.draws import Draws
 from evergrad.injection.faults import FAULTS, fault_from_json
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import evergrad as eg
 from evergrad.dtypes import DType
-from evergrad.formats.values import encode, values
+from evergrad.formats.bitcast import encode, values
 from evergrad.injection.draws import Draws
 from evergrad.injection.fields import field_of, width
 from states import some_bits

@@ -12,7 +12,7 @@ import torch
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
-from evergrad.formats.values import finite, values
+from evergrad.formats.bitcast import finite, values
 from states import some_bits
 
 FLOATS = [dtype for dtype in DType if dtype.is_float]

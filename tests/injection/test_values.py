@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evergrad.dtypes import DType
-from evergrad.formats.values import encode, finite, values
+from evergrad.formats.bitcast import encode, finite, values
 
 FP8 = [dtype for dtype in DType if dtype.startswith("float8")]
 SMALL = [*FP8, DType.FLOAT16, DType.BFLOAT16]

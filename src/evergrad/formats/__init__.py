@@ -15,14 +15,14 @@ compare.py · convert.py · match.py    what is done with two of them
 verify.py · outliers.py    whether one is sound: checksums, and values that no training makes
 """
 
-from evergrad.formats.addressed import AddressedCheckpoint, describe
+from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe
 from evergrad.formats.compare import compare
-from evergrad.formats.contract import Checkpoint, Format, OtherTensor, Probe
 from evergrad.formats.convert import convert, left_out, losses, parts_of_unread, unread_tensors, unwritable_tensors
 from evergrad.formats.data_file import DataFile
 from evergrad.formats.folders import CompositeCheckpoint
-from evergrad.formats.hdf5_state import load_hdf5, save_hdf5
+from evergrad.formats.hdf5.state import load_hdf5, save_hdf5
 from evergrad.formats.match import Match, Matching, match
+from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.region import Region
 from evergrad.formats.registry import formats, open_checkpoint
 from evergrad.formats.verify import TensorVerdict, Verification, verify

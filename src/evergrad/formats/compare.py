@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import AmbiguousMatch
-from evergrad.formats.contract import Bits, Checkpoint, OtherTensor, Progress, blocks, named
+from evergrad.formats.bitcast import finite, values
+from evergrad.formats.checkpoint import Bits, Checkpoint, OtherTensor, Progress, blocks, named
 from evergrad.formats.match import Match, match, unwrapped
 from evergrad.formats.registry import open_checkpoint
-from evergrad.formats.values import finite, values
 from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
 from evergrad.state import ROOT, Skeleton, Where
 from evergrad.state.selection import items_of_where, nothing, select_one

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import ConversionLoss, UsageError
-from evergrad.formats.contract import ANOTHER_TARGET, Bits, Checkpoint, Format, OtherTensor, aliases_of, check_views
+from evergrad.formats.checkpoint import ANOTHER_TARGET, Bits, Checkpoint, Format, OtherTensor, aliases_of, check_views
 from evergrad.formats.durable import check_replaceable, replacing
 from evergrad.formats.registry import formats, open_checkpoint
 from evergrad.state import Skeleton

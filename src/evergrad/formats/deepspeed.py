@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, UnsupportedContent
-from evergrad.formats.beside import Beside, unread_file
-from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.data_file import close_all, file_errors, open_file
 from evergrad.formats.folders import Opener, by_file
+from evergrad.formats.unread_files import Beside, unread_file
 
 LATEST = "latest"
 MAX_LATEST_BYTES = 4096

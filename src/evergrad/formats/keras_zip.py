@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.archive import Archive, Inflated
-from evergrad.formats.contract import Checkpoint, Format, Probe
+from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.data_file import closed_on_error, file_errors
-from evergrad.formats.hdf5 import Hdf5Checkpoint
-from evergrad.formats.hdf5_file import Hdf5File, Place
-from evergrad.formats.zip_directory import Member
+from evergrad.formats.hdf5.checkpoint import Hdf5Checkpoint
+from evergrad.formats.hdf5.file import Hdf5File, Place
+from evergrad.formats.zip_archive import Archive, Inflated, Member
 from evergrad.records import Check
 
 WEIGHTS = "model.weights.h5"

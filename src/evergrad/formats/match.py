@@ -18,7 +18,7 @@ from os import PathLike
 from typing import Any
 
 from evergrad.errors import AmbiguousMatch
-from evergrad.formats.contract import Checkpoint
+from evergrad.formats.checkpoint import Checkpoint
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Json, Role, TensorInfo
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent, said
-from evergrad.formats.contract import Bits, Checkpoint, Format, OtherTensor, Probe
+from evergrad.formats.checkpoint import Bits, Checkpoint, Format, OtherTensor, Probe
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, escape

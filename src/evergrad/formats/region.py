@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
-from evergrad.formats.data_file import Bytes, DataFile, gather
-from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
+from evergrad.formats.data_file import Bytes, DataFile, NeedsRewrite, gather, rehearsing
 from evergrad.records import Check
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
 

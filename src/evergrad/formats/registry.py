@@ -21,21 +21,20 @@ from evergrad.errors import (
     nearest,
     reason,
 )
+from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.collector import uncollected
-from evergrad.formats.contract import Checkpoint, Format, Probe
 from evergrad.formats.data_file import file_errors
 from evergrad.formats.dcp import Dcp
 from evergrad.formats.deepspeed import DeepSpeed
 from evergrad.formats.folders import PlainFolder, Sharded, TrainerFolder
-from evergrad.formats.hdf5 import Hdf5
+from evergrad.formats.hdf5.checkpoint import Hdf5
 from evergrad.formats.keras_zip import KerasZip
-from evergrad.formats.numpy_files import Npy, Npz
+from evergrad.formats.numpy_file import Npy, Npz
 from evergrad.formats.orbax import Orbax
 from evergrad.formats.safetensors import Safetensors
-from evergrad.formats.signatures import named_as, signature_of
 from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
-from evergrad.formats.torch_legacy import TorchLegacy
-from evergrad.formats.torch_zip import TorchZip
+from evergrad.formats.torch_file import TorchLegacy, TorchZip
+from evergrad.formats.unread_files import named_as, signature_of
 from evergrad.formats.version_folder import VersionFolder
 from evergrad.records import MAX_AXES
 

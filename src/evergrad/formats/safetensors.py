@@ -17,8 +17,7 @@ import numpy as np
 
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError, said
-from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.contract import (
+from evergrad.formats.checkpoint import (
     Bits,
     Checkpoint,
     Format,
@@ -32,6 +31,7 @@ from evergrad.formats.contract import (
     refuse_losses,
 )
 from evergrad.formats.data_file import DataFile, closed_on_error
+from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.region import Region
 from evergrad.records import MAX_AXES, Check, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of

@@ -6,7 +6,7 @@ import codecs
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,17 +15,334 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent
-from evergrad.formats.castagnoli import crc32c, masked, unmasked
-from evergrad.formats.contract import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
-from evergrad.formats.crc import CRC32C
+from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
+from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
+from evergrad.formats.checksums import CRC32C, crc32c, masked, unmasked
 from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size, open_file
-from evergrad.formats.pieces import Box, Pieces, PiecewiseCheckpoint, fill
 from evergrad.formats.region import Region
-from evergrad.formats.sstable import MAGIC, Table
-from evergrad.formats.tensorflow_index import Stored, box_of, read_entry, read_header, slice_key, strings_checksum
-from evergrad.records import Check, Role, TensorInfo
+from evergrad.formats.tiled import Box, Pieces, PiecewiseCheckpoint, fill
+from evergrad.records import MAX_AXES, Check, Role, TensorInfo
 from evergrad.state import role_of
+
+__all__: list[str] = []
+
+# LevelDB's sorted tables, as TensorFlow keeps the index of a checkpoint: where each value lies, under which checksum.
+#
+# A table is a row of blocks, each followed by its kind (one byte) and a masked CRC-32C over both. Keys in a block
+# share prefixes with the key before. The last block is an index of the others, and the footer of 48 bytes says where
+# it is.
+
+MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
+FOOTER_BYTES = 48
+MAX_TABLE_BYTES = 1 << 28  # about three million tensors
+MAX_KEY_BYTES = 1 << 14
+_TRAILER = 5
+_COMPRESSIONS = {1: "snappy", 2: "zstd"}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block's place in the file, without its trailer."""
+
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key, its value, and where the value lies in the file."""
+
+    key: bytes
+    value: bytes
+    start: int
+    block: Block
+
+
+class Table:
+    """An open table: all of its entries, and a way to alter a value so that the block's checksum follows."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = DataFile(path)
+        try:
+            if self.file.size > MAX_TABLE_BYTES:
+                expected = f"at most {MAX_TABLE_BYTES} bytes"
+                raise LimitExceeded(path, "index", expected=expected, found=self.file.size)
+            data = self.file.read(0, self.file.size)
+            self.blocks, self.entries = _read(path, data)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def alter(self, block: Block, start: int, value: bytes) -> None:
+        """Put bytes into a block; a checksum that did not hold before will not hold after."""
+        before = np.frombuffer(self.file.now(start, len(value)), np.uint8)
+        delta = np.frombuffer(value, np.uint8) ^ before
+        self.file.put(start, value)
+        place = block.start + block.size + 1
+        stored = int.from_bytes(self.file.now(place, 4), "little")
+        change = CRC32C.change(np.array([start - block.start], np.int64), delta[None, :], block.size + 1)
+        self.file.put(place, struct.pack("<L", masked(unmasked(stored) ^ change)))
+
+    def check(self, block: Block) -> Check:
+        """Whether the block has the checksum that stands behind it."""
+        data = self.file.read(block.start, block.size + _TRAILER)
+        return Check.of(crc32c(data[:-4]) == unmasked(int.from_bytes(data[-4:], "little")))
+
+
+def varint(data: bytes, position: int, end: int) -> tuple[int, int]:
+    """The number at a position, and the position behind it; ValueError if it does not end."""
+    value = shift = 0
+    while position < end and shift < 70:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, position
+        shift += 7
+    raise ValueError(f"a number at byte {position} that does not end")
+
+
+def fields(data: bytes) -> Iterator[tuple[int, int | bytes, int]]:
+    """The fields of a protocol buffer: number, value, and where the value begins; ValueError if it is none."""
+    position, end = 0, len(data)
+    while position < end:
+        tag, position = varint(data, position, end)
+        kind, start = tag & 7, position
+        if kind == 0:
+            number, position = varint(data, position, end)
+            yield tag >> 3, number, start
+            continue
+        if kind == 2:
+            length, start = varint(data, position, end)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"a field of unknown kind {kind}")
+        position = start + length
+        if position > end:
+            raise ValueError(f"a field of {length} bytes in a message of {end}")
+        piece = data[start:position]
+        yield tag >> 3, piece if kind == 2 else int.from_bytes(piece, "little"), start
+
+
+def _read(path: Path, data: bytes) -> tuple[list[Block], list[Entry]]:
+    if len(data) < FOOTER_BYTES or not data.endswith(MAGIC):
+        found = data[-8:].hex() or "an empty file"
+        raise DamagedFile(path, "no table footer at the end", expected=MAGIC.hex(), found=found)
+    try:
+        footer = len(data) - FOOTER_BYTES
+        meta, position = _handle(path, data, footer, len(data))
+        index, _ = _handle(path, data, position, len(data))
+        blocks = [_handle(path, entry.value, 0, len(entry.value), len(data))[0] for entry in _block(path, data, index)]
+        # A block that is named again and again would be read again and again.
+        if sum(block.size for block in blocks) > len(data):
+            raise DamagedFile(path, "index blocks overlap")
+        entries: list[Entry] = []
+        key_bytes = 0
+        for block in blocks:
+            for entry in _block(path, data, block):
+                key_bytes += len(entry.key)
+                if key_bytes > 64 * len(data) + (1 << 20):
+                    raise LimitExceeded(path, f"keys of more than {key_bytes} bytes in an index of {len(data)}")
+                entries.append(entry)
+    except (ValueError, struct.error) as error:
+        raise DamagedFile(path, f"index is damaged: {error}") from None
+    return [*blocks, meta, index], entries
+
+
+def _handle(path: Path, data: bytes, position: int, end: int, size: int | None = None) -> tuple[Block, int]:
+    """The place of a block, which lies before the footer."""
+    start, position = varint(data, position, end)
+    length, position = varint(data, position, end)
+    limit = (len(data) if size is None else size) - FOOTER_BYTES
+    if start + length + _TRAILER > limit:
+        expected = f"an end before {limit}"
+        raise DamagedFile(path, "an index block lies outside", expected=expected, found=start + length + _TRAILER)
+    return Block(start, length), position
+
+
+def _block(path: Path, data: bytes, block: Block) -> Iterator[Entry]:
+    """The entries of a block; its restart points only serve searching."""
+    kind = data[block.start + block.size]
+    if kind:
+        how = _COMPRESSIONS.get(kind, f"method {kind}")
+        raise UnsupportedContent(path, f"index is compressed ({how})", hint="Save it again with a current TensorFlow.")
+    if block.size < 4:
+        raise ValueError(f"a block of {block.size} bytes at {block.start}")
+    end = block.start + block.size
+    restarts = int.from_bytes(data[end - 4 : end], "little")
+    end -= 4 * (restarts + 1)
+    if end < block.start:
+        raise ValueError(f"{restarts} restart points in a block of {block.size} bytes at {block.start}")
+    position, key = block.start, b""
+    while position < end:
+        shared, position = varint(data, position, end)
+        own, position = varint(data, position, end)
+        length, position = varint(data, position, end)
+        if shared > len(key) or position + own + length > end:
+            raise ValueError(f"an entry at byte {position} that runs beyond its block")
+        if shared + own > MAX_KEY_BYTES:
+            raise ValueError(f"a key of {shared + own} bytes at byte {position}")
+        key = key[:shared] + data[position : position + own]
+        start = position + own
+        position = start + length
+        yield Entry(key, data[start:position], start, block)
+
+
+# What the entries in the index of a TensorFlow checkpoint say: protocol buffers, and the keys of slices.
+
+MAX_SHARDS = 1 << 17
+_ESCAPES = {0x00: b"\0\xff", 0xFF: b"\xff\0"}
+
+Extents = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor, or a slice of one, as its entry in the index describes it."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    crc: int | None  # where in the index its checksum is
+    block: Block
+    slices: tuple[Extents, ...]
+
+
+def read_header(index: Path, entries: list[Entry]) -> tuple[int, bool]:
+    """How many data files there are, and whether their numbers are big-endian."""
+    if not entries or entries[0].key != b"":
+        raise DamagedFile(index, "is a table, but no TensorFlow checkpoint: it has no header")
+    shards, endianness = 0, 0
+    try:
+        for number, value, _ in fields(entries[0].value):
+            if isinstance(value, int):
+                shards = value if number == 1 else shards
+                endianness = value if number == 2 else endianness
+    except ValueError as error:
+        raise DamagedFile(index, f"header is damaged: {error}") from None
+    if not 0 < shards <= MAX_SHARDS or endianness > 1:
+        raise DamagedFile(index, f"header tells {shards} data files and byte order {endianness}")
+    return shards, endianness == 1
+
+
+def read_entry(index: Path, entry: Entry) -> Stored:
+    """What an entry says (a `BundleEntryProto`)."""
+    numbers = {1: 0, 3: 0, 4: 0, 5: 0}
+    shape: tuple[int, ...] = ()
+    crc: int | None = None
+    slices: list[bytes] = []
+    try:
+        for number, value, start in fields(entry.value):
+            if number == 6:
+                crc = entry.start + start
+            elif number == 2 and isinstance(value, bytes):
+                shape = _shape(value)
+            elif number == 7 and isinstance(value, bytes):
+                slices.append(value)
+            elif number in numbers and isinstance(value, int):
+                numbers[number] = value
+        extents = tuple(_extents(value, len(shape)) for value in slices)
+    except ValueError as error:
+        raise DamagedFile(index, f"the entry of {entry.key[:80]!r} is damaged: {error}") from None
+    if max(numbers.values()) >= 1 << 62:
+        raise DamagedFile(index, f"the entry of {entry.key[:80]!r} has an impossible place: {list(numbers.values())}")
+    return Stored(numbers[1], shape, numbers[3], numbers[4], numbers[5], crc, entry.block, extents)
+
+
+def _shape(data: bytes) -> tuple[int, ...]:
+    lengths = []
+    for number, value, _ in fields(data):
+        if number == 3 and value:
+            raise ValueError("a tensor of unknown rank")
+        if number == 2 and isinstance(value, bytes):
+            lengths.append(sum(n for what, n, _ in fields(value) if what == 1 and isinstance(n, int)))
+    # torch cannot make more, even if one of the lengths is 0.
+    if len(lengths) > MAX_AXES:
+        raise ValueError(f"a tensor of {len(lengths)} axes (expected at most {MAX_AXES})")
+    if math.prod(max(length, 1) for length in lengths) >= 1 << 62:
+        raise ValueError("an impossible shape")
+    return tuple(lengths)
+
+
+def _extents(data: bytes, rank: int) -> Extents:
+    """A slice (a `TensorSliceProto`): where it begins, and its length or -1, in each dimension."""
+    raw = [value for number, value, _ in fields(data) if number == 1 and isinstance(value, bytes)]
+    if len(raw) != rank:
+        raise ValueError(f"a slice of {len(raw)} dimensions in a tensor of {rank}")
+    found = [{number: value for number, value, _ in fields(extent) if isinstance(value, int)} for extent in raw]
+    return tuple((each.get(1, 0), each.get(2, -1)) for each in found)
+
+
+def box_of(extents: Extents, shape: tuple[int, ...]) -> Box:
+    """The part of a tensor of this shape that a slice is."""
+    sizes = tuple(whole if size == -1 else size for (_, size), whole in zip(extents, shape, strict=True))
+    return Box(tuple(offset for offset, _ in extents), sizes)
+
+
+def slice_key(name: bytes, extents: Sequence[tuple[int, int]]) -> bytes:
+    """The key under which a slice is stored, by where it begins and how long it is in each dimension; -1 is all of it.
+
+    >>> slice_key(b"w", [(4, 4), (0, -1)]).hex()
+    '0077000101028484807f'
+    """
+    key = [_unsigned(0), _text(name), _unsigned(len(extents))]
+    key += [_signed(offset) + _signed(size) for offset, size in extents]
+    return b"".join(key)
+
+
+def _text(value: bytes) -> bytes:
+    return b"".join(_ESCAPES.get(byte) or bytes([byte]) for byte in value) + b"\0\1"
+
+
+def _unsigned(value: int) -> bytes:
+    raw = value.to_bytes((value.bit_length() + 7) // 8, "big")
+    return bytes([len(raw)]) + raw
+
+
+def _signed(value: int) -> bytes:
+    """The sign, how many bytes follow, and the number, in bits that sort as the numbers do."""
+    if -64 <= value < 64:
+        return bytes([(value & 0xFF) ^ 0x80])
+    length = 1
+    while not -(1 << (7 * length - 1)) <= value < 1 << (7 * length - 1):
+        length += 1
+    # As many leading ones as there are bytes; they flip the sign bits, of which there are always enough.
+    head = ((1 << length) - 1) << (7 * length)
+    return ((value & (1 << 8 * length) - 1) ^ head).to_bytes(length, "big")
+
+
+def strings_checksum(data: bytes, count: int) -> int | None:
+    """The CRC-32C that TensorFlow takes of a tensor of strings; None if the bytes are no such tensor.
+
+    The bytes are the lengths as varints, a masked checksum over the lengths, and the texts. Checksums are taken over
+    lengths of 4 bytes each (8 from 2**32 on) and not over the varints.
+    """
+    if count > len(data):
+        return None
+    position, lengths = 0, bytearray()
+    total = 0
+    for _ in range(count):
+        length = shift = 0
+        while True:
+            if position >= len(data) or shift > 63:
+                return None
+            byte = data[position]
+            position += 1
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        total += length
+        lengths += length.to_bytes(4 if length < 1 << 32 else 8, "little") if length < 1 << 64 else b""
+    crc = crc32c(np.frombuffer(bytes(lengths), np.uint8), 0)
+    noted, texts = data[position : position + 4], data[position + 4 :]
+    if noted != masked(crc).to_bytes(4, "little") or len(texts) != total:
+        return None
+    return crc32c(np.frombuffer(noted + texts, np.uint8), crc)
+
 
 INDEX = ".index"
 _GRAPHS = ("saved_model.pb", "saved_model.pbtxt")

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import StateError, UnsupportedContent
-from evergrad.formats.contract import AttributesWithTensors, OtherTensor, TensorAttributes, digest
-from evergrad.formats.opcodes import Global, PickleError, check_key
+from evergrad.formats.checkpoint import AttributesWithTensors, OtherTensor, TensorAttributes, digest
+from evergrad.formats.pickle_reader import Global, PickleError, check_key
 from evergrad.records import MAX_AXES
 from evergrad.state import InlineArray, Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
 from evergrad.state.sharing import contiguous_strides

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.formats.contract import Bits
-from evergrad.formats.values import values
+from evergrad.formats.bitcast import values
+from evergrad.formats.checkpoint import Bits
 from evergrad.injection.fields import field_of, width
 from evergrad.records import Json
 

@@ -16,9 +16,8 @@ from typing import Literal
 
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
-from evergrad.formats.contract import Progress
-from evergrad.formats.data_file import file_errors
-from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal
+from evergrad.formats.checkpoint import Progress
+from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, file_errors
 from evergrad.injection.columns import Column
 from evergrad.injection.log import FileChange, InjectionLog, default_place, existing
 from evergrad.injection.order import logs_of

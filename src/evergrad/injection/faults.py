@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
-from evergrad.formats.contract import Bits
-from evergrad.formats.values import encode, values
+from evergrad.formats.bitcast import encode, values
+from evergrad.formats.checkpoint import Bits
 from evergrad.injection.draws import Draws
 from evergrad.injection.fields import Bitspec, check_bits, places, width
 from evergrad.records import Json

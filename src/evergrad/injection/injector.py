@@ -12,8 +12,8 @@ from typing import TypeAlias
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.formats import open_checkpoint
-from evergrad.formats.contract import Progress
-from evergrad.formats.rehearsal import rehearsal
+from evergrad.formats.checkpoint import Progress
+from evergrad.formats.data_file import rehearsal
 from evergrad.injection.draws import GENERATOR, Draws
 from evergrad.injection.execution import Digest, Outcome, prepare
 from evergrad.injection.faults import Fault

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.formats import Checkpoint
-from evergrad.formats.addressed import describe
-from evergrad.formats.contract import Bits
+from evergrad.formats.checkpoint import Bits
+from evergrad.formats.offset_checkpoint import describe
 from evergrad.injection.columns import Hit
 from evergrad.injection.draws import Draws
 from evergrad.injection.faults import Fault

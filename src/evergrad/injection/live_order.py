@@ -19,7 +19,7 @@ import numpy as np
 
 from evergrad.dtypes import DType
 from evergrad.formats import Checkpoint
-from evergrad.formats.contract import Bits
+from evergrad.formats.checkpoint import Bits
 from evergrad.injection.draws import Draws
 from evergrad.injection.execution import alter
 from evergrad.injection.faults import Fault

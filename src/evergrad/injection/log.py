@@ -22,7 +22,7 @@ import numpy as np
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
-from evergrad.formats.contract import Bits
+from evergrad.formats.checkpoint import Bits
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import appearing
 from evergrad.injection.columns import Column, Hit

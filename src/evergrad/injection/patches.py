@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.data_file import file_errors, open_file
+from evergrad.formats.data_file import Changes, file_errors, open_file
 from evergrad.formats.durable import replacing
-from evergrad.formats.rehearsal import Changes
 
 BLOCK = 64
 WITNESSES = 64

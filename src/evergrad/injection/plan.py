@@ -16,8 +16,8 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.formats import Checkpoint
-from evergrad.formats.contract import Bits
-from evergrad.formats.values import finite, values
+from evergrad.formats.bitcast import finite, values
+from evergrad.formats.checkpoint import Bits
 from evergrad.injection.columns import Column
 from evergrad.injection.draws import Draws
 from evergrad.injection.faults import Fault

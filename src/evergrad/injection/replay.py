@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, Match, match, open_checkpoint
-from evergrad.formats.contract import Bits, Progress
-from evergrad.formats.rehearsal import rehearsal
-from evergrad.formats.values import finite, values
+from evergrad.formats.bitcast import finite, values
+from evergrad.formats.checkpoint import Bits, Progress
+from evergrad.formats.data_file import rehearsal
 from evergrad.injection.columns import Column
 from evergrad.injection.execution import Digest, Outcome, prepare
 from evergrad.injection.faults import Fault

@@ -18,9 +18,8 @@ import numpy as np
 
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
-from evergrad.formats.contract import Bits, Progress
-from evergrad.formats.data_file import file_errors
-from evergrad.formats.rehearsal import Changes, NeedsRewrite, Rehearsal, rehearsal
+from evergrad.formats.checkpoint import Bits, Progress
+from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, file_errors, rehearsal
 from evergrad.formats.version_records import Recorded
 from evergrad.injection.columns import Column
 from evergrad.injection.log import FileChange, InjectionLog

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint
-from evergrad.formats.contract import Progress
+from evergrad.formats.checkpoint import Progress
 from evergrad.formats.data_file import file_errors, open_file
 from evergrad.formats.durable import check_replaceable, fsync, replacing, temporary_name
 from evergrad.formats.version_records import Recorded

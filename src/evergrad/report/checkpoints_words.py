@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
-from evergrad.formats.version_shard import UNVERIFIED
+from evergrad.formats.version_folder import UNVERIFIED
 from evergrad.report.checkpoints_reading import JobVersions
 from evergrad.report.markup import literal
 from evergrad.wording import counted

@@ -12,8 +12,8 @@ import torch
 
 from evergrad.errors import EvergradError, UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
-from evergrad.formats.contract import Bits
-from evergrad.formats.rehearsal import NeedsRewrite, rehearsal
+from evergrad.formats.checkpoint import Bits
+from evergrad.formats.data_file import NeedsRewrite, rehearsal
 from evergrad.injection import BitFlip, inject, undo
 
 

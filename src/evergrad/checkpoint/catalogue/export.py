@@ -26,7 +26,7 @@ from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.dtypes import DType
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats import Checkpoint, convert
-from evergrad.formats.contract import Bits
+from evergrad.formats.checkpoint import Bits
 from evergrad.formats.data_file import file_errors
 from evergrad.formats.durable import check_replaceable, fsync, temporary_name
 from evergrad.records import Role, TensorInfo

@@ -19,11 +19,10 @@ from evergrad.checkpoint.restore.loading import Loading, prepare
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
 from evergrad.formats import Checkpoint, DataFile
-from evergrad.formats.archive import Archive
-from evergrad.formats.dcp import Dcp, Window
-from evergrad.formats.dcp_metadata import Place as Part
-from evergrad.formats.dcp_metadata import read_metadata
-from evergrad.formats.torch_zip import open_archive
+from evergrad.formats.dcp import Dcp, Window, read_metadata
+from evergrad.formats.dcp import Place as Part
+from evergrad.formats.torch_file import open_archive
+from evergrad.formats.zip_archive import Archive
 from evergrad.records import Check, Json
 from evergrad.state import ROOT, Skeleton, Where, join
 

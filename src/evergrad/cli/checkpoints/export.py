@@ -36,7 +36,7 @@ def export(
 ) -> int:
     """Write the whole state of a version as one file: sharded tensors put together, every digest checked first."""
     from evergrad.checkpoint.catalogue.export import export_version
-    from evergrad.formats.version_shard import UNVERIFIED
+    from evergrad.formats.version_folder import UNVERIFIED
 
     catalogue = catalogue_of(run_dir)
     seen = catalogue.look()

@@ -64,7 +64,7 @@ def _shards(entry: CatalogueEntry, seen: Survey) -> list[dict[str, Json]]:
 
 
 def _verified(entry: CatalogueEntry) -> str:
-    from evergrad.formats.version_shard import UNVERIFIED
+    from evergrad.formats.version_folder import UNVERIFIED
 
     if verified(entry) == "unverified":
         return f"unverified: {UNVERIFIED}"

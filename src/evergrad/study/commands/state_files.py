@@ -15,9 +15,9 @@ import xxhash
 
 from evergrad.errors import UsageError
 from evergrad.formats import open_checkpoint
-from evergrad.formats.contract import Bits, blocks
+from evergrad.formats.bitcast import values
+from evergrad.formats.checkpoint import Bits, blocks
 from evergrad.formats.data_file import file_errors
-from evergrad.formats.values import values
 from evergrad.injection import InjectionLog
 from evergrad.records import TensorInfo
 

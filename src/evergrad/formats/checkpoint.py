@@ -21,8 +21,7 @@ import xxhash
 
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, LimitExceeded, UnknownTensor, UnsupportedContent, UsageError
-from evergrad.formats.data_file import Bytes, file_errors, open_file
-from evergrad.formats.rehearsal import NeedsRewrite, rehearsing
+from evergrad.formats.data_file import Bytes, NeedsRewrite, file_errors, open_file, rehearsing
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Skeleton, Where, role_of, select, unflatten
 

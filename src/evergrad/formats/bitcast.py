@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.formats.contract import Bits
+from evergrad.formats.checkpoint import Bits
 
 # Exponent bias, and the patterns that are NaN; those of e5m2 follow IEEE and have infinities.
 _FP8: dict[DType, tuple[int, tuple[int, ...]]] = {

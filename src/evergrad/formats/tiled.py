@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
-from evergrad.formats.contract import Bits, Checkpoint
+from evergrad.formats.checkpoint import Bits, Checkpoint
 from evergrad.formats.data_file import Closes
 from evergrad.formats.region import Region, check_seal
 from evergrad.records import Check, TensorInfo

@@ -14,9 +14,7 @@ import numpy as np
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
-from evergrad.formats.addressed import AddressedCheckpoint, describe
-from evergrad.formats.archive import Archive
-from evergrad.formats.contract import (
+from evergrad.formats.checkpoint import (
     Checkpoint,
     Format,
     OtherTensor,
@@ -28,8 +26,9 @@ from evergrad.formats.contract import (
     refuse_losses,
 )
 from evergrad.formats.data_file import Bytes, DataFile, closed_on_error
+from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.region import Region
-from evergrad.formats.zip_directory import Member, first_name
+from evergrad.formats.zip_archive import Archive, Member, first_name
 from evergrad.records import Check, TensorInfo
 from evergrad.state import ROOT, Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
-from evergrad.formats.contract import Bits, Checkpoint
+from evergrad.formats.checkpoint import Bits, Checkpoint
 from evergrad.formats.data_file import Closes
 from evergrad.formats.region import Region, check_seal
 from evergrad.records import Check, Neighbour, Role, TensorInfo
