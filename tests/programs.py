@@ -36,7 +36,7 @@ _PRELOADED = (
     "torch.utils.serialization",
     "evergrad.cli",
     "evergrad.injection.injector",
-    "evergrad.injection.published",
+    "evergrad.injection.published_settings",
     "evergrad.injection.replay",
     "evergrad.injection.undo",
     "pydantic.type_adapter",

@@ -14,7 +14,7 @@ import evergrad as eg
 from evergrad import timeline
 from evergrad.errors import EvergradError
 from evergrad.injection import InjectionLog
-from evergrad.injection.order import logs_of
+from evergrad.injection.log import logs_of
 from evergrad.recovery.launch.hosts import Head
 from evergrad.recovery.sealing import Secret
 from evergrad.report.run_reading import read_run

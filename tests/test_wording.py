@@ -21,7 +21,7 @@ from evergrad.checkpoint.catalogue.export import _target_format
 from evergrad.checkpoint.tiers.contract import read_tiers
 from evergrad.cli import main
 from evergrad.errors import UsageError
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
 from evergrad.recovery.failures.failure import Failure
 from evergrad.study.comparisons import compare_cells
 from evergrad.study.plan import Plan

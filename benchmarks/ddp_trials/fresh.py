@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from evergrad.injection.live import Aim, LiveState
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
+from evergrad.injection.live_faults import Aim, LiveState
 from evergrad.records import Role
 from evergrad.study.aiming import aimed_at
 from evergrad.study.golden import golden_folder, read_golden

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import evergrad as eg
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.trials import End, Observation, Trial
 from evergrad.training.mechanisms.contract import Snapshot

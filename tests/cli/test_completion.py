@@ -75,8 +75,7 @@ def test_every_study_of_the_gallery_is_offered() -> None:
 
 
 def test_what_is_offered_is_what_is_taken() -> None:
-    from evergrad.injection.faults import FAULTS
-    from evergrad.injection.fields import FIELDS
+    from evergrad.injection.faults import FAULTS, FIELDS
 
     assert set(_choices("inject", "fault")) == set(FAULTS)
     assert set(_choices("inject", "bits")) == set(FIELDS)

@@ -14,8 +14,9 @@ import torch
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.injection import Draws, workplace
-from evergrad.injection.workplace import exclusive
+from evergrad.injection import Draws
+from evergrad.injection import injector as workplace
+from evergrad.injection.injector import exclusive
 
 
 def linked_shards(folder: Path) -> Path:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 
 import evergrad as eg
-from evergrad.injection import draws as module
-from evergrad.injection.draws import Draws
+from evergrad.injection import rng as module
+from evergrad.injection.rng import Draws
 
 BIG = 2**64 + 5
 

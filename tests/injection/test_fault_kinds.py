@@ -19,8 +19,8 @@ import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.formats.bitcast import values
-from evergrad.injection.draws import Draws
 from evergrad.injection.faults import FAULTS, fault_from_json
+from evergrad.injection.rng import Draws
 
 Bits = npt.NDArray[np.unsignedinteger]
 

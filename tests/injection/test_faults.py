@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.formats.bitcast import encode, values
-from evergrad.injection.draws import Draws
-from evergrad.injection.fields import field_of, width
+from evergrad.injection.faults import field_of, width
+from evergrad.injection.rng import Draws
 from states import some_bits
 
 Bits = npt.NDArray[np.unsignedinteger]

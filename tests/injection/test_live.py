@@ -12,8 +12,8 @@ from torch import nn
 
 import evergrad as eg
 from evergrad.errors import UsageError
-from evergrad.injection.live import flip
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
+from evergrad.injection.live_faults import flip
 from evergrad.recovery.failures.acts import LiveActs
 from evergrad.recovery.failures.failure import Failure
 from evergrad.state import flatten

@@ -16,7 +16,7 @@ import yaml
 
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, UnknownTensor, UsageError
 from evergrad.injection import BitFlip, BitMask, InjectionLog, Scale, inject
-from evergrad.injection.published import PublishedSettings
+from evergrad.injection.published_settings import PublishedSettings
 
 DATA = Path(__file__).parent.parent / "data"
 ADAM = DATA / "chainer_adam_plain.h5"

@@ -14,7 +14,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import UnknownTensor, UsageError
-from evergrad.injection import draws
+from evergrad.injection import rng as draws
 
 SIZES = {"model/small.weight": 500, "model/large.weight": 3_500, "optimizer/state/0/exp_avg": 6_000}
 TOTAL = sum(SIZES.values())

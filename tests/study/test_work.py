@@ -13,7 +13,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import EvergradError, StudyError, UsageError
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
 from evergrad.study import warming
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.observing import observe

@@ -22,16 +22,14 @@ live_passing.py     activations · live_buckets.py what ranks send each other
 live_order.py       what is to happen to them: drawn from a seed, or a log again
 """
 
-from evergrad.injection.columns import Column, Hit
-from evergrad.injection.draws import Draws
+from evergrad.injection.bit_changes import Column, Hit
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale, SetValue, StuckAt
 from evergrad.injection.injector import inject
-from evergrad.injection.live_buckets import comm_faults
-from evergrad.injection.live_injection import inject_live
-from evergrad.injection.live_scheduling import LiveInjection
+from evergrad.injection.live import LiveInjection, comm_faults, inject_live
 from evergrad.injection.log import InjectionLog
-from evergrad.injection.published import PublishedSettings
+from evergrad.injection.published_settings import PublishedSettings
 from evergrad.injection.replay import replay
+from evergrad.injection.rng import Draws
 from evergrad.injection.undo import Undone, Was, undo
 
 __all__ = [

@@ -2,29 +2,495 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from evergrad.dtypes import DType
-from evergrad.errors import UsageError
-from evergrad.formats import open_checkpoint
+from evergrad.errors import EvergradError, FileAccessError, UsageError
+from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.checkpoint import Progress
-from evergrad.formats.data_file import rehearsal
-from evergrad.injection.draws import GENERATOR, Draws
-from evergrad.injection.execution import Digest, Outcome, prepare
+from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, file_errors, open_file, rehearsal
+from evergrad.formats.durable import check_replaceable, fsync, replacing, temporary_name
+from evergrad.formats.version_records import Recorded
+from evergrad.injection.bit_changes import Column, Plan, plan
 from evergrad.injection.faults import Fault
-from evergrad.injection.log import InjectionLog
-from evergrad.injection.plan import plan
-from evergrad.injection.population import population
-from evergrad.injection.sampling import Amount, Sampling, sample
-from evergrad.injection.workplace import Workplace, exclusive
+from evergrad.injection.log import FileChange, InjectionLog, default_place, existing, logs_of
+from evergrad.injection.patches import Patch, rewritten, sha256
+from evergrad.injection.rng import GENERATOR, Draws
+from evergrad.injection.sampling import Amount, Sampling, population, sample
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
-from evergrad.wording import meant
+from evergrad.wording import checked_choice, meant
+
+__all__: list[str] = []
+
+# Where an injection takes place: in the files themselves, or in a copy that appears whole or not at all.
+#
+# A checkpoint of several files that was named by one of them (an index) is copied into a folder.
+
+_FICLONE = 0x40049409
+_COPY_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The files of one checkpoint: by which path they are known, and the folder in which their names count."""
+
+    path: Path
+    root: Path
+    files: tuple[Path, ...]
+    records: tuple[Path, ...] = ()
+    """Files with digests of the others: replaced in one step, and left behind when a single file is copied."""
+
+    @classmethod
+    def of(cls, ck: Checkpoint, given: Path) -> Workplace:
+        """The place of an open checkpoint that was named by this path."""
+        path = given if given.is_dir() else ck.path
+        files = tuple(dict.fromkeys(file for file in ck.files() if file.is_file()))
+        records = tuple(ck.records()) if isinstance(ck, Recorded) else ()
+        return cls(path, path if path.is_dir() else path.parent, files, records)
+
+    @property
+    def locked(self) -> tuple[Path, ...]:
+        """What nobody else may alter meanwhile."""
+        return tuple(dict.fromkeys((*self.files, *self.records)))
+
+    @property
+    def single(self) -> bool:
+        """Whether the checkpoint is one file, named by its own path."""
+        return not self.path.is_dir() and len(self.files) == 1
+
+    def name(self, file: Path) -> str:
+        """A file's name within the checkpoint."""
+        return file.name if self.single else os.path.relpath(file, self.root)
+
+    def file(self, name: str) -> Path:
+        """The file of that name; of a single one, whatever it is called by now."""
+        is_record = any(record.name == name for record in self.records)
+        return self.path if self.single and not is_record else self.root / name
+
+    def check_out(self, out: Path, overwrite: bool) -> None:
+        """Refuse a place for the copy that is taken, or is not there."""
+        if os.path.lexists(out):
+            if out.exists() and any(out.samefile(file) for file in (self.path, *self.files) if file.exists()):
+                raise UsageError(f"{out}: is the source. To alter it itself: in_place=True, or --in-place.")
+            if not out.is_dir():
+                check_replaceable(out)
+            if out.is_dir() or not self.single:
+                raise UsageError(
+                    f"{out}: exists already, and {'it' if out.is_dir() else 'the source'} is no single file"
+                )
+            if not overwrite:
+                raise UsageError(
+                    f"{out}: exists already. Choose another name, or replace it: overwrite=True, or --overwrite."
+                )
+        if not out.parent.is_dir():
+            raise UsageError(f"{out}: there is no folder {str(out.parent)!r}")
+        if self.path.is_dir() and out.resolve().is_relative_to(self.path.resolve()):
+            raise UsageError(f"{out}: lies within the folder that is to be copied")
+
+    @contextmanager
+    def copied(self, beside: Path, progress: Progress | None = None) -> Iterator[Workplace]:
+        """A copy of everything under a temporary name beside a path; what is left of it goes in the end."""
+        place = temporary_name(beside)
+        done, total = 0, sum(file.stat().st_size for file in self.files)
+
+        def copy(source: str, target: str) -> None:
+            nonlocal done
+            _copy_file(Path(source), Path(target))
+            done += os.path.getsize(target)
+            if progress is not None:
+                progress(done, max(total, done))
+
+        try:
+            with file_errors(beside, "cannot be written"):
+                if self.single:
+                    copy(str(self.path), str(place))
+                elif self.path.is_dir():
+                    self._copy_folder(place, copy)
+                else:
+                    place.mkdir()
+                    for file in self.files:
+                        copy(str(file), str(place / self.name(file)))
+            path = place if self.single or self.path.is_dir() else place / self.path.name
+            root = place if not self.single else place.parent
+            files = (place,) if self.single else tuple(place / self.name(file) for file in self.files)
+            yield Workplace(path, root, files)
+        finally:
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    place.unlink()
+
+    def _copy_folder(self, place: Path, copy: Callable[[str, str], None]) -> None:
+        """Copy the folder with all its files.
+
+        A link to a folder stays a link unless files of the checkpoint lie behind it: it may lead to its own parent, or
+        to half of the disk. Links that lead nowhere, pipes, sockets and devices hold nothing to copy.
+        """
+        waiting, made = [(self.path, place)], []
+        while waiting:
+            source, target = waiting.pop()
+            target.mkdir()
+            made.append((source, target))
+            with os.scandir(source) as entries:
+                for entry in entries:
+                    path, beside = Path(entry.path), target / entry.name
+                    if _leads_to_folder(entry):
+                        if entry.is_symlink() and not any(file.is_relative_to(path) for file in self.files):
+                            beside.symlink_to(path.resolve())
+                        else:
+                            waiting.append((path, beside))
+                    elif _leads_to_file(entry):
+                        copy(str(path), str(beside))
+        for source, target in reversed(made):  # only now: a folder may be closed to new files
+            shutil.copymode(source, target)
+
+    def appear_as(self, out: Path, *, overwrite: bool) -> None:
+        """Move a copy, durably, to where it belongs; not over what has come there since, unless `overwrite`."""
+        place = self.path if self.single else self.root
+        with file_errors(out, "cannot be written"):
+            for folder, _, names in os.walk(place) if place.is_dir() else ():
+                for name in names:
+                    fsync(Path(folder) / name)
+                fsync(Path(folder))
+            if self.single:
+                fsync(place)
+            if self.single and not overwrite and not _linked(place, out):
+                raise FileExistsError(errno.EEXIST, "exists by now")
+            if os.path.lexists(place):
+                os.replace(place, out)  # of a folder, only onto an empty one
+            fsync(out.parent)
+
+
+def check_writable(files: Iterable[Path], *, replaced: bool) -> None:
+    """Refuse files that may not be altered or, if they are to be replaced, folders that may not; nothing is done."""
+    for file in files:
+        for path in (file, file.resolve().parent) if replaced else (file,):
+            if not os.access(path, os.W_OK, effective_ids=True):
+                raise FileAccessError(path, "cannot be altered: permission denied")
+
+
+@contextmanager
+def exclusive(files: Iterable[Path]) -> Iterator[None]:
+    """Refuse to alter files that another process is altering, or has locked; locks go with the process."""
+    with ExitStack() as stack:
+        for path in sorted({file.resolve() for file in files}):
+            stack.enter_context(_locked(path))
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with file_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileAccessError(
+                path, "is locked: another process uses or alters it", hint="Try again later."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(fd)
+
+
+def replace_file(new: Path, old: Path) -> None:
+    """Let a file take another's place, durably and in one step, with the permissions that the other had."""
+    with file_errors(old, "cannot be replaced"):
+        target = old.resolve()
+        shutil.copymode(target, new)
+        fsync(new)
+        try:
+            os.replace(new, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            with replacing(target) as beside:  # a link that leads to another file system
+                shutil.copyfile(new, beside)
+        fsync(target.parent)
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # links that lead to each other
+        return entry.is_dir()
+    return False
+
+
+def _leads_to_file(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):
+        return entry.is_file()
+    return False
+
+
+def _linked(place: Path, out: Path) -> bool:
+    """Give a file its place unless there is one; False if there is. Where there are no links, the caller moves it."""
+    try:
+        os.link(place, out)
+        place.unlink()
+    except FileExistsError:
+        return False
+    except OSError:
+        return not os.path.lexists(out)
+    return True
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Share the blocks where the file system can, else copy within the kernel."""
+    with open_file(source) as old, target.open("xb") as new:
+        try:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+        except OSError:
+            _copy_range(old.fileno(), new.fileno())
+    shutil.copymode(source, target)
+
+
+def _copy_range(old: int, new: int) -> None:
+    left = os.fstat(old).st_size
+    while left:
+        try:
+            count = os.copy_file_range(old, new, min(left, _COPY_BYTES))
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+                raise
+            count = _write_all(new, os.read(old, min(left, _COPY_BYTES)))
+        if count == 0:
+            raise OSError(errno.EIO, "the file became shorter while it was copied")
+        left -= count
+
+
+def _write_all(fd: int, data: bytes) -> int:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    return len(data)
+
+
+# From a plan to altered files: rehearse, write the log, and only then change the first byte.
+#
+# What has a place of its own in a file is patched there. A file that has to be rewritten (compressed data) is altered
+# in a copy, which then takes its place in one step; its log holds the bytes that were there.
+
+Digest = Literal["blocks", "full"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where the result goes, and how: a copy at `out`, or the file itself."""
+
+    out: Path | None = None
+    in_place: bool = False
+    log: Path | None = None
+    stale_checksum: bool = False
+    digest: Digest = "blocks"
+    overwrite: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for path in (self.out, self.log):
+            if path is not None and "\0" in str(path):
+                raise UsageError(f"{str(path)!r:.100}: is no path")
+        if self.out is not None and self.in_place:
+            raise UsageError("out and in_place are two places for the result: choose one")
+        if self.out is None and not self.in_place and not self.dry_run:
+            raise UsageError(
+                "where to? Write a copy (out=…, --out FILE), or alter the file itself (in_place=True, --in-place)"
+            )
+        checked_choice("digest", self.digest, ("blocks", "full"))
+
+    def check(self, place: Workplace) -> None:
+        """Refuse, before anything is written, what cannot be."""
+        if self.log is not None:
+            with file_errors(self.log, "cannot be written"):
+                if os.path.lexists(self.log):
+                    raise existing(self.log)
+                if not self.log.parent.is_dir():
+                    raise UsageError(f"{self.log}: there is no folder {str(self.log.parent)!r}")
+                if self.out is not None and self.out.resolve() == self.log.resolve():
+                    raise UsageError(f"{self.log}: is the place of the result, and the log needs one of its own")
+        if self.out is not None:
+            with file_errors(self.out, "cannot be written"):
+                place.check_out(self.out, self.overwrite)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is going to happen, all found out and nothing done."""
+
+    place: Workplace
+    noted: Rehearsal
+    patched: bool
+    """Whether everything has a place of its own; else the files are rewritten."""
+    log: InjectionLog
+    outcome: Outcome
+
+    def carry_out(self, progress: Progress | None = None) -> InjectionLog:
+        """Do it. Call it outside of the rehearsal."""
+        outcome, place = self.outcome, self.place
+        if outcome.dry_run:
+            return self.log
+        with ExitStack() as stack:
+            work = place
+            if outcome.out is not None or not self.patched:
+                work = stack.enter_context(place.copied(outcome.out or place.path, progress))
+            if self.patched:
+                return _patch(self.log, place, work, self.noted, outcome)
+            return _rewrite(self.log, place, work, outcome)
+
+
+def prepare(
+    ck: Checkpoint,
+    noted: Rehearsal,
+    given: Path,
+    plan: Plan,
+    outcome: Outcome,
+    *,
+    attempts: int,
+    fault: Mapping[str, Json],
+    settings: Mapping[str, Json],
+    left_out: Mapping[str, list[str]],
+) -> Job:
+    """Find out what a plan does to the files of a checkpoint that was opened within the rehearsal `noted`."""
+    place = Workplace.of(ck, given)
+    outcome.check(place)
+    columns = tuple(plan.columns)
+    patched = True
+    try:
+        alter(ck, columns)
+    except NeedsRewrite:
+        patched = False
+        if outcome.stale_checksum:
+            raise UsageError(
+                f"{given}: what is to be hit has no place of its own in the file (it is compressed, compact or was "
+                f"never written): a checksum cannot be left stale there. Select other tensors, or let it follow."
+            ) from None
+    if outcome.in_place:
+        check_writable(noted.files if patched else place.files, replaced=not patched)
+        if not outcome.stale_checksum:
+            check_writable(place.records, replaced=True)
+    log = InjectionLog(
+        file=str(given.absolute()),
+        out="" if outcome.dry_run else str((outcome.out or place.path).absolute()),
+        in_place=outcome.in_place,
+        format=ck.format,
+        fault=fault,
+        settings={**settings, "stale_checksum": outcome.stale_checksum},
+        attempts=attempts,
+        injected=plan.injected,
+        changed=plan.changed,
+        nonfinite=plan.nonfinite,
+        columns=columns,
+        files=(),
+        left_out={reason: tuple(names) for reason, names in left_out.items()},
+    )
+    return Job(place, noted, patched, log, outcome)
+
+
+def alter(ck: Checkpoint, columns: tuple[Column, ...]) -> None:
+    """Alter what the columns say; within a rehearsal, nothing is."""
+    for column in columns:
+        ends = column.ends()
+        ck.xor(column.tensor, *ends.elements(ends.old ^ ends.new))
+
+
+def _patch(log: InjectionLog, place: Workplace, work: Workplace, noted: Rehearsal, outcome: Outcome) -> InjectionLog:
+    patches: list[Patch] = []
+    files: list[FileChange] = []
+    for file, changes in noted.files.items():
+        if place.single and outcome.out is not None and file in place.records:
+            continue  # they stay with the original
+        name = place.name(file)
+        patch, change = _prepare(work.file(name), name, changes, outcome)
+        patch.whole = outcome.in_place and file in place.records
+        patches.append(patch)
+        files.append(change)
+    log = _keep(replace(log, files=tuple(files)), place, outcome)
+    with _undone_or_told(log, work, outcome):
+        for patch in patches:
+            patch.write()
+        if outcome.out is not None:
+            work.appear_as(outcome.out, overwrite=outcome.overwrite)
+    return log
+
+
+def _prepare(path: Path, name: str, changes: Changes, outcome: Outcome) -> tuple[Patch, FileChange]:
+    """The patch of one file with the bytes it will have, and what the log says of it."""
+    kept = Changes(changes.rows, {} if outcome.stale_checksum else changes.puts)
+    patch = Patch.read(path, kept)
+    full = sha256(path) if outcome.digest == "full" else ""
+    before = patch.digest()
+    seals = []
+    for addresses, rows in kept.rows:
+        patch.put_rows(addresses, patch.rows(addresses, rows.shape[1]) ^ rows)
+    for offset, data in kept.puts.items():
+        seals.append((offset, patch.bytes_at(offset, len(data)), data))
+        patch.put(offset, data)
+    change = FileChange(
+        name=name,
+        size=patch.size,
+        before=before,
+        after=patch.digest(),
+        seals=tuple(seals),
+        full_before=full,
+        full_after=sha256(path, patch) if full else "",
+    )
+    return patch, change
+
+
+def _rewrite(log: InjectionLog, place: Workplace, work: Workplace, outcome: Outcome) -> InjectionLog:
+    """Alter a copy by the format's own means, and find out what that did to its files."""
+    with open_checkpoint(work.path) as ck:
+        alter(ck, log.columns)  # for real: no rehearsal is under way here
+    changes = [(file, rewritten(file, work.file(place.name(file)), place.name(file))) for file in place.files]
+    kept = [(file, change) for file, change in changes if change is not None]
+    log = _keep(replace(log, files=tuple(change for _, change in kept)), place, outcome)
+    with _undone_or_told(log, work, outcome):
+        if outcome.out is not None:
+            work.appear_as(outcome.out, overwrite=outcome.overwrite)
+        else:
+            for file, change in kept:
+                replace_file(work.file(change.name), file)
+    return log
+
+
+def _keep(log: InjectionLog, place: Workplace, outcome: Outcome) -> InjectionLog:
+    """Make the log durable: from here on, whatever happens can be undone."""
+    target = outcome.out if outcome.out is not None else place.path
+    if outcome.in_place:
+        log = replace(log, follows=tuple(known.digest for known in logs_of(place.path, outcome.log)))
+    return log.kept_at(outcome.log or default_place(target), numbered=outcome.log is None)
+
+
+@contextmanager
+def _undone_or_told(log: InjectionLog, work: Workplace, outcome: Outcome) -> Iterator[None]:
+    """An error once the log is there: without its copy it is of no use, in place it undoes what has happened."""
+    try:
+        yield
+    except BaseException as error:
+        assert log.path is not None
+        if outcome.out is not None:
+            if work.path.exists():  # the copy is still under its temporary name, and goes with it
+                with suppress(OSError):
+                    log.path.unlink()
+        elif isinstance(error, EvergradError):
+            hint = f"Undo what was done: evergrad undo {shlex.quote(str(log.path))}"
+            raise EvergradError(f"{error}. {hint}") from error
+        raise
+
 
 Selection: TypeAlias = "list[str | re.Pattern[str] | Role]"
 """What `where` names, as a list."""

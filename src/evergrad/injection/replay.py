@@ -17,12 +17,10 @@ from evergrad.formats import Checkpoint, Match, match, open_checkpoint
 from evergrad.formats.bitcast import finite, values
 from evergrad.formats.checkpoint import Bits, Progress
 from evergrad.formats.data_file import rehearsal
-from evergrad.injection.columns import Column
-from evergrad.injection.execution import Digest, Outcome, prepare
+from evergrad.injection.bit_changes import Column, Plan, levels, present
 from evergrad.injection.faults import Fault
+from evergrad.injection.injector import Digest, Outcome, Workplace, exclusive, prepare
 from evergrad.injection.log import InjectionLog
-from evergrad.injection.plan import Plan, levels, present
-from evergrad.injection.workplace import Workplace, exclusive
 from evergrad.records import TensorInfo
 
 _PIECE = 1 << 18  # elements whose addresses are looked at together

@@ -21,12 +21,10 @@ from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.checkpoint import Bits, Progress
 from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, file_errors, rehearsal
 from evergrad.formats.version_records import Recorded
-from evergrad.injection.columns import Column
-from evergrad.injection.log import FileChange, InjectionLog
-from evergrad.injection.order import logs_of, mark_undone
-from evergrad.injection.patches import Patch, sha256
-from evergrad.injection.rewriting import restored
-from evergrad.injection.workplace import Workplace, check_writable, exclusive, replace_file
+from evergrad.injection.bit_changes import Column
+from evergrad.injection.injector import Workplace, check_writable, exclusive, replace_file
+from evergrad.injection.log import FileChange, InjectionLog, logs_of, mark_undone
+from evergrad.injection.patches import Patch, restored, sha256
 from evergrad.records import Json
 
 

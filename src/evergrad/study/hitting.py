@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from evergrad.errors import StudyError, UsageError
 from evergrad.injection import InjectionLog
-from evergrad.injection.plan import Plan
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.bit_changes import Plan
+from evergrad.injection.faults import fault_of
 from evergrad.records import Json
 from evergrad.study.trials import PASSING, TARGETS, Trial
 from evergrad.study.warming import Warm

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evergrad.errors import UsageError
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
 from evergrad.study.plan_files import Found, PlanText
 from evergrad.study.trials import PASSING, SAVINGS, TARGETS, Axes, Command, Saving
 from evergrad.training.settings import Training

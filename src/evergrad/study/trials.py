@@ -130,7 +130,7 @@ class Trial:
     seed: int
     training: Training | Command
     fault: str
-    """As `evergrad.injection.spelling` reads it: `bitflip:bits=exponent`."""
+    """As `evergrad.injection.faults` reads it: `bitflip:bits=exponent`."""
     flips: int
     where: str = "role:model"
     layer: str = ""

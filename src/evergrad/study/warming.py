@@ -14,8 +14,8 @@ from pathlib import Path
 
 from evergrad.errors import StudyError, UsageError
 from evergrad.formats import open_checkpoint
-from evergrad.injection.live import Aim, LiveState
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
+from evergrad.injection.live_faults import Aim, LiveState
 from evergrad.records import Role
 from evergrad.study.aiming import aimed_at
 from evergrad.study.golden import Golden, digest_file, golden_folder, read_golden

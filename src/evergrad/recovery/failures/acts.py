@@ -110,8 +110,8 @@ class LiveActs:
 
     def flip(self, rank: int, failure: Failure, seed: int) -> None:
         """What the injector does to a file, in memory."""
-        from evergrad.injection.live import flip
-        from evergrad.injection.spelling import fault_of
+        from evergrad.injection.faults import fault_of
+        from evergrad.injection.live_faults import flip
 
         if self.live is None:
             raise UsageError(f"failure '{failure}': this job has no state yet. Expected a model: job.wrap(model)")

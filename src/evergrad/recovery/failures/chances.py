@@ -16,7 +16,7 @@ from decimal import Context, Decimal, localcontext
 from typing import Any
 
 from evergrad.errors import UsageError
-from evergrad.injection.draws import Draws
+from evergrad.injection.rng import Draws
 from evergrad.recovery.failures.failure import Failure
 from evergrad.recovery.failures.words import (
     KINDS,

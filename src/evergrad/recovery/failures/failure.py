@@ -124,7 +124,7 @@ class Failure:
         if self.kind == "slow" and self.by is None:
             raise UsageError("slow: expected by=F with it, how many times as long everything takes, found none")
         if self.kind == "flip":
-            from evergrad.injection.spelling import bits_text, fault_of
+            from evergrad.injection.faults import bits_text, fault_of
 
             object.__setattr__(self, "count", 1 if self.count is None else self.count)
             if self.where is not None:

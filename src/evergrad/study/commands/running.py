@@ -23,8 +23,8 @@ from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import open_checkpoint
 from evergrad.injection import inject
-from evergrad.injection.population import population
-from evergrad.injection.spelling import fault_of
+from evergrad.injection.faults import fault_of
+from evergrad.injection.sampling import population
 from evergrad.study.aiming import aimed_at
 from evergrad.study.commands.invocations import asks_for, check_command, clean_checkpoint, filled, tail_of, words_of
 from evergrad.study.commands.programs import Ending, run_program

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import UsageError
-from evergrad.injection.draws import Draws
+from evergrad.injection.rng import Draws
 from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.images import image_dataset
 from evergrad.wording import install_hint

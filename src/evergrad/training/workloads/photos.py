@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evergrad.errors import FileAccessError, UsageError, reason
-from evergrad.injection.draws import Draws
+from evergrad.injection.rng import Draws
 from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.edsr import TIMES
 from evergrad.wording import install_hint

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UsageError
-from evergrad.injection.draws import Draws
+from evergrad.injection.rng import Draws
 from evergrad.training.workloads.contract import Dataset
 from evergrad.training.workloads.gpt import CONTEXT
 from evergrad.wording import shown
