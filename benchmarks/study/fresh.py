@@ -16,7 +16,7 @@ import evergrad as eg
 from evergrad.injection.faults import fault_of
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.trials import End, Observation, Trial
-from evergrad.training.mechanisms.contract import Snapshot
+from evergrad.training.mechanisms.session import Snapshot
 from evergrad.training.mechanisms.single import Single
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload

@@ -13,7 +13,7 @@ from evergrad.study.outcomes import Outcome, Thresholds, judge
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
 from evergrad.study.trials import Command, End, Observation, Trial
-from evergrad.training.direction import Direction, direction_by_name
+from evergrad.training.settings import Direction, direction_by_name
 
 LOWER, HIGHER = Direction.LOWER, Direction.HIGHER
 COMMAND = 'study = "c"\n[command]\ncommand = "python a {checkpoint}"\nprepare = "python x {checkpoint}"\n'

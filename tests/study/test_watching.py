@@ -30,7 +30,7 @@ from evergrad.study.watching.guards import Guards
 from evergrad.study.work import perform
 from evergrad.study.work_orders import golden_work, trial_work
 from evergrad.training.mechanisms import make_session
-from evergrad.training.mechanisms.contract import Session
+from evergrad.training.mechanisms.session import Session
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 

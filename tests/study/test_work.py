@@ -22,8 +22,8 @@ from evergrad.study.trials import End, Observation, Trial
 from evergrad.study.warming import warm
 from evergrad.study.work import perform
 from evergrad.study.work_orders import golden_work, trial_work
-from evergrad.training.direction import Direction
-from evergrad.training.mechanisms.contract import Snapshot
+from evergrad.training.mechanisms.session import Snapshot
+from evergrad.training.settings import Direction
 
 MakeTrial = Callable[..., Trial]
 

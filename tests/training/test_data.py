@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UsageError
-from evergrad.training.workloads import digits, mnist
-from evergrad.training.workloads.digits import TEST, TRAIN, read_digits
-from evergrad.training.workloads.gpt import CONTEXT
-from evergrad.training.workloads.idx import read_idx
-from evergrad.training.workloads.mnist import read_mnist
-from evergrad.training.workloads.text import MOST_TOKENS, read_text
+from evergrad.training.workloads import data as digits
+from evergrad.training.workloads import data as mnist
+from evergrad.training.workloads.data import MOST_TOKENS, TEST, TRAIN, read_digits, read_idx, read_mnist, read_text
+from evergrad.training.workloads.models import CONTEXT
 
 
 def _idx(array: npt.NDArray[np.uint8], *, kind: int = 8) -> bytes:

@@ -10,12 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evergrad.training.workloads.alexnet import alexnet
-from evergrad.training.workloads.contract import cross_entropy
-from evergrad.training.workloads.gpt import CONTEXT, gpt
-from evergrad.training.workloads.layers import Convolution
-from evergrad.training.workloads.resnet import resnet
-from evergrad.training.workloads.vgg import vgg
+from evergrad.training.workloads.models import CONTEXT, Convolution, alexnet, gpt, resnet, vgg
+from evergrad.training.workloads.workload import cross_entropy
 
 Make = Callable[..., nn.Module]
 

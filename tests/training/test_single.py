@@ -10,10 +10,10 @@ import torch
 from evergrad.errors import UsageError
 from evergrad.training import Dataset, Training, Workload
 from evergrad.training.mechanisms import make_session
-from evergrad.training.mechanisms.contract import Snapshot
+from evergrad.training.mechanisms.session import Snapshot
 from evergrad.training.mechanisms.single import Single
 from evergrad.training.settings import PRECISIONS
-from evergrad.training.workloads.own import own_workload
+from evergrad.training.workloads.workload import own_workload
 
 TOYS = Path(__file__).parents[1] / "study" / "toys.py"
 

@@ -11,7 +11,7 @@ import torch
 
 from evergrad.errors import UsageError
 from evergrad.training import Training, Workload
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 from evergrad.training.workloads.registry import DATA, MODELS, fitting, make_workload
 
 

@@ -14,7 +14,7 @@ from evergrad.study.rendering import Entry, Quantity, Table
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.watched_tables import watched_kinds, watched_table
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 
 _MOST = 4
 _COMPARED = "N-EV and RWC of neighbouring cells"

@@ -14,7 +14,7 @@ from evergrad.report.study_rates import short_places
 from evergrad.study.results import Cell
 from evergrad.study.table_notes import varying_axes
 from evergrad.study.trials import Observation, Series
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 
 _MOST_PANELS = 4
 _MOST_POINTS = 400  # final metrics of a cell that are drawn one by one

@@ -20,7 +20,7 @@ from evergrad.study.plan import Plan
 from evergrad.study.results import Cell, Results
 from evergrad.study.tally import CellTally, Tally, results_from, tally_of
 from evergrad.study.trials import Axes, Observation, Trial
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 
 MOST_CURVES = 240
 """Trials of the whole study that are drawn step by step; every cell has its share."""

@@ -13,7 +13,7 @@ from evergrad.records import Json
 from evergrad.study.golden import Golden
 from evergrad.study.plan import Plan
 from evergrad.study.trials import Command
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 
 
 def run_facts(command: Sequence[str] = ()) -> dict[str, Json]:

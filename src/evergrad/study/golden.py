@@ -25,7 +25,7 @@ from evergrad.formats.durable import replacing
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
 from evergrad.study.trials import Observation
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 
 SCHEMA_VERSION = 1
 CHECKPOINT = "checkpoint.pt"

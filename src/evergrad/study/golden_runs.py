@@ -28,7 +28,7 @@ from evergrad.study.golden import (
 from evergrad.study.observing import Course, observe
 from evergrad.study.trials import Command, Observation, Rules, Trial
 from evergrad.training.mechanisms import make_session
-from evergrad.training.mechanisms.contract import Snapshot
+from evergrad.training.mechanisms.session import Snapshot
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 from evergrad.wording import first_line

@@ -16,7 +16,7 @@ from evergrad.recovery.guard.norms import magnitudes
 from evergrad.study.trials import End, Observation, Rules, Series
 from evergrad.study.watching import make_watchers
 from evergrad.study.watching.contract import Watchers
-from evergrad.training.mechanisms.contract import Evaluation, Session
+from evergrad.training.mechanisms.session import Evaluation, Session
 
 _COURSE_BYTES = 256 << 20
 """What a golden run's weights, step by step, may take in a worker's memory."""

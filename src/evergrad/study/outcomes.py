@@ -9,7 +9,7 @@ from enum import StrEnum
 from evergrad.errors import UsageError
 from evergrad.records import Json
 from evergrad.study.trials import End, Observation
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 from evergrad.wording import checked_choice, shown
 
 

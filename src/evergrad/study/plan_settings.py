@@ -7,9 +7,8 @@ from typing import Any
 from evergrad.errors import UsageError
 from evergrad.study.plan_files import Found
 from evergrad.study.trials import Command
-from evergrad.training.direction import Direction
 from evergrad.training.mechanisms import MECHANISMS
-from evergrad.training.settings import Training
+from evergrad.training.settings import Direction, Training
 from evergrad.training.workloads.registry import check_fit
 from evergrad.wording import checked_choice, listed, shown
 

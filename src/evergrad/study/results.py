@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from evergrad.study.outcomes import Outcome
 from evergrad.study.trials import Axes, Observation
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import mean, proportion_interval, standard_deviation
 from evergrad.study.table_notes import facts_under, varying_axes
 from evergrad.study.watched_tables import watched_to_json
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 from evergrad.wording import checked_choice
 
 _METHODS = {

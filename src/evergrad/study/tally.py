@@ -13,7 +13,7 @@ from evergrad.study.outcomes import SCALE, Outcome, judge
 from evergrad.study.plan import CellPlan, Plan
 from evergrad.study.results import Cell, Results
 from evergrad.study.trials import Command, End, Trial
-from evergrad.training.direction import Direction
+from evergrad.training.settings import Direction
 
 _LOOK_EVERY = 10
 """Trainings of a cell between two looks at whether it knows enough."""

@@ -11,8 +11,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from evergrad.records import Json
-from evergrad.training.direction import Direction, direction_by_name
-from evergrad.training.settings import Training
+from evergrad.training.settings import Direction, Training, direction_by_name
 
 Axes: TypeAlias = "Mapping[str, str | int | float]"
 

@@ -23,7 +23,7 @@ from evergrad.study.golden_runs import check_sound
 from evergrad.study.observing import Course, observe
 from evergrad.study.trials import Observation, Rules, Trial
 from evergrad.training.mechanisms import make_session
-from evergrad.training.mechanisms.contract import Session, Snapshot
+from evergrad.training.mechanisms.session import Session, Snapshot
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 

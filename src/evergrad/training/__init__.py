@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from evergrad.training.settings import Training
 
 if TYPE_CHECKING:
-    from evergrad.training.workloads.contract import Dataset, Workload
+    from evergrad.training.workloads.workload import Dataset, Workload
 
 __all__ = ["Dataset", "Training", "Workload"]
 
@@ -19,5 +19,5 @@ __all__ = ["Dataset", "Training", "Workload"]
 def __getattr__(name: str) -> object:
     # Plans, journals and tables speak of trainings without torch.
     if name in ("Dataset", "Workload"):
-        return getattr(import_module("evergrad.training.workloads.contract"), name)
+        return getattr(import_module("evergrad.training.workloads.workload"), name)
     raise AttributeError(f"module 'evergrad.training' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from evergrad.errors import UsageError
 from evergrad.study.trials import Rules, Series
-from evergrad.training.direction import PATTERN
+from evergrad.training.settings import PATTERN
 from evergrad.wording import shown
 
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.ASCII | re.IGNORECASE)

@@ -28,7 +28,7 @@ from evergrad.study.saving.strategies import NoSaving, Strategy, make_strategy
 from evergrad.study.trials import Saving, Trial
 from evergrad.study.warming import read_snapshot
 from evergrad.training.mechanisms import make_session
-from evergrad.training.mechanisms.contract import Session
+from evergrad.training.mechanisms.session import Session
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 

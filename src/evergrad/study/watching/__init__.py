@@ -14,7 +14,7 @@ from evergrad.study.watching.contract import Watcher, Watchers
 if TYPE_CHECKING:
     from evergrad.study.observing import Course
     from evergrad.study.trials import Rules
-    from evergrad.training.mechanisms.contract import Session
+    from evergrad.training.mechanisms.session import Session
 
 __all__ = ["make_watchers"]
 

@@ -19,7 +19,7 @@ from evergrad.study.trials import Series
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evergrad.training.mechanisms.contract import Session
+    from evergrad.training.mechanisms.session import Session
 
 GUARDS = ("norm", "range", "replicas", "non-finite", "checkpoint range")
 """The guards that are asked, by the names they have in tables."""

@@ -23,7 +23,7 @@ from evergrad.study.watching.passive import passive_guards
 
 if TYPE_CHECKING:
     from evergrad.study.observing import Course
-    from evergrad.training.mechanisms.contract import Session
+    from evergrad.training.mechanisms.session import Session
 
 _NEVER = 1 << 62
 

@@ -19,7 +19,7 @@ from evergrad.recovery.guard.norms import Magnitude, Norms, Ranges
 from evergrad.recovery.guard.replicas import replica_of
 from evergrad.recovery.guard.settings import GuardSettings
 from evergrad.study.watching.contract import GUARD_EVERY, gathered
-from evergrad.training.mechanisms.contract import Session
+from evergrad.training.mechanisms.session import Session
 
 
 class Passive(ABC):

@@ -25,7 +25,7 @@ from evergrad.study.watching.contract import Watched, Watcher, gathered
 
 if TYPE_CHECKING:
     from evergrad.study.observing import Course
-    from evergrad.training.mechanisms.contract import Session
+    from evergrad.training.mechanisms.session import Session
 
 _MOST_LOOKS = 200
 _FIRST = 10

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from evergrad.wording import checked_choice
 
 if TYPE_CHECKING:
-    from evergrad.training.mechanisms.contract import Session
+    from evergrad.training.mechanisms.session import Session
     from evergrad.training.settings import Training
-    from evergrad.training.workloads.contract import Workload
+    from evergrad.training.workloads.workload import Workload
 
 __all__ = ["MECHANISMS", "make_session"]
 

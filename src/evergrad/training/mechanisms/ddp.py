@@ -17,10 +17,10 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from evergrad.errors import UsageError
-from evergrad.training.mechanisms.contract import Evaluation
+from evergrad.training.mechanisms.session import Evaluation
 from evergrad.training.mechanisms.single import Single, exact
 from evergrad.training.settings import Training
-from evergrad.training.workloads.contract import Workload
+from evergrad.training.workloads.workload import Workload
 
 
 class Ddp(Single):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from evergrad.errors import UsageError
 from evergrad.state import escape
-from evergrad.training.mechanisms.contract import Evaluation, Session, Snapshot
+from evergrad.training.mechanisms.session import Evaluation, Session, Snapshot
 from evergrad.training.settings import Training
-from evergrad.training.workloads.contract import Workload
+from evergrad.training.workloads.workload import Workload
 from evergrad.wording import shown
 
 _EVALUATED_AT_ONCE = 1024

@@ -17,7 +17,7 @@ from evergrad.wording import checked_choice, listed, shown
 if TYPE_CHECKING:
     from torch import nn
 
-    from evergrad.training.workloads.contract import Dataset, Workload
+    from evergrad.training.workloads.workload import Dataset, Workload
 
 _IMAGES = ("digits", "fashion-mnist", "mnist")
 _TEXTS = ("text",)
@@ -52,7 +52,7 @@ def check_fit(model: str, data: str) -> None:
 def make_workload(training: Training) -> Workload:
     """The workload of a training: by model and data, or the user's own."""
     if training.workload:
-        from evergrad.training.workloads.own import own_workload
+        from evergrad.training.workloads.workload import own_workload
 
         workload = own_workload(training)
     else:
@@ -63,7 +63,7 @@ def make_workload(training: Training) -> Workload:
 
 def _built_in(training: Training) -> Workload:
     check_fit(training.model, training.data)
-    from evergrad.training.workloads.contract import Workload
+    from evergrad.training.workloads.workload import Workload
 
     data, classes = _read(training.data)
     model, differs = _model(training, data, classes)
@@ -76,7 +76,7 @@ def _built_in(training: Training) -> Workload:
     }
     workload = Workload(model=model, data=data, facts=facts)
     if training.data == "photos":
-        from evergrad.training.workloads.photos import absolute_error, psnr, rounded
+        from evergrad.training.workloads.data import absolute_error, psnr, rounded
 
         workload = replace(workload, loss=absolute_error, metric=psnr, predict=rounded)
     return workload
@@ -85,43 +85,47 @@ def _built_in(training: Training) -> Workload:
 def _read(name: str) -> tuple[Dataset, int]:
     """The data of that name, and how many classes they have; photos have none."""
     if name == "photos":
-        from evergrad.training.workloads.photos import read_photos
+        from evergrad.training.workloads.data import read_photos
 
         return read_photos(), 0
     if name == "text":
-        from evergrad.training.workloads.text import read_text
+        from evergrad.training.workloads.data import read_text
 
         return read_text()
-    from evergrad.training.workloads.images import CLASSES
+    from evergrad.training.workloads.data import CLASSES
 
     if name == "digits":
-        from evergrad.training.workloads.digits import read_digits
+        from evergrad.training.workloads.data import read_digits
 
         return read_digits(), CLASSES
-    from evergrad.training.workloads.mnist import read_mnist
+    from evergrad.training.workloads.data import read_mnist
 
     return read_mnist(name), CLASSES
 
 
 def _model(training: Training, data: Dataset, classes: int) -> tuple[Callable[[], nn.Module], str]:
     """What makes the model, and how it differs from the published one."""
-    from evergrad.training.workloads import alexnet, edsr, gpt, resnet, vgg
+    from evergrad.training.workloads import models as alexnet
+    from evergrad.training.workloads import models as edsr
+    from evergrad.training.workloads import models as gpt
+    from evergrad.training.workloads import models as resnet
+    from evergrad.training.workloads import models as vgg
 
     name, width = training.model, training.width
     if name == "edsr":
-        return partial(edsr.edsr, width=width), edsr.DIFFERS
+        return partial(edsr.edsr, width=width), edsr.EDSR_DIFFERS
     if name == "gpt":
-        return partial(gpt.gpt, tokens=classes, width=width), gpt.DIFFERS
+        return partial(gpt.gpt, tokens=classes, width=width), gpt.GPT_DIFFERS
     channels, high, wide = data.train_x.shape[1:]
     image = (channels, high, wide)
     small = f"{data.name} of {high}×{wide} pixels instead of ImageNet; "
     if name == "alexnet":
-        return partial(alexnet.alexnet, image=image, classes=classes, width=width), small + alexnet.DIFFERS
+        return partial(alexnet.alexnet, image=image, classes=classes, width=width), small + alexnet.ALEXNET_DIFFERS
     if name.startswith("vgg"):
         depth = int(name.removeprefix("vgg"))
-        return partial(vgg.vgg, depth=depth, image=image, classes=classes, width=width), small + vgg.DIFFERS
+        return partial(vgg.vgg, depth=depth, image=image, classes=classes, width=width), small + vgg.VGG_DIFFERS
     depth = int(name.removeprefix("resnet"))
-    return partial(resnet.resnet, depth=depth, image=image, classes=classes, width=width), small + resnet.DIFFERS
+    return partial(resnet.resnet, depth=depth, image=image, classes=classes, width=width), small + resnet.RESNET_DIFFERS
 
 
 def _parameters(model: Callable[[], nn.Module]) -> int:

@@ -1,6 +1,15 @@
-"""Workloads of users: a function in a file or a module, found by name and called.
+"""A workload: model, data and metric. A few lines of Python make one of your own.
 
-What goes wrong in a user's code is told in one line, with the line of theirs where it happened.
+    import torch
+    from evergrad.training import Dataset, Workload
+
+    def mine():                                       # a plan says  workload = "mine.py:mine"
+        x, y = torch.randn(600, 20), torch.randint(0, 2, (600,))
+        data = Dataset("noise", x[:500], y[:500], x[500:], y[500:], chance=0.5)
+        return Workload(model=lambda: torch.nn.Linear(20, 2), data=data)
+
+Rules. `model` is called with the generator already seeded, and gives the same bits each time. Data are whole tensors in
+memory, never altered. `loss`, `metric` and `predict` are functions of outputs and targets alone.
 """
 
 from __future__ import annotations
@@ -10,20 +19,84 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from evergrad.errors import UsageError
-from evergrad.training.direction import Direction
-from evergrad.training.settings import Training
-from evergrad.training.workloads.contract import Dataset, Workload
+from evergrad.training.settings import Direction, Training, direction_by_name
 from evergrad.wording import checked_choice, meant, shown
+
+__all__: list[str] = []
+
+MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Samples to learn from and samples to judge by."""
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    chance: float | None = None
+    """The metric of one who guesses; None: unknown, and then no training ends at chance level."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What tables say of it: where it is from, how large."""
+
+
+def top1(outputs: Tensor) -> Tensor:
+    """The class that each output favours; NaN favours none, -1."""
+    best: Tensor = outputs.argmax(-1)
+    return torch.where(outputs.isnan().any(-1), torch.full_like(best, -1), best)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The part of the targets that the outputs favour."""
+    return (top1(outputs) == targets).double().mean()
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of classes, or of the next token at every place."""
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained, on what, and how it is judged."""
+
+    model: Callable[[], nn.Module]
+    data: Dataset
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    metric: Callable[[Tensor, Tensor], Tensor] = accuracy
+    direction: str = ""
+    """The metric's direction, `higher_is_better` or `lower_is_better`. Empty: by the function's name (`loss`: lower);
+    a name that says nothing is higher."""
+    predict: Callable[[Tensor], Tensor] = top1
+    """What is compared, sample by sample, with what the golden run's model said."""
+    optimizer: MakeOptimizer | None = None
+    """None: as the plan says."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What tables say of the model: its width, and what differs from the published one."""
+
+    @property
+    def judged_by(self) -> Direction:
+        """The metric's direction, as given or by the function's name."""
+        return Direction(self.direction) if self.direction else direction_by_name(getattr(self.metric, "__name__", ""))
+
+
+# Workloads of users: a function in a file or a module, found by name and called.
+#
+# What goes wrong in a user's code is told in one line, with the line of theirs where it happened.
 
 
 def own_workload(training: Training) -> Workload:
