@@ -17,7 +17,7 @@ from evergrad.injection import InjectionLog
 from evergrad.injection.log import logs_of
 from evergrad.recovery.launch.hosts import Head
 from evergrad.recovery.sealing import Secret
-from evergrad.report.run_reading import read_run
+from evergrad.report.run_model import read_run
 from evergrad.study.executors.slurm_worker import Order
 from evergrad.study.folder import StudyFolder
 from evergrad.study.golden import Golden, fresh_folder, keep_golden, read_golden

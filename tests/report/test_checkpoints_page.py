@@ -15,10 +15,8 @@ import torch
 import evergrad as eg
 from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.cli import main
-from evergrad.report.blocks import Figure
-from evergrad.report.checkpoints_page import checkpoints_page
-from evergrad.report.checkpoints_reading import JobVersions, look
-from evergrad.report.checkpoints_words import answer, problems
+from evergrad.report.checkpoints_page import JobVersions, answer, checkpoints_page, look, problems
+from evergrad.report.document import Figure
 from evergrad.report.page import page_html, write_page
 
 OpenPage = Callable[..., Any]

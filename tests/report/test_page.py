@@ -13,10 +13,9 @@ from browsing import OpenPage
 
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.formats.durable import replacing
-from evergrad.report import plots
-from evergrad.report.blocks import Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
+from evergrad.report import page as plots
+from evergrad.report.document import PALETTE, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
 from evergrad.report.page import page_html, write_page
-from evergrad.report.palette import PALETTE
 
 BAD = "</script><img src=https://example.org/x onerror=alert(1)>\"'`${alert(1)}"
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from tapes import Tape
 
-from evergrad.report.run_analysis import analyse
-from evergrad.report.run_figures import STATES, bars, processes_figure
-from evergrad.report.run_story import Process
-from evergrad.report.run_zoom import compared_figure, zoom_figure
+from evergrad.report.run_events import analyse
+from evergrad.report.run_figures import STATES, bars, compared_figure, processes_figure, zoom_figure
+from evergrad.report.run_model import Process
 
 
 def bars_of(traces: list[dict[str, Any]], row: str) -> Counter[str]:

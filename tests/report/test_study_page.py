@@ -16,11 +16,9 @@ from study_folders import GOLDEN, See, made_study, seen_of
 from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.report import study_data as data_module
-from evergrad.report.blocks import Commands, DataTable, Figure, Page, Prose
-from evergrad.report.markup import inline, literal, plain_text
-from evergrad.report.page import page_html, write_page
-from evergrad.report.published import _all, published_for
-from evergrad.report.study_data import study_data
+from evergrad.report.document import Commands, DataTable, Figure, Page, Prose
+from evergrad.report.page import inline, literal, page_html, plain_text, write_page
+from evergrad.report.study_data import _all, published_for, study_data
 from evergrad.report.study_page import study_page
 from evergrad.study.columns import PUBLISHED
 from evergrad.study.comparisons import compare_cells

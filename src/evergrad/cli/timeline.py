@@ -14,9 +14,8 @@ from evergrad.cli.output import JsonOption, console, near, print_json, printable
 from evergrad.errors import UsageError
 
 if TYPE_CHECKING:
-    from evergrad.report.blocks import Page
-    from evergrad.report.run_reading import RunFolder
-    from evergrad.report.run_story import Interruption, RunStory
+    from evergrad.report.document import Page
+    from evergrad.report.run_model import Interruption, RunFolder, RunStory
 
 EPILOG = (
     "Examples:\n\n  evergrad timeline runs/kill\n\n  evergrad timeline runs/kill --out kill.html\n\n"
@@ -40,8 +39,8 @@ def timeline(
 ) -> int:
     """Tell what happened in a run: each failure from its moment to the next step, as a table and as a page."""
     from evergrad.report.page import checked_target, missing_for, write_page
-    from evergrad.report.run_analysis import analyse
-    from evergrad.report.run_reading import read_run
+    from evergrad.report.run_events import analyse
+    from evergrad.report.run_model import read_run
 
     if out is not None and no_page:
         raise UsageError("--out and --no-page: expected one of them, found both")
@@ -76,7 +75,7 @@ def _page(story: RunStory, folder: RunFolder) -> Page:
 
 
 def _print(story: RunStory) -> None:
-    from evergrad.report.run_words import caveats, summary
+    from evergrad.report.run_figures import caveats, summary
     from evergrad.wording import counted
 
     if story.failures:
@@ -98,7 +97,7 @@ def _print_failures(failures: tuple[Interruption, ...]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from evergrad.report.run_words import duration, then
+    from evergrad.report.run_figures import duration, then
 
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for name in ("failure", "step", "seen", "agreed", "going on", "in all", "then"):

@@ -2,14 +2,410 @@
 
 from __future__ import annotations
 
+import time
+from calendar import timegm
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from shlex import quote
+from typing import Any
 
-from evergrad.checkpoint.catalogue.records import CatalogueEntry
-from evergrad.report.blocks import Block, Cell, Column, Commands, DataTable, Facts, Figure, Mark, Page, Prose, Section
-from evergrad.report.checkpoints_figures import lineage_figure, saved_s, sizes_figure, tiers_figure
-from evergrad.report.checkpoints_reading import JobVersions
-from evergrad.report.checkpoints_words import answer, is_usable, problems, size
-from evergrad.report.markup import literal
+from evergrad.checkpoint.catalogue.lineage import Key, Lineage, Node, trace
+from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
+from evergrad.checkpoint.catalogue.survey import Survey
+from evergrad.checkpoint.version import Version
+from evergrad.formats.version_folder import UNVERIFIED
+from evergrad.report.document import (
+    PALETTE,
+    Block,
+    Cell,
+    Column,
+    Commands,
+    DataTable,
+    Facts,
+    Figure,
+    Mark,
+    Page,
+    Prose,
+    Section,
+    series_colour,
+)
+from evergrad.report.page import literal
+from evergrad.report.run_figures import harmless
+from evergrad.wording import counted
+
+__all__: list[str] = []
+
+# What is known of a job's versions, looked up once: entries, what each tier holds, lineage.
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one tier holds of one version."""
+
+    ranks: int
+    """How many ranks' shards are there."""
+    written_s: float | None = None
+    """When the last of their records was written there, by the file's time; None where it is no file."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobVersions:
+    """The versions of a job."""
+
+    job: str
+    where: str
+    """The run folder or URL that it was looked up by, without a password."""
+    entries: tuple[CatalogueEntry, ...]
+    """Newest first."""
+    tiers: tuple[str, ...]
+    """The kinds of its tiers, nearest first."""
+    holdings: Mapping[tuple[Version, str], Holding]
+    lineage: Lineage
+    unseen: tuple[str, ...]
+    """Tiers that could not be looked at, and why."""
+    attempts: int
+    has_history: bool
+    """Whether it was looked up by its run folder; by a URL only what the tier holds is known."""
+
+
+def look(catalogue: Catalogue) -> JobVersions:
+    """Look at every tier of a job; nothing is made or changed."""
+    seen = catalogue.look()
+    entries = tuple(catalogue.entries(seen))
+    home = catalogue.home
+    kinds = tuple(dict.fromkeys(tier.kind for tier in home.tiers))
+    if not any(found.copy.tier == "memory" for copies in seen.shards.values() for found in copies):
+        kinds = tuple(kind for kind in kinds if kind != "memory")  # it is looked at always, and had by few
+    return JobVersions(
+        job=home.job,
+        where=catalogue.label,
+        entries=entries,
+        tiers=kinds,
+        holdings={
+            (entry.version, kind): holding
+            for entry in entries
+            for kind in kinds
+            if (holding := _holding(seen, entry.version, kind)) is not None
+        },
+        lineage=trace(catalogue),
+        unseen=tuple(seen.unseen),
+        attempts=len({entry.version.attempt for entry in entries}),
+        has_history=home.run_dir is not None,
+    )
+
+
+def _holding(seen: Survey, version: Version, kind: str) -> Holding | None:
+    copies = [found.copy for found in seen.shards.get(version, []) if found.copy.tier == kind]
+    if not copies:
+        return None
+    written = []
+    for copy in copies:
+        if not copy.url and copy.generation is None:  # in memory records are written again with every save
+            with suppress(OSError):
+                written.append(copy.manifest.stat().st_mtime)
+    return Holding(len({copy.rank for copy in copies}), max(written, default=None))
+
+
+# A job's versions in words: what is wrong first, then what there is.
+
+_TOLD = 6
+
+
+def answer(seen: JobVersions) -> list[str]:
+    """Paragraphs for the head of the page, the one to remember first."""
+    if not seen.entries:
+        return [f"**{literal(seen.job)} has no version yet.**", *problems(seen)]
+    usable = [entry for entry in seen.entries if is_usable(entry)]
+    told = f"{counted(len(seen.entries), 'version')} in {counted(seen.attempts, 'attempt')}"
+    if not usable:
+        return [f"**{told}, and none of them can be restored from what is seen here.**", *problems(seen)]
+    newest = usable[0]
+    where = ", ".join(newest.tiers) or "several tiers together"
+    head = f"**{told}; {len(usable)} can be restored, the newest is {newest.version} in {literal(where)}.**"
+    return [head, *problems(seen), *_state(seen, usable)]
+
+
+def is_usable(entry: CatalogueEntry) -> bool:
+    """Whether it is whole somewhere, and not only in copies that were damaged when last checked."""
+    damaged = {verdict.tier for verdict in entry.verdicts if verdict.verdict == "failed"}
+    return entry.restorable and (not damaged or any(tier not in damaged for tier in entry.tiers))
+
+
+def problems(seen: JobVersions) -> list[str]:
+    """What is wrong or not known, worst first, each in a sentence."""
+    return [
+        *_failed(seen),
+        *(f"{entry.version.name}: {literal(entry.damaged.rstrip('.'))}." for entry in seen.entries if entry.damaged),
+        *_incomplete(seen),
+        *_unverified(seen),
+        *(f"Not seen: {literal(line.rstrip('.'))}." for line in seen.unseen),
+    ]
+
+
+def size(count: float) -> str:
+    """Bytes in a person's units.
+
+    >>> size(0), size(1536), size(244_000_000)
+    ('0 B', '1.5 kB', '244.0 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.95 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+
+
+def _failed(seen: JobVersions) -> Iterator[str]:
+    found = [
+        f"{entry.version.name} is damaged in {verdict.tier}: "
+        f"{literal(verdict.why.rstrip('.')) or 'its digests are wrong'}"
+        f"{'' if is_usable(entry) else ', and no other tier has all of it'}"
+        for entry in seen.entries
+        for verdict in entry.verdicts
+        if verdict.verdict == "failed" and (entry.version, verdict.tier) in seen.holdings
+    ]
+    yield from (f"{line}." for line in found[:_TOLD])
+    if len(found) > _TOLD:
+        yield f"{counted(len(found) - _TOLD, 'more copy', 'more copies')} failed the last check: see the table."
+
+
+def _incomplete(seen: JobVersions) -> Iterator[str]:
+    newest = seen.entries[0] if seen.entries else None
+    if newest is not None and not newest.restorable:
+        yield f"The newest version, {newest.version}, is {_state_of(newest)}."
+    for state, words in (
+        ("partial", "only in part here: other shards may be on other nodes, or lost"),
+        ("uncommitted", "in a shared tier without a sound record of it: the next restore commits what is whole"),
+        ("damaged", "in memory as a damaged rest alone, and cannot be restored"),
+        ("torn", "gone, and never whole"),
+    ):
+        others = [entry for entry in seen.entries if entry.state == state and entry is not newest]
+        if others:
+            yield f"{counted(len(others), 'more version')} {'is' if len(others) == 1 else 'are'} {words}."
+
+
+def _unverified(seen: JobVersions) -> Iterator[str]:
+    found = [entry.version.name for entry in seen.entries if entry.unverified and not entry.retired]
+    if found:
+        more = f" and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        yield f"Unverified: {', '.join(found[:_TOLD])}{more}: {UNVERIFIED}."
+
+
+def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
+    newest = usable[0]
+    if newest.tiers == ("memory",):
+        yield "The newest one is in memory alone: it does not outlive this machine."
+    unchecked = sum(entry.verified == "unknown" for entry in usable)
+    if unchecked == len(usable):
+        verify = f"evergrad checkpoints verify {quote(seen.where)}"
+        yield f"Whole is not intact: nobody has checked their digests. `{literal(verify)}` does."
+    else:
+        sound = sum(entry.verified == "ok" for entry in usable)
+        never = f", {unchecked} were never checked" if unchecked else ""
+        yield f"{sound} of {len(usable)} were found intact when last checked{never}."
+    guarded = sum(entry.guarded for entry in usable)
+    if guarded:
+        yield f"A guard found all ranks alike when {guarded} of them {'was' if guarded == 1 else 'were'} saved."
+    kept = [entry.version.name + (f" ({literal(', '.join(entry.tags))})" if entry.tags else "")
+            for entry in usable if entry.pinned or entry.tags]  # fmt: skip
+    if kept:
+        yield f"Kept whatever comes: {', '.join(kept[:_TOLD])}{' …' if len(kept) > _TOLD else ''}."
+    retired = sum(entry.retired for entry in seen.entries)
+    if retired:
+        yield f"{counted(retired, 'version')} {'is' if retired == 1 else 'are'} gone, and known from the history."
+    if not seen.has_history:
+        yield "Looked up by a tier's URL: what other tiers hold, and what is gone, is not known."
+
+
+def _state_of(entry: CatalogueEntry) -> str:
+    return {
+        "partial": "here only in part: other shards may be on other nodes, or lost",
+        "uncommitted": "in a shared tier without a sound record of it: the next restore commits what is whole",
+        "damaged": "in memory as a damaged rest alone",
+        "retired": "gone",
+        "torn": "gone, and never was whole",
+        "unknown": "in no tier that could be looked at",
+        "restorable": "whole",
+    }[entry.state]
+
+
+# Pictures of a job's versions: which tier holds which, what came from what, and how large they are.
+
+_VERSIONS = 300  # drawn, the newest
+_NODES = 600
+_LANES = 40
+
+
+def tiers_figure(seen: JobVersions) -> Figure | None:
+    """A column a version, in the order of saves; a row a tier."""
+    shown = list(reversed(seen.entries[:_VERSIONS]))
+    if not shown:
+        return None
+    rows = ["saved", *seen.tiers]
+    kinds: dict[str, list[tuple[int, str, str]]] = {}
+    for column, entry in enumerate(shown):
+        kinds.setdefault("gone" if entry.retired else "known", []).append((column, "saved", _hover(entry)))
+        if entry.pinned or entry.tags:
+            kinds.setdefault("kept", []).append((column, "saved", _hover(entry)))
+        for kind in seen.tiers:
+            holding = seen.holdings.get((entry.version, kind))
+            if holding is None:
+                continue
+            bad = any(verdict.verdict == "failed" and verdict.tier == kind for verdict in entry.verdicts)
+            is_whole = 0 < entry.world_size <= holding.ranks
+            written = f"<br>last record written {_clock(holding.written_s)}" if holding.written_s is not None else ""
+            hover = f"{_hover(entry)}<br>{kind}: shards of {holding.ranks} of {entry.world_size or '?'} ranks{written}"
+            name = "damaged" if bad else "whole" if is_whole else "in part"
+            kinds.setdefault(name, []).append((column, kind, hover))
+    looks: dict[str, tuple[str, dict[str, Any]]] = {
+        "known": ("saved", {"symbol": "circle", "size": 9, "color": PALETTE["muted"]}),
+        "gone": ("gone from every tier", {"symbol": "circle-open", "size": 9, "color": PALETTE["muted"]}),
+        "kept": ("pinned or tagged", {"symbol": "diamond-open", "size": 17, "color": PALETTE["warn"]}),
+        "whole": ("whole", {"symbol": "square", "size": 13, "color": PALETTE["ok"]}),
+        "in part": ("in part", {"symbol": "square-open", "size": 13, "color": PALETTE["warn"], "line": {"width": 2}}),
+        "damaged": ("damaged, when last checked", {"symbol": "x", "size": 13, "color": PALETTE["bad"]}),
+    }  # fmt: skip
+    traces = [_scatter(name, kinds[kind], marker) for kind, (name, marker) in looks.items() if kind in kinds]
+    every = max(1, len(shown) // 12)
+    ticks = list(range(0, len(shown), every))
+    caption = "Versions in the order of their saves, and which tier holds them now."
+    if len(shown) < len(seen.entries):
+        caption += f" The newest {len(shown)} of {len(seen.entries):,}."
+    layout = {
+        "xaxis": {
+            "title": {"text": "step" + (", and attempt after the dot" if seen.attempts > 1 else "")},
+            "tickvals": ticks,
+            "ticktext": [_tick(shown[index], seen.attempts) for index in ticks],
+            "range": [-0.7, len(shown) - 0.3],
+            "showgrid": False,
+            "zeroline": False,
+        },
+        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1],
+                  "range": [-0.6, len(rows) - 0.4]},
+        "hovermode": "closest",
+    }  # fmt: skip
+    return Figure("versions-and-tiers", traces, layout, caption, 150 + 44 * len(rows))
+
+
+def sizes_figure(seen: JobVersions) -> Figure | None:
+    """The size of each version, when it was saved."""
+    known = [(saved, entry) for entry in seen.entries if (saved := saved_s(entry)) is not None][:_VERSIONS]
+    if len({saved for saved, _ in known}) < 2:
+        return None
+    points = [(_stamp(saved), entry.size_bytes / 1e6, _hover(entry)) for saved, entry in reversed(known)]
+    trace = _scatter("size", points, {"size": 7, "color": PALETTE["faulty"]})
+    trace |= {"mode": "lines+markers", "line": {"width": 1, "dash": "dot", "color": PALETTE["faulty"]}}
+    layout = {
+        "xaxis": {"title": {"text": "saved, UTC"}, "type": "date"},
+        "yaxis": {"title": {"text": "size of all shards, MB"}, "rangemode": "tozero"},
+        "showlegend": False,
+    }
+    return Figure("sizes", [trace], layout, "How large each version is, and when it was captured, to the second.", 300)
+
+
+def lineage_figure(seen: JobVersions) -> Figure | None:
+    """A lane an attempt, steps to the right; lines lead from what a version was trained from."""
+    nodes = seen.lineage.nodes[:_NODES]
+    lanes = sorted({(node.job != seen.job, node.job, node.version.attempt) for node in nodes})[:_LANES]
+    if len(nodes) < 2:
+        return None
+    names = {(job, attempt): _lane(job if is_other else "", attempt) for is_other, job, attempt in lanes}
+    drawn: dict[Key, Node] = {node.key: node for node in nodes if (node.job, node.version.attempt) in names}
+    traces = []
+    order = list(names)
+    for index, lane in enumerate(order):
+        x: list[int | None] = []
+        y: list[str | None] = []
+        for node in drawn.values():
+            if (node.job, node.version.attempt) == lane and node.parent in drawn:
+                above = drawn[node.parent]
+                x += [above.version.step, node.version.step, None]
+                y += [names[above.job, above.version.attempt], names[lane], None]
+        if x:
+            traces.append({"type": "scatter", "mode": "lines", "x": x, "y": y, "hoverinfo": "skip", "showlegend": False,
+                           "line": {"width": 1.8, "color": series_colour(index)}})  # fmt: skip
+    looks: dict[str, tuple[str, str, str]] = {
+        "restorable": ("can be restored", "circle", PALETTE["ok"]),
+        "gone": ("gone", "circle-open", PALETTE["muted"]),
+        "unknown": ("not known here", "circle-open-dot", PALETTE["muted"]),
+    }
+    for look, (name, symbol, colour) in looks.items():
+        points = [_point(node, names) for node in drawn.values() if node.look == look]
+        if points:
+            traces.append(_scatter(name, points, {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 2}}))
+    pinned = [_point(node, names) for node in drawn.values() if node.pinned or node.tags]
+    if pinned:
+        marker = {"symbol": "diamond-open", "size": 19, "color": PALETTE["warn"], "line": {"width": 2}}
+        trace = _scatter("pinned or tagged", pinned, marker)
+        tags = [", ".join(node.tags) for node in drawn.values() if node.pinned or node.tags]
+        trace |= {"mode": "markers+text", "text": [harmless(tag[:28]) for tag in tags], "textposition": "top center"}
+        traces.append(trace)
+    caption = "What each version was trained from: within its attempt, across restarts, across jobs."
+    if len(drawn) < len(seen.lineage.nodes):
+        caption += f" {len(drawn)} of {len(seen.lineage.nodes):,} versions are drawn, the newest."
+    layout = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [names[lane] for lane in order][::-1],
+                  "range": [-0.7, len(order) - 0.3]},
+        "hovermode": "closest",
+    }  # fmt: skip
+    return Figure("lineage", traces, layout, caption, 150 + 56 * len(order))
+
+
+def saved_s(entry: CatalogueEntry) -> float | None:
+    """When it was captured, in seconds since 1970; None if that is not on record."""
+    try:
+        return float(timegm(time.strptime(entry.time, "%Y-%m-%dT%H:%M:%SZ")))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _scatter(name: str, points: list[Any], marker: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [point[0] for point in points],
+        "y": [point[1] for point in points],
+        "hovertext": [point[2] for point in points],
+        "hoverinfo": "text",
+        "marker": marker,
+        "cliponaxis": False,
+    }
+
+
+def _point(node: Node, names: dict[tuple[str, int], str]) -> tuple[int, str, str]:
+    told = _hover(node.entry) if node.entry is not None else f"<b>{node.version.name}</b><br>not known here"
+    return node.version.step, names[node.job, node.version.attempt], told
+
+
+def _hover(entry: CatalogueEntry) -> str:
+    told = [
+        f"<b>{entry.version.name}</b>",
+        harmless(", ".join(entry.tags)) or ("pinned" if entry.pinned else ""),
+        f"{entry.state}, {size(entry.size_bytes)}, {entry.world_size or '?'} ranks",
+        harmless(f"saved {entry.time}"),
+    ]
+    return "<br>".join(filter(None, told))
+
+
+def _tick(entry: CatalogueEntry, attempts: int) -> str:
+    return f"{entry.version.step}·{entry.version.attempt}" if attempts > 1 else str(entry.version.step)
+
+
+def _lane(job: str, attempt: int) -> str:
+    short = job if len(job) <= 24 else f"{job[:23]}…"
+    return harmless(f"{short}, attempt {attempt}" if job else f"attempt {attempt}")
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+
+
+def _clock(seconds: float) -> str:
+    return f"{_stamp(seconds)} UTC"
+
 
 _ROWS = 1000
 _STATES: dict[str, Mark] = {

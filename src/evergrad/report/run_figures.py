@@ -9,14 +9,208 @@ from __future__ import annotations
 import html
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from evergrad.report.blocks import Figure
-from evergrad.report.palette import PALETTE
-from evergrad.report.run_story import Process, RunStory, Span, State
-from evergrad.report.run_words import duration
+from evergrad.report.document import PALETTE, Figure
+from evergrad.report.page import literal
+from evergrad.report.run_model import Interruption, Process, RunStory, Span, State
 from evergrad.wording import counted
+
+__all__: list[str] = []
+
+# A run in words: only what its timeline says.
+
+CLOCKS_DISAGREE = "clocks disagree"
+"""What stands where a length of time would be less than nothing."""
+
+_TOLD = 4  # failures that the answer tells one by one
+_BAD_ENDS = ("failed", "fatal", "too-few")
+_VERDICTS = {
+    "redo": "did the mini-batch again",
+    "repair": "reduced what was missing of its gradients without the lost rank",
+    "retry": "went on at the next step",
+    "restart": "went back to a checkpoint",
+    "proceed": "went on",
+}
+
+
+def duration(seconds: float | None) -> str:
+    """A length of time in a person's units.
+
+    >>> duration(0.0031), duration(0.0972), duration(1.5), duration(75.2), duration(7300), duration(None)
+    ('3.1 ms', '97 ms', '1.50 s', '75.2 s', '2 h 2 min', '?')
+    """
+    if seconds is None:
+        return "?"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.1f} ms" if seconds < 0.00995 else f"{seconds * 1000:.0f} ms"
+    if seconds < 600:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def summary(story: RunStory) -> str:
+    """One line: who, how much, how it ended, and what failures took."""
+    who = counted(story.num_ranks, "rank")
+    if story.num_spares:
+        who += f" and {counted(story.num_spares, 'spare')}"
+    steps = counted(story.steps, "step") if story.steps is not None else "no step on record"
+    return f"{who}, {steps} in {duration(story.seconds)}: {story.outcome or 'no end on record'}; {_failures(story)}"
+
+
+def answer(story: RunStory) -> list[str]:
+    """Paragraphs for the head of the page, the one to remember first."""
+    told = [f"**{literal(_capital(summary(story)))}.**", *map(literal, story.notes)]
+    if story.outcome not in ("", "finished") and story.message:
+        told.append(f"It ended because of this: {literal(story.message.rstrip('.'))}.")
+    told += [_failure(story, each) for each in story.failures[:_TOLD]]
+    more = len(story.failures) - _TOLD
+    if more > 0:
+        told.append(f"{counted(more, 'more failure')}: see the table below.")
+    return [*told, *_planned(story), *_result(story)]
+
+
+def caveats(story: RunStory) -> list[str]:
+    """What a reader has to know of how far durations can be trusted."""
+    if not story.is_spread:
+        return []
+    told = "Several machines: durations are differences of their wall clocks, which may not agree."
+    wrong = sum(each.clocks_disagree for each in story.failures)
+    if wrong:
+        what = f"of {counted(wrong, 'failure')} a moment lies before what led to it, and such times are left out"
+        told = f"{told.rstrip('.')}: {what}."
+    return [told]
+
+
+def course_of(each: Interruption) -> str:
+    """From the failure to the next step, in words: what is not on record is left out."""
+    told = []
+    by = f" by {each.seen_by}" if each.seen_by else ""
+    phases = {phase.name: duration(phase.seconds) for phase in each.phases}
+    if "unseen" in phases:
+        told.append(f"seen{by} after {phases['unseen']}")
+    elif each.failed_s is not None and each.seen_s is not None:
+        told.append(f"seen{by}, by a clock that disagrees with that of the failure")
+    elif each.seen_s is not None:
+        told.append(f"seen first{by} (when it failed is not on record)")
+    if "agreeing" in phases:
+        told.append(f"the next plan {phases['agreeing']} later")
+    if "recovering" in phases:
+        told.append(f"the next step applied after another {phases['recovering']}")
+    if each.seconds is not None and len(phases) > 1:
+        told.append(f"{duration(each.seconds)} in all")
+    if each.overtaken:
+        told.append("the next generation broke, too, before a step was applied")
+    return ", ".join(told)
+
+
+def then(each: Interruption) -> str:
+    """What became of it, short: for a table."""
+    if each.ranks is None:
+        return "no plan"
+    if each.overtaken:
+        return "overtaken"
+    told = [each.verdict or "plan", *each.joined[:2]]
+    if len(each.joined) > 2:
+        told.append(f"{len(each.joined) - 2} more")
+    if each.ranks != each.ranks_before:
+        told.append(counted(each.ranks, "rank"))
+    return ", ".join(told)
+
+
+def _failures(story: RunStory) -> str:
+    lost = sum(len(each.lost) for each in story.failures)
+    nobody = "no rank was lost" if story.outcome in _BAD_ENDS and not lost else ""
+    if not story.failures:
+        return nobody or "no failure"
+    chains = _chains(story)
+    count, more = len(chains), len(story.failures) - len(chains)
+    told = counted(count, "failure")
+    if more:
+        told += f" and {more:,} more before {'it was' if count == 1 else 'those were'} over,"
+    if lost and lost != count:
+        told += f" that took {counted(lost, 'rank')}"
+    told = told.rstrip(",") + (f" ({nobody})" if nobody else "")
+    known = [seconds for seconds in map(_seconds, chains) if seconds is not None]
+    if not known:
+        return told
+    in_all = f"{duration(sum(known))} to the next step" if count == 1 else f"{duration(sum(known))} to the next steps"
+    return f"{told}, {in_all}" + (f" ({len(known)} of {count} known)" if len(known) < count else "")
+
+
+def _chains(story: RunStory) -> list[list[Interruption]]:
+    """Failures, each with those that came before it was over: the job stood still once."""
+    chains: list[list[Interruption]] = []
+    for each in story.interruptions:
+        last = chains[-1][-1] if chains else None
+        if last is not None and last.overtaken and last.generation + 1 == each.generation:
+            chains[-1].append(each)
+        elif each.kind == "failure":
+            chains.append([each])
+    return chains
+
+
+def _seconds(chain: Sequence[Interruption]) -> float | None:
+    """From the first failure to the next applied step."""
+    begin_s, end_s = chain[0].begin_s, chain[-1].going_on_s
+    if begin_s is None or end_s is None or any(each.clocks_disagree for each in chain) or end_s < begin_s:
+        return None
+    return end_s - begin_s
+
+
+def _failure(story: RunStory, each: Interruption) -> str:
+    after = "" if each.step is None else f"after step {each.step:,} "
+    on_purpose = sorted({loss.injected for loss in each.lost if loss.injected})
+    why = f" (on purpose: {', '.join(on_purpose)})" if on_purpose else ""
+    course = course_of(each)
+    told = f"{literal(_capital(f'{after}{each.what}{why}'))}{': ' + literal(course) if course else ''}."
+    if each.ranks is None:
+        return f"{told} {'There was no further generation.' if story.outcome else 'No further plan is on record.'}"
+    if each.overtaken:  # what was planned did not come about
+        return told
+    joined = f", {literal(_and(each.joined))} joined" if each.joined else ""
+    told += f" Those left {_VERDICTS.get(each.verdict, 'went on')}{joined}: on with {counted(each.ranks, 'rank')}."
+    if each.steps_redone is not None and each.steps_redone > 1:
+        told += f" {counted(each.steps_redone, 'step')} had to be done again."
+    return told
+
+
+def _planned(story: RunStory) -> Iterator[str]:
+    planned = [each for each in story.interruptions if each.kind == "planned"]
+    if planned:
+        shown = "; ".join(each.what for each in planned[:3]) + ("; …" if len(planned) > 3 else "")
+        yield f"{counted(len(planned), 'planned change')} of who trains: {literal(shown)}."
+
+
+def _result(story: RunStory) -> Iterator[str]:
+    bad = sum(each.mark == "bad" for each in story.noticed)
+    healed = sum(each.what.endswith("; healed") for each in story.noticed)
+    if healed:
+        yield f"A guard found ranks whose state differed, and healed {counted(healed, 'tensor')}."
+    if story.inexact:
+        yield f"Not as without failures: {literal(story.inexact.rstrip('.'))}."
+    elif story.failures and story.exact:
+        yield "The run went on as it would have without failures, to the last bit; all ranks were compared at its end."
+    elif story.failures and story.unverified and story.outcome == "finished":
+        yield f"Not verified to be as without failures: {story.unverified.rstrip('.')}."
+    if story.samples_lost:
+        yield f"{counted(story.samples_lost, 'sample')} went with a lost rank and into no step."
+    if bad:
+        yield f"{counted(bad, 'other thing')} to look at, under “What else was noticed”."
+    yield from caveats(story)
+
+
+def _and(names: Sequence[str]) -> str:
+    if len(names) > 4:
+        return f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
 
 LONGEST = 200
 """Characters of a name where it stands in full: where the pointer is."""
@@ -266,4 +460,145 @@ def _marks(story: RunStory, shown: Sequence[Process]) -> list[dict[str, Any]]:
             "hoverinfo": "text",
             "marker": {"symbol": "x", "size": 11, "color": PALETTE["dead"], "line": {"width": 1, "color": "#ffffff"}},
         }
+    ]
+
+
+# Pictures of failures, each from its moment to the next applied step, in milliseconds.
+
+MOST = 6
+"""So many failures are drawn one by one."""
+PHASES = {
+    "unseen": ("not seen yet", PALETTE["bad"], ""),
+    "agreeing": ("seen, until the plan", PALETTE["warn"], "/"),
+    "recovering": ("plan, until the next step", PALETTE["recovering"], "x"),
+}
+_ROWS_ZOOM = 14
+_COMPARED = 40
+
+
+def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | None:
+    """The processes around one failure, and above them its phases."""
+    begin_s = each.begin_s
+    last_s = each.going_on_s if each.going_on_s is not None else each.decided_s
+    if begin_s is None or last_s is None or last_s <= begin_s or each.clocks_disagree:
+        return None
+    margin_s = 0.12 * (last_s - begin_s)
+    left_s, right_s = begin_s - margin_s, last_s + 2 * margin_s
+    lost = {loss.uid for loss in each.lost}
+    around = [process for process in story.processes if process.uid in lost or _is_there(process, left_s, right_s)]
+    shown = rows_of(around, _ROWS_ZOOM)
+    within = {process.uid: _within(process.spans, left_s, right_s) for process in shown}
+    traces: list[dict[str, Any]] = bars(shown, within, begin_s, 1e-3)
+    traces.insert(0, {"type": "bar", "orientation": "h", "y": ["<b>phases</b>"], "x": [0], "showlegend": False,
+                      "hoverinfo": "skip"})  # fmt: skip
+    for phase in each.phases:
+        name, colour, pattern = PHASES[phase.name]
+        share, told = phase.seconds / (last_s - begin_s), duration(phase.seconds)
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name,
+                "y": ["<b>phases</b>"],
+                "base": [round((phase.begin_s - begin_s) * 1e3, 3)],
+                "x": [round(phase.seconds * 1e3, 3)],
+                "text": [f"{name}: {told}" if share > 0.4 else told if share > 0.1 else ""],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "insidetextfont": {"color": "#ffffff"},
+                "textangle": 0,
+                "hovertext": [f"<b>{name}</b>: {told}"],
+                "hoverinfo": "text",
+                "showlegend": False,
+                "marker": {
+                    "color": colour,
+                    "pattern": {"shape": pattern, "size": 6, "solidity": 0.12, "fillmode": "overlay"},
+                },
+            }
+        )
+    moments = [("plan", each.decided_s), ("joined", each.joined_s), ("next step", each.going_on_s)]
+    known = [(name, at_s) for name, at_s in moments if at_s is not None and at_s <= right_s]
+    lines = [
+        {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "x0": (at_s - begin_s) * 1e3,
+         "x1": (at_s - begin_s) * 1e3, "line": {"width": 1, "dash": "dot", "color": PALETTE["muted"]}}
+        for at_s in (begin_s, *(at_s for _, at_s in known))
+    ]  # fmt: skip
+    since = "the failure" if each.failed_s is not None else "it was seen; when it failed is not on record"
+    marks = ", ".join(f"{name} at {duration(at_s - begin_s)}" for name, at_s in known)
+    caption = (
+        f"**Failure {number}**: {literal(each.what)}. {marks[:1].upper()}{marks[1:]}{'.' if marks else ''}".rstrip()
+    )
+    if len(shown) < len(around):
+        caption += f" {len(shown)} of {len(around):,} processes are drawn."
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "xaxis": {
+            "title": {"text": harmless(f"milliseconds since {since}")},
+            "range": [-margin_s * 1e3, (right_s - begin_s) * 1e3],
+        },
+        "yaxis": {"autorange": "reversed", "type": "category", "automargin": True, "fixedrange": True},
+        "shapes": lines,
+    }
+    return Figure(f"failure-{number}", traces, layout, caption, 140 + 26 * (len(shown) + 1))
+
+
+def compared_figure(story: RunStory) -> Figure | None:
+    """The phases of several failures, one above the other."""
+    known = [
+        (number, each) for number, each in enumerate(story.failures, 1) if each.phases and not each.clocks_disagree
+    ]
+    if len(known) < 2:
+        return None
+    shown = sorted(known, key=lambda pair: -(pair[1].seconds or 0.0))[:_COMPARED]
+    shown.sort(key=lambda pair: pair[0])
+    names = {number: harmless(cut(f"{number}: {each.what}")) for number, each in shown}
+    traces = []
+    for key, (name, colour, pattern) in PHASES.items():
+        rows = [
+            (names[number], harmless(f"{number}: {each.what[:LONGEST]}"), phase)
+            for number, each in shown
+            for phase in each.phases
+            if phase.name == key
+        ]
+        if rows:
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": name,
+                    "y": [row for row, _, _ in rows],
+                    "x": [round(phase.seconds * 1e3, 3) for _, _, phase in rows],
+                    "hovertext": [f"<b>{row}</b><br>{name}: {duration(phase.seconds)}" for _, row, phase in rows],
+                    "hoverinfo": "text",
+                    "marker": {
+                        "color": colour,
+                        "pattern": {"shape": pattern, "size": 6, "solidity": 0.12, "fillmode": "overlay"},
+                    },
+                }
+            )
+    caption = "From each failure, or from when it was seen, to the next applied step."
+    if any(each.clocks_disagree for each in story.failures):
+        caption += " Without those on which clocks disagree."
+    if len(shown) < len(known):
+        caption += f" The {len(shown)} longest of {len(known):,}."
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "milliseconds"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "type": "category", "automargin": True,
+                  "categoryarray": list(names.values()), "categoryorder": "array"},
+    }  # fmt: skip
+    return Figure("failures", traces, layout, caption, 130 + 26 * len(shown))
+
+
+def _is_there(process: Process, left_s: float, right_s: float) -> bool:
+    """Whether it does something then; those that failed earlier do nothing."""
+    return any(span.begin_s < right_s and span.end_s > left_s and span.state != "gone" for span in process.spans)
+
+
+def _within(spans: list[Span], left_s: float, right_s: float) -> list[Span]:
+    return [
+        Span(span.state, max(span.begin_s, left_s), min(span.end_s, right_s), span.what)
+        for span in spans
+        if span.begin_s < right_s and span.end_s > left_s
     ]

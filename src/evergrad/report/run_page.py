@@ -7,12 +7,19 @@ import time
 from collections.abc import Mapping
 
 from evergrad.records import Json
-from evergrad.report.blocks import Block, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
-from evergrad.report.run_figures import processes_figure, steps_figure
-from evergrad.report.run_reading import RunFolder
-from evergrad.report.run_story import Interruption, RunStory
-from evergrad.report.run_words import CLOCKS_DISAGREE, answer, duration, then
-from evergrad.report.run_zoom import MOST, compared_figure, zoom_figure
+from evergrad.report.document import Block, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
+from evergrad.report.run_figures import (
+    CLOCKS_DISAGREE,
+    MOST,
+    answer,
+    compared_figure,
+    duration,
+    processes_figure,
+    steps_figure,
+    then,
+    zoom_figure,
+)
+from evergrad.report.run_model import Interruption, RunFolder, RunStory
 from evergrad.wording import counted
 
 _ROWS = 300

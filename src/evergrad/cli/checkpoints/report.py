@@ -28,11 +28,8 @@ def report(
 ) -> int:
     """Write a page: what is wrong, which versions can be restored, where they are, and what came from what."""
     from evergrad import __version__
-    from evergrad.report.checkpoints_page import checkpoints_page
-    from evergrad.report.checkpoints_reading import look
-    from evergrad.report.checkpoints_words import answer, problems
-    from evergrad.report.markup import plain_text
-    from evergrad.report.page import checked_target, missing_for, write_page
+    from evergrad.report.checkpoints_page import answer, checkpoints_page, look, problems
+    from evergrad.report.page import checked_target, missing_for, plain_text, write_page
 
     catalogue = catalogue_of(run_dir)
     if out is None:
