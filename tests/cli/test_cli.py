@@ -117,7 +117,7 @@ def test_convert_refuses_a_loss_and_dry_run_lists_it(files: Path) -> None:
 
 
 def test_diff_tells_values_besides_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    from evergrad.cli.diff import _print
+    from evergrad.cli.files import _print_diff as _print
     from evergrad.records import Comparison, TensorDiff
 
     values = tuple(f"optimizer/param_groups/{i}/lr: 0.1 / 0.9" for i in range(23))

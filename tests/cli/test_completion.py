@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evergrad.cli import main
-from evergrad.cli.completion import one_of, studies
+from evergrad.cli.output import one_of, studies
 
 BIN = Path(sys.executable).parent
 

@@ -21,25 +21,17 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from evergrad import __version__
-from evergrad.cli import (
-    agent,
-    checkpoints,
-    convert,
-    demo,
-    diff,
-    doctor,
-    inject,
-    inspect,
-    replay,
-    run,
-    study,
-    timeline,
-    undo,
-    verify,
-)
-from evergrad.cli.completion import check_shell
-from evergrad.cli.mistakes import parser_line
-from evergrad.cli.output import printable, safe_streams
+from evergrad.cli import checkpoints, demo, inject, run, study
+from evergrad.cli import files as convert
+from evergrad.cli import files as diff
+from evergrad.cli import files as inspect
+from evergrad.cli import files as verify
+from evergrad.cli import inject as replay
+from evergrad.cli import inject as undo
+from evergrad.cli import node as agent
+from evergrad.cli import node as doctor
+from evergrad.cli import run as timeline
+from evergrad.cli.output import check_shell, parser_line, printable, safe_streams
 from evergrad.errors import EvergradError, reason
 
 __all__ = ["app", "main"]
@@ -80,17 +72,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
-app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect)
-app.command("verify", epilog=verify.EPILOG)(verify.verify)
-app.command("diff", epilog=diff.EPILOG)(diff.diff)
-app.command("convert", epilog=convert.EPILOG)(convert.convert)
+app.command("inspect", epilog=inspect.EPILOG_INSPECT)(inspect.inspect)
+app.command("verify", epilog=verify.EPILOG_VERIFY)(verify.verify)
+app.command("diff", epilog=diff.EPILOG_DIFF)(diff.diff)
+app.command("convert", epilog=convert.EPILOG_CONVERT)(convert.convert)
 app.command("inject", epilog=inject.EPILOG)(inject.inject)
-app.command("undo", epilog=undo.EPILOG)(undo.undo)
-app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("undo", epilog=undo.EPILOG_UNDO)(undo.undo)
+app.command("replay", epilog=replay.EPILOG_REPLAY)(replay.replay)
 app.command("run", epilog=run.EPILOG, context_settings=run.CONTEXT)(run.run)
-app.command("timeline", epilog=timeline.EPILOG)(timeline.timeline)
-app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
-app.command("agent", epilog=agent.EPILOG)(agent.agent)
+app.command("timeline", epilog=timeline.EPILOG_TIMELINE)(timeline.timeline)
+app.command("doctor", epilog=doctor.EPILOG_DOCTOR)(doctor.doctor)
+app.command("agent", epilog=agent.EPILOG_AGENT)(agent.agent)
 app.add_typer(checkpoints.app)
 app.add_typer(study.app)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tomllib
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evergrad.cli.completion import one_of
-from evergrad.cli.mistakes import given_path
-from evergrad.cli.output import JsonOption, print_json, printable, progress
-from evergrad.errors import UsageError
+from evergrad.cli.output import JsonOption, given_path, near, one_of, print_json, printable, progress
+from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason, said
 from evergrad.wording import meant
 
 if TYPE_CHECKING:
     from evergrad.injection import Fault, InjectionLog
+    from evergrad.injection.replay import Rename
+
+__all__: list[str] = []
 
 EPILOG = (
     "Examples:\n\n"
@@ -219,3 +221,131 @@ def _settings(name: str, given: dict[str, Any]) -> dict[str, Any]:
     if name == "stuckat" and settings.get("value") in (0, 1):
         settings["value"] = int(settings["value"])
     return settings
+
+
+# `evergrad undo`: every byte back to what it was.
+
+EPILOG_UNDO = (
+    "Examples:\n\n  evergrad undo bad.pt.faults.jsonl\n\n  evergrad undo faults.jsonl moved/bad.pt\n\n"
+    "Exit codes: 0 the file is as it was · 2 usage, or a file that changed since (nothing is changed then)."
+)
+
+
+def undo(
+    log: Annotated[Path, typer.Argument(metavar="LOG", parser=given_path, help="The log of the injection.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", parser=given_path, help="The altered file or folder, if it has moved since."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Bring a file back, byte for byte, to what it was before an injection.
+
+    An injection that was killed half-way is undone too. Several injections into
+    the same file are undone newest first.
+    """
+    from evergrad import injection
+
+    with progress("restoring") as advance:
+        done = injection.undo(log, file, progress=advance)
+    if as_json:
+        print_json(done.to_json())
+    elif done.was is injection.Was.CLEAN:
+        print(f"{printable(near(done.path))}: nothing to undo, it is as it was before the injection")
+    else:
+        found = "was injected only in part; " if done.was is injection.Was.PARTLY else ""
+        where = printable(near(done.path))
+        what = f"{done.elements:,} element{'s' if done.elements != 1 else ''} restored"
+        print(f"{where}: {found}{what}, byte for byte as before")
+    return 0
+
+
+# `evergrad replay`: the faults of a log again, in the same or another checkpoint.
+
+EPILOG_REPLAY = (
+    "Examples:\n\n  evergrad replay faults.jsonl model.pt --out bad.pt\n\n"
+    "  evergrad replay faults.jsonl model.keras --rename auto --out bad.keras\n\n"
+    "  evergrad replay faults.jsonl other.pt --rename map.toml --out bad.pt\n\n"
+    "map.toml: 'conv1.weight' = 'predictor/conv1/W', or "
+    "'fc.weight' = { to = 'dense/kernel', axes = [1, 0] } where the axes have another order.\n\n"
+    "Exit codes: 0 done · 2 usage or unreadable input (nothing is changed then)."
+)
+
+
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", parser=given_path, help="The log of an injection.")],
+    other: Annotated[
+        Path, typer.Argument(metavar="OTHER", parser=given_path, help="A checkpoint: any file or folder.")
+    ],
+    rename: Annotated[
+        str | None, typer.Option(help="auto: match tensors across frameworks; or a TOML file of names.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="With --rename auto: the file that was injected, if it has moved.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a copy with the faults here.")] = None,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Alter OTHER itself.")] = False,
+    log_to: Annotated[
+        Path | None, typer.Option("--log", help="Where to keep the new log. Default: OUT.faults.jsonl.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Let the faults of a log happen again: the same elements, the same bits.
+
+    Nothing is drawn. Onto the same file that gives the same bytes.
+    """
+    from evergrad import injection
+
+    names: Rename = None
+    if rename is not None:
+        names = "auto" if rename == "auto" else _read_map(Path(rename))
+    with progress("copying") as advance:
+        done = injection.replay(
+            log,
+            other,
+            rename=names,
+            source=source,
+            out=out,
+            in_place=in_place,
+            log_to=log_to,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=advance,
+        )
+    report(done, as_json, out if out is not None else other)
+    return 0
+
+
+def _read_map(path: Path) -> Rename:
+    """Names, or names with axes, from a TOML file; quoted or dotted keys mean the same."""
+    from evergrad.formats import Match
+    from evergrad.formats.data_file import read_small
+
+    try:
+        told = tomllib.loads(read_small(path).decode("utf-8-sig"))
+    except OSError as error:
+        what = f"cannot be read: {reason(error)}"
+        raise FileAccessError(path, what, hint="Give 'auto', or a TOML file of names.") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(path, f"is no TOML: {said(error)}") from None
+    found: dict[str, str | Match] = {}
+
+    def take(prefix: str, table: dict[str, object]) -> None:
+        for key, value in table.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, str):
+                found[name] = value
+            elif isinstance(value, dict) and isinstance(value.get("to"), str):
+                axes = value.get("axes")
+                if axes is not None and not (isinstance(axes, list) and sorted(axes) == list(range(len(axes)))):
+                    raise DamagedFile(path, f"{name}: axes", expected="an order such as [1, 0]", found=axes)
+                found[name] = Match(name, value["to"], tuple(axes) if axes else None)
+            elif isinstance(value, dict):  # an unquoted conv1.weight is a table to TOML
+                take(f"{name}.", value)
+            else:
+                raise DamagedFile(path, f"{name}: wrong value", expected="a name in quotes", found=value)
+
+    take("", told)
+    return found

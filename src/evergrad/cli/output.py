@@ -10,20 +10,26 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from evergrad.errors import UsageError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from evergrad.records import Json
+
+__all__: list[str] = []
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -205,3 +211,101 @@ def _plain(data: Json) -> Json:
     if isinstance(data, list):
         return [_plain(value) for value in data]
     return data
+
+
+# A mistake that the parser finds, in the words of the others: what, expected, found, and where help is.
+
+_EXPECTED = (
+    (r"Input should be a valid integer.*", "a whole number"),
+    (r"Input should be a valid number.*", "a number"),
+    (r"Input should be greater than or equal to (\S+?)\.?", r"\1 or more"),
+    (r"Input should be less than or equal to (\S+?)\.?", r"\1 or less"),
+)
+
+
+def given_path(text: str) -> Path:
+    """The path that was given; an empty one, which would be the current folder, is a variable that was never set."""
+    if not text:
+        raise UsageError("an empty path names no file or folder: is a variable of the shell not set? For here: '.'.")
+    return Path(text)
+
+
+given_path.__name__ = "path"  # the type that the help shows
+
+
+def parser_line(error: Exception, words: Sequence[str]) -> str:
+    """One line, and the command whose help says more; empty if the help itself has been shown.
+
+    The parser's own words are kept where there is nothing to add.
+    """
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    command = context.command_path if context is not None else "evergrad"
+    message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]
+    if not message:
+        return ""
+    options = [*getattr(parameter, "opts", ())]
+    for pattern, expected in _EXPECTED:
+        told = re.fullmatch(rf"Invalid value for (.*?): {pattern}", message)
+        if told and options:
+            wanted = re.sub(rf".*?{pattern}", expected, message.partition(": ")[2])
+            message = f"{'/'.join(options)}: expected {wanted}, found {_found(options, words)}"
+    if message.startswith("Missing argument '"):  # by the name that the help has for it
+        message = re.sub(r"'(\w+)'", lambda name: name.group().upper(), message)
+    if message.endswith("?"):
+        return f"{message} See '{command} --help'."
+    return f"{message.rstrip('.')}. See '{command} --help'."
+
+
+def _found(options: Sequence[str], words: Sequence[str]) -> str:
+    """What was given for an option, as it was typed."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word in options:
+            return repr(after)
+        name, is_given, value = word.partition("=")
+        if is_given and name in options:
+            return repr(value)
+        if re.match(r"-\w.", word) and word[:2] in options:  # -nX
+            return repr(word[2:])
+    return "something else"
+
+
+# What the shell offers after Tab where a word is one of a few: cheap, without a library of ours that is heavy.
+#
+# `evergrad --install-completion` puts it into bash, zsh or fish; files and folders are the shell's own.
+
+_OPTIONS = ("--install-completion", "--show-completion")
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
+
+def check_shell(words: Sequence[str]) -> None:
+    """`UsageError` if completion is asked for in a shell that it is not made for; the parser has no next step then."""
+    if not words or words[0] not in _OPTIONS:
+        return
+    import shellingham  # type: ignore[import-untyped]
+
+    try:
+        shell = str(shellingham.detect_shell()[0])
+    except shellingham.ShellDetectionFailure:
+        shell = ""
+    if shell not in _SHELLS:
+        found = shell or "none"
+        raise UsageError(f"{words[0]}: expected to be started by bash, zsh or fish, found {found}. Start one of them.")
+
+
+def one_of(*words: str) -> Callable[[str], list[str]]:
+    """Offers those of some words that begin as typed.
+
+    >>> one_of("rollback", "forward", "restart")("r")
+    ['rollback', 'restart']
+    """
+
+    def offer(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return offer
+
+
+def studies(incomplete: str) -> list[str]:
+    """Offers the studies of the gallery; a plan in a file is the shell's to offer."""
+    names = [entry.name for entry in resources.files("evergrad").joinpath("study", "gallery").iterdir()]
+    return sorted(name[:-5] for name in names if name.endswith(".toml") and name.startswith(incomplete))

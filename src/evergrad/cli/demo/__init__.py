@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli import demo_checkpoints, demo_files, demo_recovery, demo_study
+from evergrad.cli.demo import chapters as demo_checkpoints
+from evergrad.cli.demo import chapters as demo_files
+from evergrad.cli.demo import chapters as demo_recovery
+from evergrad.cli.demo import chapters as demo_study
 from evergrad.cli.output import JsonOption, console, print_json
 from evergrad.errors import FileAccessError, UsageError, nearest, reason
 
@@ -34,10 +37,20 @@ class Chapter:
 
 
 CHAPTERS = (
-    Chapter("files", "flip bits of a checkpoint, find and undo them", demo_files.tell),
-    Chapter("checkpoints", "kill and preempt trainers, and go on", demo_checkpoints.tell, demo_checkpoints.PROCESSES),
-    Chapter("recovery", "lose ranks in the middle of training", demo_recovery.tell, demo_recovery.PROCESSES),
-    Chapter("study", "what flipped bits do to training, with intervals", demo_study.tell),
+    Chapter("files", "flip bits of a checkpoint, find and undo them", demo_files.tell_of_files),
+    Chapter(
+        "checkpoints",
+        "kill and preempt trainers, and go on",
+        demo_checkpoints.tell_of_checkpoints,
+        demo_checkpoints.PROCESSES_CHECKPOINTS,
+    ),
+    Chapter(
+        "recovery",
+        "lose ranks in the middle of training",
+        demo_recovery.tell_of_recovery,
+        demo_recovery.PROCESSES_RECOVERY,
+    ),
+    Chapter("study", "what flipped bits do to training, with intervals", demo_study.tell_of_studies),
 )
 
 EPILOG = (
@@ -56,7 +69,7 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Train, flip bits of a checkpoint and see what that does; kill trainers, preempt jobs, lose ranks, and go on."""
-    from evergrad.cli.demo_forks import prepare
+    from evergrad.cli.demo.processes import prepare
 
     chosen = _chosen(chapters or [])
     if keep is not None:
