@@ -14,8 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from evergrad import doctor as disk
+from evergrad import doctor as environment
+from evergrad import doctor as machine
+from evergrad import doctor as shared_memory
+from evergrad import doctor as software
+from evergrad import doctor as torch_probe
 from evergrad.cli import main
-from evergrad.doctor import Check, disk, environment, examine, machine, shared_memory, software, torch_probe, worst
+from evergrad.doctor import Check, examine, worst
 from evergrad.wording import install_hint
 from unprivileged import Unprivileged
 
@@ -37,7 +43,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(disk, "measure", lambda folder: measure(folder, most_bytes=1 << 22))
 
     def answer(**parts: dict[str, object]) -> None:
-        monkeypatch.setattr(torch_probe, "probe", lambda: SOUND | parts)
+        monkeypatch.setattr(torch_probe, "probe_torch", lambda: SOUND | parts)
 
     answer()
     return answer
@@ -48,10 +54,10 @@ def named(checks: list[Check], name: str) -> Check:
 
 
 def test_torch_is_asked_in_another_process() -> None:
-    found = torch_probe.probe()
+    found = torch_probe.probe_torch()
     assert found["torch"]["version"]
     assert found["gloo"] == {"works": True}
-    assert {check.verdict for check in torch_probe.look(found) if check.name in ("gloo", "nccl")} == {"ok"}
+    assert {check.verdict for check in torch_probe.look_at_torch(found) if check.name in ("gloo", "nccl")} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -67,15 +73,15 @@ def test_a_torch_that_crashes_or_hangs_is_told_and_not_caught(body: str, why: st
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{body}\n")
     python.chmod(0o755)
-    found = torch_probe.probe(str(python), limit_s=0.3 if "sleep" in body else 60)
+    found = torch_probe.probe_torch(str(python), limit_s=0.3 if "sleep" in body else 60)
     assert why in found["torch"]["error"]
-    assert named([*software.look(found)], "torch").verdict == "failed"
-    assert named([*torch_probe.look(found)], "gloo").verdict == "unknown"
+    assert named([*software.look_at_software(found)], "torch").verdict == "failed"
+    assert named([*torch_probe.look_at_torch(found)], "gloo").verdict == "unknown"
     assert ("error" in found["numpy"]) is ("numpy" not in body)
 
 
 def test_without_an_interpreter_it_is_told(tmp_path: Path) -> None:
-    assert "no process could be started" in torch_probe.probe(str(tmp_path / "none"))["torch"]["error"]
+    assert "no process could be started" in torch_probe.probe_torch(str(tmp_path / "none"))["torch"]["error"]
 
 
 def test_every_extra_for_users_is_explained() -> None:
@@ -115,12 +121,12 @@ def test_a_kill_in_the_measurement_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_disk_that_gives_back_other_bytes_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_read_back", lambda *_: -1)
-    assert next(disk.look(tmp_path)).verdict == "failed"
+    assert next(disk.look_at_disk(tmp_path)).verdict == "failed"
 
 
 def test_a_folder_that_may_not_be_written_has_failed(unprivileged: Unprivileged) -> None:
     with unprivileged:
-        found = next(disk.look(unprivileged.folder))
+        found = next(disk.look_at_disk(unprivileged.folder))
     assert found.verdict == "failed"
     assert "cannot be written: permission denied" in found.found
     assert "--folder" in found.todo
@@ -129,7 +135,7 @@ def test_a_folder_that_may_not_be_written_has_failed(unprivileged: Unprivileged)
 def test_a_slow_or_full_disk_is_degraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {"write_bytes_per_s": 1e6, "read_bytes_per_s": 1e9, "durable_write_s": 0.2, "skew_s": -90.0, "direct": False}
     monkeypatch.setattr(disk, "measure", lambda folder: {**slow, "intact": True, "written_bytes": 1})
-    verdicts = {check.name: (check.verdict, check.found) for check in disk.look(tmp_path)}
+    verdicts = {check.name: (check.verdict, check.found) for check in disk.look_at_disk(tmp_path)}
     assert verdicts["disk"][0] == "degraded"
     assert verdicts["disk's clock"] == ("degraded", "90 s behind this machine's")
 
@@ -140,14 +146,14 @@ def test_a_small_shared_memory_is_degraded_and_says_for_how_large_a_state(
     monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path))
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: 64_000_000)
     monkeypatch.setattr(shared_memory, "filesystem_of", lambda place: "tmpfs")
-    (found,) = shared_memory.look()
+    (found,) = shared_memory.look_at_shared_memory()
     assert found.verdict == "degraded"
     assert "a state of up to 32.0 MB, or 4.0 MB on each of 8 ranks" in found.found
     assert "--shm-size" in found.todo
     monkeypatch.setattr(shared_memory, "filesystem_of", lambda place: "ext4")
-    assert "it is on ext4, not in memory" in next(shared_memory.look()).found
+    assert "it is on ext4, not in memory" in next(shared_memory.look_at_shared_memory()).found
     monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path / "none"))
-    assert next(shared_memory.look()).verdict == "failed"
+    assert next(shared_memory.look_at_shared_memory()).verdict == "failed"
 
 
 def test_arenas_that_others_can_open_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +161,9 @@ def test_arenas_that_others_can_open_have_failed(tmp_path: Path, monkeypatch: py
     own = tmp_path / f"evergrad-{os.getuid()}"
     own.mkdir()
     own.chmod(0o755)
-    assert "is not yours alone" in next(shared_memory.look()).found
+    assert "is not yours alone" in next(shared_memory.look_at_shared_memory()).found
     own.chmod(stat.S_IRWXU)
-    assert next(shared_memory.look()).verdict != "failed"
+    assert next(shared_memory.look_at_shared_memory()).verdict != "failed"
 
 
 def test_the_file_system_is_that_of_the_innermost_mount() -> None:
@@ -180,14 +186,14 @@ def test_limits_of_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert machine.cgroup_cores(tmp_path / "none") is None
     monkeypatch.setattr(machine, "cgroup_cores", lambda: 1.0)
     monkeypatch.setattr(machine, "cgroup_memory", lambda: (10**9, 10**9 - 5))
-    verdicts = {check.name: check.verdict for check in machine.look()}
+    verdicts = {check.name: check.verdict for check in machine.look_at_machine()}
     assert (verdicts["cores"], verdicts["memory"]) == ("degraded", "degraded")
     assert machine.available_bytes() == 5
 
 
 def test_few_open_files_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
-    found = named([*machine.look()], "open files")
+    found = named([*machine.look_at_machine()], "open files")
     assert (found.verdict, found.todo) == ("degraded", "ulimit -n 1024")
 
 
@@ -196,7 +202,7 @@ def test_few_open_files_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_slurm_counts_only_as_a_whole(there: set[str], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
-    assert named([*environment.look(Path())], "slurm").verdict == verdict
+    assert named([*environment.look_at_environment(Path())], "slurm").verdict == verdict
 
 
 def test_the_cgroup_that_leaves_least_counts_and_the_page_cache_does_not(tmp_path: Path) -> None:
@@ -217,13 +223,13 @@ def test_the_cgroup_that_leaves_least_counts_and_the_page_cache_does_not(tmp_pat
 
 def test_a_clock_that_was_never_set_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.time, "time", lambda: 86_400.0)
-    assert named([*environment.look(Path())], "clock").verdict == "failed"
+    assert named([*environment.look_at_environment(Path())], "clock").verdict == "failed"
 
 
 def test_secrets_in_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERGRAD_SECRET", "hush")
     monkeypatch.setenv("EVERGRAD_LINGER", "7")
-    told = named([*environment.look(Path())], "settings").found
+    told = named([*environment.look_at_environment(Path())], "settings").found
     assert "hush" not in told
     assert "EVERGRAD_LINGER=7" in told
 
@@ -242,7 +248,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(
     cuda: dict[str, object], there: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_probe, "_has_gpu", lambda: there)
-    assert next(torch_probe.look(SOUND | {"cuda": cuda})).verdict == verdict
+    assert next(torch_probe.look_at_torch(SOUND | {"cuda": cuda})).verdict == verdict
 
 
 def test_a_check_that_crashes_is_unknown_and_the_others_go_on(
