@@ -15,22 +15,13 @@ Your own training script under failures: `run_job` and `sweep`; as fixtures in `
 """
 
 from evergrad.recovery.failures.schedule import Failures
-from evergrad.testing.crashes import (
-    FullStorage,
-    ReadOnlyStorage,
-    SlowStorage,
-    StorageCall,
-    StorageCalls,
-    kill_after,
-)
 from evergrad.testing.executor_contract import ExecutorContract
 from evergrad.testing.format_contract import FormatContract, raw_bytes
-from evergrad.testing.job_run import JobRun, Weights
-from evergrad.testing.jobs import RunJob, close_nursery, run_job
-from evergrad.testing.shared_tier_contract import SharedTierContract
+from evergrad.testing.hang_report import Stuck
+from evergrad.testing.jobs import JobRun, RunJob, Weights, close_nursery, run_job
+from evergrad.testing.storage import FullStorage, ReadOnlyStorage, SlowStorage, StorageCall, StorageCalls, kill_after
 from evergrad.testing.sweeps import PHASES, Case, Script, Sweep, sweep
-from evergrad.testing.tier_contract import TierContract, captured
-from evergrad.testing.watching import Stuck
+from evergrad.testing.tier_contract import SharedTierContract, TierContract, captured
 
 __all__ = [
     "PHASES",

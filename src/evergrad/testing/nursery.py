@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from evergrad.errors import RecoveryError
-from evergrad.testing.watching import Ending, await_end
+from evergrad.testing.hang_report import Ending, await_end
 
 _SERVE = "from evergrad.testing.nursery import serve; serve()"
 _NO_CODE = 70

@@ -30,8 +30,7 @@ from evergrad.errors import UsageError
 from evergrad.recovery.failures.failure import Failure
 from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.launch.settings import checked_strategy
-from evergrad.testing.job_run import JobRun
-from evergrad.testing.jobs import RunJob, run_job
+from evergrad.testing.jobs import JobRun, RunJob, run_job
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Those that every script has; `checkpoint` is for one that saves."""

@@ -11,7 +11,6 @@ reader.py    DCP's metadata, rebuilt from the shards, and the answers to its rea
 """
 
 from evergrad.integrations.dcp.reader import TierReader
-from evergrad.integrations.dcp.stager import ArenaStager
-from evergrad.integrations.dcp.writer import TierWriter
+from evergrad.integrations.dcp.writer import ArenaStager, TierWriter
 
 __all__ = ["ArenaStager", "TierReader", "TierWriter"]
