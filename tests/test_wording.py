@@ -39,8 +39,8 @@ def plan(more: str = "", scale: str | None = None) -> Plan:
 
 
 def no_results() -> Results:
-    from evergrad.study.journal import Kept
-    from evergrad.study.tally import Tally, results_from
+    from evergrad.study.folder import Kept
+    from evergrad.study.results import Tally, results_from
 
     return results_from(Tally.of(plan()), Kept())
 

@@ -18,12 +18,12 @@ from torch import distributed
 from evergrad.injection.faults import fault_of
 from evergrad.injection.live_faults import Aim, LiveState
 from evergrad.records import Role
-from evergrad.study.aiming import aimed_at
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.hitting import hit_ranks, rank_seed
-from evergrad.study.observing import Course, observe
+from evergrad.study.observe import Course, observe
+from evergrad.study.sessions import read_snapshot
+from evergrad.study.target_selection import aimed_at
+from evergrad.study.tasks import hit_ranks, rank_seed
 from evergrad.study.trials import Trial
-from evergrad.study.warming import read_snapshot
 from evergrad.training.mechanisms import make_session
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload

@@ -20,13 +20,11 @@ from benchmarks import harness
 from benchmarks.harness import Column, Report, Sample, say, seconds
 
 from evergrad.study.golden import Golden, read_golden
-from evergrad.study.outcomes import judge
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
-from evergrad.study.ranks.keeping import end_groups
-from evergrad.study.trials import Observation, Trial
-from evergrad.study.work import perform
-from evergrad.study.work_orders import golden_work, trial_work
+from evergrad.study.rank_group import end_groups
+from evergrad.study.tasks import perform
+from evergrad.study.trials import Observation, Trial, golden_work, judge, trial_work
 
 TITLE = "Trials of data-parallel trainings an hour: warm ranks against a fresh launch a trial"
 HERE = Path(__file__).resolve().parent

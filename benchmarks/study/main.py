@@ -20,15 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import harness
 from benchmarks.harness import Column, Report, Sample, say, seconds
 
-from evergrad.study.executors.contract import Executor, Task
+from evergrad.study.executors.base import Executor, Task
 from evergrad.study.executors.local import LocalProcesses
 from evergrad.study.golden import Golden, read_golden
-from evergrad.study.outcomes import judge
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
 from evergrad.study.runner import PERFORM
-from evergrad.study.trials import Observation, Trial
-from evergrad.study.work_orders import golden_work, trial_work
+from evergrad.study.trials import Observation, Trial, golden_work, judge, trial_work
 
 TITLE = "Trials an hour: warm workers against a fresh process a trial"
 HERE = Path(__file__).resolve().parent

@@ -166,7 +166,7 @@ def test_tables_and_plans_need_no_torch() -> None:
     import subprocess
 
     code = (
-        "import evergrad.study as s, evergrad.study.tables, evergrad.study.tally, evergrad.study.statistics, sys\n"
+        "import evergrad.study as s, evergrad.study.tables, evergrad.study.results, evergrad.study.statistics, sys\n"
         "s.Plan.of(s.read_plan_text('bitflip-nev'), 'tiny'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evergrad.study.ranks.group import RankGroup
+from evergrad.study.rank_group import RankGroup
 
 RANKS = 4
 

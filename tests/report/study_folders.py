@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evergrad.records import Json
-from evergrad.study.folder import StudyFolder
+from evergrad.study.folder import Entry, Journal, StudyFolder
 from evergrad.study.golden import CHECKPOINT, Golden, fresh_folder, golden_folder, keep_golden
-from evergrad.study.journal import Entry, Journal
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse, read_plan_text
 from evergrad.study.trials import End, Observation, Series, Trial

@@ -20,11 +20,11 @@ from evergrad.report.document import Commands, DataTable, Figure, Page, Prose
 from evergrad.report.page import inline, literal, page_html, plain_text, write_page
 from evergrad.report.study_data import _all, published_for, study_data
 from evergrad.report.study_page import study_page
-from evergrad.study.columns import PUBLISHED
 from evergrad.study.comparisons import compare_cells
 from evergrad.study.folder import StudyFolder
 from evergrad.study.plan_files import gallery
-from evergrad.study.tally import results_of
+from evergrad.study.results import results_of
+from evergrad.study.tables import PUBLISHED
 from evergrad.study.trials import End, Observation, Series, Trial
 
 HOSTILE = """

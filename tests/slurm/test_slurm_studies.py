@@ -16,7 +16,7 @@ import pytest
 from cluster import Cluster
 from study_run import run
 
-from evergrad.study.executors.contract import Fate, Task
+from evergrad.study.executors.base import Fate, Task
 from evergrad.study.executors.slurm import SlurmCluster
 from evergrad.study.folder import StudyFolder
 from evergrad.study.plan import Plan
@@ -25,7 +25,7 @@ from evergrad.study.results import Results
 from evergrad.testing import ExecutorContract
 
 ROOT = Path(__file__).parent.parent.parent
-REHEARSAL = "evergrad.study.executors.rehearsal:perform"
+REHEARSAL = "evergrad.study.executors.selftest:perform"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 PLAN = f"""

@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.study.commands import check_command, make_golden, run_trial
-from evergrad.study.commands.programs import Lines
-from evergrad.study.commands.readings import Kept, Readings, Source
-from evergrad.study.outcomes import Outcome, judge
-from evergrad.study.trials import Command, End, Observation, Rules, Trial
+from evergrad.study.commands import Kept, Readings, Source, check_command, make_golden, run_trial
+from evergrad.study.programs import Lines
+from evergrad.study.trials import Command, End, Observation, Outcome, Rules, Trial, judge
 
 # A training of 16 float32 that are 1, without any import that takes time: behind 128 bytes of .npy header.
 PROGRAM = """
@@ -180,7 +178,7 @@ def test_a_program_that_overruns_its_limit_is_ended_with_its_children(tmp_path: 
 def test_a_program_ends_with_whoever_waits_for_it(tmp_path: Path) -> None:
     program = "import fcntl, time\nfile = open('lock', 'w')\nfcntl.flock(file, 2)\nprint('locked')\ntime.sleep(1000)"
     waiting = (
-        "import os, pathlib, sys\nfrom evergrad.study.commands.programs import run_program\n"
+        "import os, pathlib, sys\nfrom evergrad.study.programs import run_program\n"
         "run_program([sys.executable, '-S', '-u', '-c', sys.argv[1]], lambda line: print(line, flush=True),"
         " folder=pathlib.Path('.'), environment=os.environ)"
     )

@@ -21,8 +21,8 @@ from evergrad.study.comparisons import (
     newcombe,
     trend,
 )
-from evergrad.study.outcomes import Outcome
 from evergrad.study.results import Cell, Results
+from evergrad.study.trials import Outcome
 
 
 def _cell(nev: int, changed: int = 0, *, n: int = 50, unknown: int = 0, **axes: str | int) -> Cell:

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from evergrad.errors import EvergradError
-from evergrad.study import work
+from evergrad.study import tasks as work
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.hitting import hit_ranks, rank_seed
-from evergrad.study.outcomes import Outcome, judge
-from evergrad.study.ranks.keeping import warm_group
-from evergrad.study.trials import End, Observation, Trial
-from evergrad.study.work import perform
-from evergrad.study.work_orders import golden_work, replay_work, trial_work
+from evergrad.study.rank_group import warm_group
+from evergrad.study.tasks import hit_ranks, perform, rank_seed
+from evergrad.study.trials import End, Observation, Outcome, Trial, golden_work, judge, replay_work, trial_work
 from evergrad.training.settings import Training
 
 MakeTrial = Callable[..., Trial]

@@ -15,14 +15,14 @@ import pytest
 
 from evergrad.errors import UsageError
 from evergrad.study.executors import dask
-from evergrad.study.executors.contract import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Ended, Executor, Fate, Task
 from evergrad.study.executors.dask import DaskCluster
 from evergrad.study.executors.local import LocalProcesses
-from evergrad.study.executors.process import Log
 from evergrad.study.executors.worker import resolve
+from evergrad.study.executors.worker_process import Log
 from evergrad.testing import ExecutorContract
 
-REHEARSAL = "evergrad.study.executors.rehearsal:perform"
+REHEARSAL = "evergrad.study.executors.selftest:perform"
 
 
 class TestLocalProcesses(ExecutorContract):

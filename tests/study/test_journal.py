@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import StudyError
-from evergrad.study.journal import Entry, Journal, read_journal
+from evergrad.study.folder import Entry, Journal, read_journal
 from evergrad.study.trials import End, Observation, Series, Trial
 
 MakeTrial = Callable[..., Trial]

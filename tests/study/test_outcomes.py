@@ -9,10 +9,9 @@ import pytest
 
 from evergrad.errors import DamagedFile, UsageError
 from evergrad.study.golden import Golden, fresh_folder, golden_folder, keep_golden, read_golden
-from evergrad.study.outcomes import Outcome, Thresholds, judge
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
-from evergrad.study.trials import Command, End, Observation, Trial
+from evergrad.study.trials import Command, End, Observation, Outcome, Thresholds, Trial, judge
 from evergrad.training.settings import Direction, direction_by_name
 
 LOWER, HIGHER = Direction.LOWER, Direction.HIGHER

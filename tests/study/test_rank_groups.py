@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import StudyError
-from evergrad.study.ranks.group import RankGroup
-from evergrad.study.ranks.tending import RankLost
+from evergrad.study.rank_group import RankGroup, RankLost
 
 
 @pytest.fixture(autouse=True)

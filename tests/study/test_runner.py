@@ -16,13 +16,11 @@ import pytest
 from evergrad.errors import DamagedFile, StudyError, UsageError
 from evergrad.formats.version_records import record_bytes
 from evergrad.study.folder import StudyFolder
-from evergrad.study.outcomes import Outcome
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
-from evergrad.study.results import Results
+from evergrad.study.results import Results, results_of
 from evergrad.study.runner import run_study
-from evergrad.study.tally import results_of
-from evergrad.study.trials import End
+from evergrad.study.trials import End, Outcome
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -275,8 +273,8 @@ def test_trials_of_another_golden_run_do_not_count_and_run_again(
 def test_only_what_the_plan_has_is_replayed_whatever_a_journal_says(
     tmp_path: Path, plan_file: Callable[..., Path]
 ) -> None:
-    from evergrad.study.journal import Journal
-    from evergrad.study.replaying import replay_trial
+    from evergrad.study.folder import Journal
+    from evergrad.study.replay import replay_trial
 
     plan, out = plan_file(), tmp_path / "out"
     run(plan, out)

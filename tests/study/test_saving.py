@@ -9,20 +9,18 @@ from typing import Any
 import pytest
 
 from evergrad.errors import StudyError, UsageError
-from evergrad.study import work
-from evergrad.study.cost_tables import cost_table, median_interval
+from evergrad.study import checkpoint_cost as measuring
+from evergrad.study import tasks as work
+from evergrad.study.checkpoint_cost import perform_saving
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import Golden, read_golden
-from evergrad.study.outcomes import SCALE, Outcome, Thresholds, judge
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
-from evergrad.study.rendering import Quantity
+from evergrad.study.probe_tables import cost_table, median_interval
 from evergrad.study.results import Cell, Results
-from evergrad.study.saving import measuring
-from evergrad.study.saving.measuring import perform_saving
-from evergrad.study.trials import End, Observation, Saving, Trial
-from evergrad.study.work import perform
-from evergrad.study.work_orders import golden_work
+from evergrad.study.table_formats import Quantity
+from evergrad.study.tasks import perform
+from evergrad.study.trials import SCALE, End, Observation, Outcome, Saving, Thresholds, Trial, golden_work, judge
 from evergrad.training.settings import Training
 
 TOYS = Path(__file__).parent / "toys.py"

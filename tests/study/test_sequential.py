@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.study.sequential import anytime_interval, enough, stopping_time
-from evergrad.study.statistics import sample_size, wilson
+from evergrad.study.statistics import anytime_interval, enough, sample_size, stopping_time, wilson
 
 LOOKS = 300
 SEQUENCES = 400

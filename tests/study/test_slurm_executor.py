@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 
 from evergrad.errors import EvergradError, UsageError
-from evergrad.study.executors import feeding, reception, slurm, slurm_jobs
-from evergrad.study.executors.contract import Ended, Fate, Task
-from evergrad.study.executors.process import Garbled
-from evergrad.study.executors.reception import Reception
+from evergrad.study.executors import base as feeding
+from evergrad.study.executors import listener as reception
+from evergrad.study.executors import slurm
+from evergrad.study.executors import slurm as slurm_jobs
+from evergrad.study.executors.base import Ended, Fate, Task
+from evergrad.study.executors.listener import Reception, Wire
 from evergrad.study.executors.slurm import SlurmCluster
 from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, Order, serve
-from evergrad.study.executors.wire import Wire
+from evergrad.study.executors.worker_process import Garbled
 from evergrad.testing import ExecutorContract
 
-REHEARSAL = "evergrad.study.executors.rehearsal:perform"
+REHEARSAL = "evergrad.study.executors.selftest:perform"
 ECHO = {"do": "echo", "value": 1}
 
 

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from evergrad.errors import UsageError
-from evergrad.study.outcomes import Outcome
-from evergrad.study.rendering import FORMS, Quantity, Table, written
 from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import wilson
+from evergrad.study.table_formats import FORMS, Quantity, Table, written
 from evergrad.study.tables import comparisons_table, published_table, results_to_json, summary_table, trends_table
+from evergrad.study.trials import Outcome
 
 HOSTILE = "=cmd|' /C calc'!A0 \x1b[2J\n\\input{x} $&#%_^~{}<> --a \u202eb `c` \"d\" [red]"
 

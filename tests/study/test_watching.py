@@ -11,24 +11,19 @@ import pytest
 import torch
 
 from evergrad.errors import UsageError
-from evergrad.study import work
+from evergrad.study import tasks as work
 from evergrad.study.golden import read_golden
-from evergrad.study.guard_tables import guard_table
-from evergrad.study.observing import Course, observe
-from evergrad.study.outcomes import Outcome
+from evergrad.study.observe import Course, observe
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
-from evergrad.study.rendering import Quantity, Table
+from evergrad.study.probe import GUARDS
+from evergrad.study.probe_tables import guard_table, spread_table, watched_to_json
+from evergrad.study.probes import Guards, make_watchers
 from evergrad.study.results import Cell, Results
-from evergrad.study.spread_tables import spread_table
-from evergrad.study.trials import End, Observation, Rules, Series, Trial
-from evergrad.study.warming import warm
-from evergrad.study.watched_tables import watched_to_json
-from evergrad.study.watching import make_watchers
-from evergrad.study.watching.contract import GUARDS
-from evergrad.study.watching.guards import Guards
-from evergrad.study.work import perform
-from evergrad.study.work_orders import golden_work, trial_work
+from evergrad.study.sessions import warm
+from evergrad.study.table_formats import Quantity, Table
+from evergrad.study.tasks import perform
+from evergrad.study.trials import End, Observation, Outcome, Rules, Series, Trial, golden_work, trial_work
 from evergrad.training.mechanisms import make_session
 from evergrad.training.mechanisms.session import Session
 from evergrad.training.settings import Training

@@ -14,14 +14,12 @@ import torch
 import evergrad as eg
 from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.injection.faults import fault_of
-from evergrad.study import warming
+from evergrad.study import sessions as warming
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.observing import observe
-from evergrad.study.outcomes import Outcome, judge
-from evergrad.study.trials import End, Observation, Trial
-from evergrad.study.warming import warm
-from evergrad.study.work import perform
-from evergrad.study.work_orders import golden_work, trial_work
+from evergrad.study.observe import observe
+from evergrad.study.sessions import warm
+from evergrad.study.tasks import perform
+from evergrad.study.trials import End, Observation, Outcome, Trial, golden_work, judge, trial_work
 from evergrad.training.mechanisms.session import Snapshot
 from evergrad.training.settings import Direction
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from evergrad.study.executors.contract import Executor
+from evergrad.study.executors.base import Executor
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
 from evergrad.study.runner import Progress, run_study
@@ -22,7 +22,7 @@ def executor(kind: str, folder: Path) -> Executor:
         from evergrad.study.executors.local import LocalProcesses
 
         return LocalProcesses(folder, "toy_work:perform", workers=2)
-    from evergrad.study.executors.inline import InProcess
+    from evergrad.study.executors.in_process import InProcess
 
     return InProcess(folder, "toy_work:perform")
 

@@ -16,7 +16,7 @@ CLEAN = Observation(end=End.FINISHED, metrics=(0.8, 0.9), seconds=0.01)
 
 
 def perform(folder: Path, work: Mapping[str, Any]) -> dict[str, Any]:
-    """As `evergrad.study.work.perform`; notes each trial that it runs in `ran/`, and obeys files in `orders/`."""
+    """As `evergrad.study.tasks.perform`; notes each trial that it runs in `ran/`, and obeys files in `orders/`."""
     trial = Trial.from_json(work["trial"])
     if work["kind"] == "golden":
         key = trial.training.key

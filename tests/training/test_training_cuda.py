@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from evergrad.study.golden import read_golden
-from evergrad.study.observing import digest_of
-from evergrad.study.outcomes import Outcome, judge
-from evergrad.study.ranks.keeping import end_groups
-from evergrad.study.trials import Observation, Trial
-from evergrad.study.work import perform
-from evergrad.study.work_orders import golden_work, trial_work
+from evergrad.study.observe import digest_of
+from evergrad.study.rank_group import end_groups
+from evergrad.study.tasks import perform
+from evergrad.study.trials import Observation, Outcome, Trial, golden_work, judge, trial_work
 from evergrad.training import Training
 from evergrad.training.mechanisms import make_session
 from evergrad.training.workloads.registry import MODELS, make_workload

@@ -18,7 +18,7 @@ from evergrad.wording import checked_choice, shown
 
 if TYPE_CHECKING:
     from evergrad.records import Json
-    from evergrad.study.executors.contract import Executor
+    from evergrad.study.executors.base import Executor
     from evergrad.study.plan import Plan
     from evergrad.study.runner import Progress
 
@@ -68,7 +68,7 @@ def export(
     as_json: JsonOption = False,
 ) -> int:
     """Write every table as CSV, Markdown and LaTeX, the trials as CSV, the results as JSON, and the plan."""
-    from evergrad.study.exporting import export_study
+    from evergrad.study.tables import export_study
 
     written = export_study(folder, to or folder / "export")
     if as_json:
@@ -146,7 +146,7 @@ def replay(
     as_json: JsonOption = False,
 ) -> int:
     """Run one trial of a study again, by itself: what was hit, what was seen, and whether it is the same."""
-    from evergrad.study.replaying import replay_trial
+    from evergrad.study.replay import replay_trial
 
     found = replay_trial(folder, trial)
     if as_json:
@@ -294,8 +294,8 @@ def run(
             printable(f"evergrad: interrupted. What has ended is in {out}; the same command goes on."), file=sys.stderr
         )
         return 130
+    from evergrad.study.probe_tables import watched_kind, watched_table
     from evergrad.study.tables import published_table, results_to_json
-    from evergrad.study.watched_tables import watched_kind, watched_table
 
     code = 1 if any(cell.known < cell.due for cell in results.cells) else 0
     if as_json:
@@ -429,9 +429,9 @@ def show(
     as_json: JsonOption = False,
 ) -> int:
     """Show a study's question, cells, training, thresholds, and what differs from the published one."""
-    from evergrad.study.facts import facts_of
     from evergrad.study.plan import Plan
     from evergrad.study.plan_files import read_plan_text
+    from evergrad.study.provenance import facts_of
 
     source = read_plan_text(name)
     plan = Plan.of(source, scale)
@@ -482,8 +482,8 @@ EPILOG_STATUS = "Example:\n\n  evergrad study status runs/nev\n\nExit codes: 0 t
 def status(folder: StudyDir, as_json: JsonOption = False) -> int:
     """Say how many trials are done, whether somebody runs the study now, and what could not be read."""
     from evergrad.study.folder import StudyFolder
-    from evergrad.study.outcomes import SCALE
-    from evergrad.study.tally import results_of
+    from evergrad.study.results import results_of
+    from evergrad.study.trials import SCALE
 
     results = results_of(folder)
     running = StudyFolder(folder).is_running()
@@ -549,9 +549,9 @@ def table(
         checked_choice("--kind", kind, _KINDS)
     checked_choice("--format", form, _FORMS)
     from evergrad.study import tables
-    from evergrad.study.rendering import written
-    from evergrad.study.tally import results_of
-    from evergrad.study.watched_tables import WATCHED, watched_kind, watched_table
+    from evergrad.study.probe_tables import WATCHED, watched_kind, watched_table
+    from evergrad.study.results import results_of
+    from evergrad.study.table_formats import written
 
     results = results_of(folder)
     if as_json:

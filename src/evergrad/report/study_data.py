@@ -19,14 +19,11 @@ from typing import Any
 from evergrad.report.document import Cell as blocks_Cell
 from evergrad.report.document import Column, DataTable
 from evergrad.report.page import literal
-from evergrad.study.folder import StudyFolder
+from evergrad.study.folder import StudyFolder, read_journal
 from evergrad.study.golden import Golden
-from evergrad.study.journal import read_journal
-from evergrad.study.outcomes import Outcome
 from evergrad.study.plan import Plan
-from evergrad.study.results import Cell, Results
-from evergrad.study.tally import CellTally, Tally, results_from, tally_of
-from evergrad.study.trials import Axes, Observation, Trial
+from evergrad.study.results import Cell, CellTally, Results, Tally, results_from, tally_of
+from evergrad.study.trials import Axes, Observation, Outcome, Trial
 from evergrad.training.settings import Direction
 
 __all__: list[str] = []
@@ -159,7 +156,7 @@ class Published:
 
     source: str
     measure: str
-    """As `evergrad.study.columns.PUBLISHED` names it; empty if no figure is of a single cell."""
+    """As `evergrad.study.tables.PUBLISHED` names it; empty if no figure is of a single cell."""
     what: str
     """The figures' unit and number of trainings."""
     series: tuple[str, ...]

@@ -11,13 +11,12 @@ from evergrad.dtypes import DType, Layout
 from evergrad.report.document import PALETTE, Block, Figure, Prose, series_colour
 from evergrad.report.page import literal
 from evergrad.report.study_data import Published, StudyData, TrialData
-from evergrad.study.columns import PUBLISHED
 from evergrad.study.plan import CellPlan
-from evergrad.study.rendering import Entry, Quantity, Table
+from evergrad.study.probe_tables import watched_table
 from evergrad.study.results import Cell, Results
-from evergrad.study.table_notes import varying_axes
+from evergrad.study.table_formats import Entry, Quantity, Table, varying_axes
+from evergrad.study.tables import PUBLISHED
 from evergrad.study.trials import Observation, Series
-from evergrad.study.watched_tables import watched_table
 from evergrad.training.settings import Direction
 
 __all__: list[str] = []

@@ -29,16 +29,14 @@ from evergrad.report.study_figures import (
     watched_figures,
 )
 from evergrad.study import results as found
-from evergrad.study.columns import MEANINGS, PUBLISHED
 from evergrad.study.comparisons import DIFFERS, Comparison, Trend, by_value, compare_cells, trend
-from evergrad.study.outcomes import Outcome
 from evergrad.study.plan import Plan
-from evergrad.study.rendering import Entry, Quantity, Table
+from evergrad.study.probe_tables import watched_kinds, watched_table
 from evergrad.study.results import Cell as results_Cell
 from evergrad.study.results import Results
-from evergrad.study.table_notes import varying_axes
-from evergrad.study.tables import comparisons_table, published_table, summary_table, trends_table
-from evergrad.study.watched_tables import watched_kinds, watched_table
+from evergrad.study.table_formats import Entry, Quantity, Table, varying_axes
+from evergrad.study.tables import MEANINGS, PUBLISHED, comparisons_table, published_table, summary_table, trends_table
+from evergrad.study.trials import Outcome
 from evergrad.training.settings import Direction
 
 __all__: list[str] = []

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evergrad.study.plan import Plan
     from evergrad.study.plan_files import gallery, read_plan_text
-    from evergrad.study.results import Cell, Results
+    from evergrad.study.results import Cell, Results, results_of
     from evergrad.study.runner import run_study
-    from evergrad.study.tally import results_of
 
 _HOMES = {
     "Cell": "results",
@@ -30,7 +29,7 @@ _HOMES = {
     "Results": "results",
     "gallery": "plan_files",
     "read_plan_text": "plan_files",
-    "results_of": "tally",
+    "results_of": "results",
     "run_study": "runner",
 }
 

@@ -18,10 +18,9 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from evergrad.errors import UsageError
-from evergrad.study.outcomes import Outcome
 from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import checked_confidence, checked_counts, checked_part, scipy_part, wilson
-from evergrad.study.trials import Axes
+from evergrad.study.trials import Axes, Outcome
 from evergrad.wording import checked_choice, meant, shown
 
 Place: TypeAlias = "str | int | float"

@@ -91,7 +91,7 @@ def time_rank(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def _timed_by_ranks(training: Training) -> tuple[float, float]:
-    from evergrad.study.ranks.group import RankGroup
+    from evergrad.study.rank_group import RankGroup
 
     with RankGroup(training.ranks, device=training.device) as group:
         first = group.call("evergrad.study.estimates:time_rank", Path(), training.to_json())[0]
@@ -135,7 +135,7 @@ def _timed(training: Training) -> tuple[float, float]:
 def _half_widths(plan: Plan) -> tuple[float, float]:
     trainings, sampling = max(cell.trainings for cell in plan.cells), plan.sampling
     if sampling.stop:
-        from evergrad.study.sequential import anytime_interval
+        from evergrad.study.statistics import anytime_interval
 
         found = [
             anytime_interval(round(rate * trainings), trainings, sampling.confidence) for rate in (_TYPICAL, _WORST)

@@ -37,9 +37,8 @@ from functools import cached_property
 
 from evergrad.errors import UsageError
 from evergrad.records import Json
-from evergrad.study.outcomes import Thresholds
 from evergrad.study.plan_files import PlanText
-from evergrad.study.trials import Axes, Command, Rules, Saving, Trial
+from evergrad.study.trials import Axes, Command, Rules, Saving, Thresholds, Trial
 from evergrad.training.settings import Training
 from evergrad.wording import checked_choice, shown
 
@@ -83,7 +82,7 @@ class Sampling:
         if self.trainings is not None:
             return self.trainings
         if self.stop:
-            from evergrad.study.sequential import stopping_time
+            from evergrad.study.statistics import stopping_time
 
             return stopping_time(0.5, self.half_width, self.confidence)
         from evergrad.study.statistics import sample_size
@@ -185,7 +184,7 @@ class Plan:
 
         Without `check_files` a study can be looked at where its program is not.
         """
-        from evergrad.study.plan_reading import PlanReader
+        from evergrad.study.plan_reader import PlanReader
 
         return PlanReader(source, scale, overrides or {}, check_files).plan()
 

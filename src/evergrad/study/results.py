@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from evergrad.study.outcomes import Outcome
-from evergrad.study.trials import Axes, Observation
+from evergrad.study.folder import Entry, Kept, StudyFolder
+from evergrad.study.golden import Golden, read_golden
+from evergrad.study.plan import CellPlan, Plan
+from evergrad.study.trials import SCALE, Axes, Command, End, Observation, Outcome, Trial, judge
 from evergrad.training.settings import Direction
+
+__all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +86,271 @@ class Results:
     """Seed, commit, width, data, thresholds, what differs from the paper: by name, in the order of printing."""
     notes: tuple[str, ...] = ()
     """What a reader must know: damaged lines in the journal, cells that are not complete."""
+
+
+# From a plan and a journal to cells: which trials are due, what became of them, when a cell knows enough.
+
+_LOOK_EVERY = 10
+"""Trainings of a cell between two looks at whether it knows enough."""
+
+
+@dataclass(slots=True)
+class CellTally:
+    """One cell while its trials come in."""
+
+    plan: CellPlan
+    golden: Golden | None = None
+    entries: dict[int, Entry] = field(default_factory=dict)
+    """By repetition."""
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    enough_at: int | None = None
+    """After how many trainings the cell knew enough."""
+    _prefix: int = 0
+    _hits: int = 0
+    _unknown: int = 0
+
+    @property
+    def due(self) -> int:
+        """How many trainings it gets: as planned, or as many as it took to know enough."""
+        return self.plan.trainings if self.enough_at is None else min(self.enough_at, self.plan.trainings)
+
+    @property
+    def direction(self) -> Direction:
+        """Return the metric's direction: a command's from the plan, a workload's from the record of its golden run."""
+        if isinstance(self.plan.training, Command):
+            return self.plan.training.judged_by
+        return Direction.HIGHER if self.golden is None else self.golden.direction
+
+    def take(self, entry: Entry, plan: Plan) -> None:
+        """Count a trial of this cell."""
+        assert self.golden is not None, "the golden run comes first"
+        number = entry.trial.repetition
+        self._unknown -= self.outcomes.get(number) is Outcome.UNKNOWN
+        self.entries[number] = entry
+        self.outcomes[number] = judge(
+            entry.observation,
+            self.golden.observation,
+            plan.thresholds,
+            chance=self.golden.chance,
+            direction=self.direction,
+        )
+        self._unknown += self.outcomes[number] is Outcome.UNKNOWN
+        if plan.sampling.stop:
+            self._look(plan)
+
+    def _look(self, plan: Plan) -> None:
+        """Only trials without a gap before them count here: what ends early must not be heard first."""
+        from evergrad.study.statistics import enough
+
+        while self.enough_at is None and self.outcomes.get(self._prefix, Outcome.UNKNOWN) is not Outcome.UNKNOWN:
+            self._hits += self.outcomes[self._prefix] is Outcome.NEV
+            self._prefix += 1
+            at_look = self._prefix % _LOOK_EVERY == 0
+            sampling = plan.sampling
+            if at_look and enough([(self._hits, self._prefix)], sampling.half_width, sampling.confidence):
+                self.enough_at = self._prefix
+
+    def counted(self) -> list[int]:
+        """The repetitions that count. Those that were under way when the cell knew enough do not: how many there were,
+        and which ended first, is chance of another kind."""
+        return [number for number in sorted(self.outcomes) if number < self.due]
+
+    def counts(self) -> dict[Outcome, int]:
+        """How many trainings ended how."""
+        found = dict.fromkeys(SCALE, 0)
+        for number in self.counted():
+            found[self.outcomes[number]] += 1
+        return found
+
+    @property
+    def known(self) -> int:
+        """Trainings that count, and whose outcome is known."""
+        return len(self.outcomes) - self._unknown if self.enough_at is None else self.due
+
+
+@dataclass(slots=True)
+class Tally:
+    """A study while its trials come in."""
+
+    plan: Plan
+    cells: list[CellTally]
+    by_axes: dict[str, CellTally]
+    planned: int = 0
+    """Trials of the journal that the plan has."""
+    strange: int = 0
+    """Of those, trials that began with another golden run."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Tally:
+        """With nothing in it."""
+        cells = [CellTally(cell) for cell in plan.cells]
+        return cls(plan, cells, {_key(cell.plan.axes): cell for cell in cells})
+
+    def take_golden(self, golden: Golden) -> None:
+        """The golden run of every cell with these settings."""
+        for cell in self.cells:
+            if cell.plan.training.key == golden.key:
+                cell.golden = golden
+
+    def take_journal(self, kept: Kept) -> None:
+        """What is there already; trials that are not (or no longer) planned are passed over."""
+        self.planned = self.strange = 0
+        for cell in self.cells:
+            if cell.golden is None:
+                continue
+            for number in range(cell.plan.trainings):
+                trial = cell.plan.trial(number)
+                entry = kept.entries.get(trial.id)
+                if entry is None:
+                    continue
+                self.planned += 1
+                if entry.golden == cell.golden.mark:
+                    cell.take(Entry(trial, entry.observation, entry.golden), self.plan)
+                else:
+                    self.strange += 1
+
+    def take_up(self, study: StudyFolder, *, brief: bool = True) -> Kept:
+        """Golden runs and journal of a folder; what the journal holds, in brief without what was seen step by step."""
+        for key in self.plan.by_training():
+            if (golden := read_golden(study.path, key)) is not None:
+                self.take_golden(golden)
+        kept = study.kept(brief=brief)
+        self.take_journal(kept)
+        return kept
+
+    def take(self, entry: Entry) -> None:
+        """A trial that has just ended."""
+        self.by_axes[_key(entry.trial.axes)].take(entry, self.plan)
+
+    def mark(self, trial: Trial) -> str:
+        """Of the golden run that a trial begins with."""
+        golden = self.by_axes[_key(trial.axes)].golden
+        assert golden is not None, "the golden run comes first"
+        return golden.mark
+
+    def missing(self) -> Iterator[Trial]:
+        """The trials that are due and not known, lazily: cells in turn, one training after the other."""
+        for cells in self._by_training():
+            for number in range(max(cell.plan.trainings for cell in cells)):
+                for cell in cells:
+                    if number < cell.due and cell.outcomes.get(number, Outcome.UNKNOWN) is Outcome.UNKNOWN:
+                        yield cell.plan.trial(number)
+
+    def unfinished(self) -> list[list[CellTally]]:
+        """Cells that trials are missing of, by their training."""
+        found = ([cell for cell in cells if _is_open(cell)] for cells in self._by_training())
+        return [cells for cells in found if cells]
+
+    @property
+    def due(self) -> int:
+        """Trials in all."""
+        return sum(cell.due for cell in self.cells)
+
+    @property
+    def done(self) -> int:
+        """Trials with a verdict that is known."""
+        return sum(cell.known for cell in self.cells)
+
+    def _by_training(self) -> list[list[CellTally]]:
+        found: dict[str, list[CellTally]] = {}
+        for cell in self.cells:
+            found.setdefault(cell.plan.training.key, []).append(cell)
+        return list(found.values())
+
+
+def results_of(folder: Path) -> Results:
+    """What the study in a folder has found so far."""
+    return results_from(*tally_of(folder))
+
+
+def tally_of(folder: Path, *, brief: bool = True) -> tuple[Tally, Kept]:
+    """The trials of the study in a folder, counted, and its journal, in brief without what was seen step by step."""
+    study = StudyFolder(folder)
+    tally = Tally.of(study.plan())
+    return tally, tally.take_up(study, brief=brief)
+
+
+def results_from(tally: Tally, kept: Kept) -> Results:
+    """What a tally says, beside what its journal says of itself."""
+    from evergrad.study.provenance import facts_of
+
+    plan = tally.plan
+    open_cells = sum(_is_open(cell) for cell in tally.cells)
+    notes = [*kept.damaged]
+    if tally.strange:
+        notes.append(f"{tally.strange} trials began with another golden run: they do not count, and run again")
+    if len(kept.entries) > tally.planned and all(cell.golden for cell in tally.cells):
+        notes.append(f"{len(kept.entries) - tally.planned} trials in the journal are not, or no longer, of this plan")
+    if open_cells:
+        notes.append(f"not complete: {open_cells} of {len(tally.cells)} cells have trials to come")
+    return Results(
+        study=plan.study,
+        title=plan.title,
+        source=plan.source,
+        scale=plan.scale,
+        trials=tally.due,
+        cells=tuple(_cell(cell, plan) for cell in tally.cells),
+        axes=tuple(name for name, values in plan.axes.items() if len(values) > 1) or tuple(plan.axes),
+        rows=plan.rows,
+        columns=plan.columns,
+        confidence=plan.sampling.confidence,
+        interval=plan.sampling.method,
+        facts=facts_of(plan, _golden_runs(tally), kept.runs),
+        notes=tuple(notes),
+    )
+
+
+def _golden_runs(tally: Tally) -> list[Golden]:
+    found = {cell.golden.key: cell.golden for cell in tally.cells if cell.golden is not None}
+    return list(found.values())
+
+
+def _cell(tally: CellTally, plan: Plan) -> Cell:
+    counted = tally.counted()
+    seen = [tally.entries[number].observation for number in counted]
+    known = [one for one in seen if one.end is not End.LOST]
+    counts = tally.counts()
+    golden = tally.golden.observation.metrics if tally.golden is not None else (float("nan"),)
+    finished = [
+        tally.entries[number].observation.metrics[-1]
+        for number in counted
+        if tally.outcomes[number] not in (Outcome.NEV, Outcome.UNKNOWN)
+        and tally.entries[number].observation.end is End.FINISHED
+        and tally.entries[number].observation.metrics
+    ]
+    return Cell(
+        axes={**tally.plan.axes, "flips": tally.plan.flips, **({"step": tally.plan.step} if tally.plan.step else {})},
+        due=tally.due,
+        counts=counts,
+        golden=golden[-1],
+        golden_start=golden[0],
+        direction=tally.direction,
+        starts=tuple(one.metrics[0] for one in known if one.metrics),
+        finals=tuple(finished),
+        mismatches=tuple(
+            one.mismatches / one.predictions for one in known if one.mismatches is not None and one.predictions
+        ),
+        nonfinite=sum(one.nonfinite_at is not None for one in known),
+        places=max((one.places for one in known), default=0),
+        interval=_interval(counts, plan),
+        seen=tuple(one for one in known if one.spread or one.alarms or one.costs),
+    )
+
+
+def _interval(counts: Mapping[Outcome, int], plan: Plan) -> tuple[float, float]:
+    hits, known = counts[Outcome.NEV], sum(counts.values()) - counts[Outcome.UNKNOWN]
+    if plan.sampling.stop:
+        from evergrad.study.statistics import anytime_interval
+
+        return anytime_interval(hits, known, plan.sampling.confidence)
+    from evergrad.study.statistics import proportion_interval
+
+    return proportion_interval(hits, known, plan.sampling.confidence, plan.sampling.interval)
+
+
+def _is_open(cell: CellTally) -> bool:
+    return any(cell.outcomes.get(number, Outcome.UNKNOWN) is Outcome.UNKNOWN for number in range(cell.due))
+
+
+def _key(axes: Mapping[str, str | int | float]) -> str:
+    return repr(sorted(axes.items()))

@@ -15,20 +15,16 @@ from time import monotonic
 
 from evergrad.errors import StudyError
 from evergrad.records import Json
-from evergrad.study.endings import is_own_doing
-from evergrad.study.executors.contract import Ended, Executor, Fate, Task
-from evergrad.study.facts import run_facts
-from evergrad.study.folder import SCRATCH, StudyFolder
+from evergrad.study.executors.base import Ended, Executor, Fate, Task
+from evergrad.study.folder import SCRATCH, Entry, Journal, StudyFolder
 from evergrad.study.golden import Golden, read_golden
-from evergrad.study.journal import Entry, Journal
 from evergrad.study.plan import Plan
-from evergrad.study.results import Results
+from evergrad.study.provenance import run_facts
+from evergrad.study.results import Results, Tally, results_of
 from evergrad.study.statistics import proportion_interval
-from evergrad.study.tally import Tally, results_of
-from evergrad.study.trials import Command, End, Observation, Trial
-from evergrad.study.work_orders import golden_work, trial_work
+from evergrad.study.trials import Command, End, Observation, Trial, golden_work, is_own_doing, trial_work
 
-PERFORM = "evergrad.study.work:perform"
+PERFORM = "evergrad.study.tasks:perform"
 
 _ATTEMPTS = 3
 _LOST_IN_A_ROW = 12

@@ -2,20 +2,157 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
 
+from evergrad.errors import FileAccessError, reason
+from evergrad.formats.durable import replacing
 from evergrad.records import Json
-from evergrad.study.columns import ACCURACIES, COUNTED, MEANINGS, PUBLISHED, change, nev_rate, rwc_rate, start
 from evergrad.study.comparisons import Comparison, Trend, compare_cells, measured, trend
-from evergrad.study.outcomes import Outcome
-from evergrad.study.rendering import Entry, Quantity, Table
-from evergrad.study.results import Cell, Results
-from evergrad.study.statistics import mean, proportion_interval, standard_deviation
-from evergrad.study.table_notes import facts_under, varying_axes
-from evergrad.study.watched_tables import watched_to_json
+from evergrad.study.folder import StudyFolder
+from evergrad.study.probe_tables import watched_kinds, watched_table, watched_to_json
+from evergrad.study.results import Cell, Results, results_of, tally_of
+from evergrad.study.statistics import (
+    coefficient_of_variation,
+    mean,
+    paired_interval,
+    proportion_interval,
+    standard_deviation,
+)
+from evergrad.study.table_formats import Entry, Quantity, Table, defused, facts_under, varying_axes, written
+from evergrad.study.trials import Outcome
 from evergrad.training.settings import Direction
 from evergrad.wording import checked_choice
+
+__all__: list[str] = []
+
+# The columns of a study's tables: what each says of a cell, and what its name means.
+
+Column: TypeAlias = "Callable[[Cell, Results], Quantity | None]"
+
+COUNTED = {
+    "N-EV": Outcome.NEV,
+    "TF": Outcome.FAILED,
+    "AccR": Outcome.DEGRADED,
+    "changed": Outcome.CHANGED,
+    "identical": Outcome.IDENTICAL,
+    "unknown": Outcome.UNKNOWN,
+}
+
+MEANINGS = {
+    "trainings": "with a verdict; rates are over those whose outcome is known",
+    "due": "trainings that the plan asks for",
+    "N-EV": "a NaN, an infinity or an extreme value was seen in state, loss or outputs",
+    "NaN": "of N-EV, those in which a NaN or an infinity was seen; the others have extreme values alone",
+    "TF": "stayed finite and crashed, never finished, or ended at chance level",
+    "AccR": "finished, with a metric worse than the golden run's by more than the margin",
+    "changed": "finished with another result than the golden run, and none of the outcomes before this one",
+    "identical": "finished with the golden run's result",
+    "unknown": "the worker was lost; in no rate",
+    "RWC": "result with change, every known outcome but identical",
+    "mismatch %": "test samples of which the restored model says something else than the golden one, mean of trainings",
+    "AvgI-Acc": "mean metric at the first evaluation after the restart, where it is finite",
+    "ACC": "mean final metric of trainings that finish finite",
+    "STD": "standard deviation of the final metric, by n - 1",
+    "CV %": "STD in % of ACC",
+    "ΔACC": "mean of final metric less the golden run's, with an interval by bootstrap",
+}
+
+
+def nev_rate(cell: Cell, results: Results) -> Quantity | None:
+    """The rate of N-EV in %, with the cell's own interval."""
+    return _rate(cell, cell.counts[Outcome.NEV], cell.interval)
+
+
+def rwc_rate(cell: Cell, results: Results) -> Quantity | None:
+    """The rate of results with change in %."""
+    return _counted_rate(cell, cell.changed_result, results)
+
+
+def _failed(cell: Cell, results: Results) -> Quantity | None:
+    return _counted_rate(cell, cell.counts[Outcome.FAILED], results)
+
+
+def _degraded(cell: Cell, results: Results) -> Quantity | None:
+    return _counted_rate(cell, cell.counts[Outcome.DEGRADED], results)
+
+
+def _counted_rate(cell: Cell, count: int, results: Results) -> Quantity | None:
+    return _rate(cell, count, proportion_interval(count, cell.known, results.confidence, results.interval))
+
+
+def _rate(cell: Cell, count: int, interval: tuple[float, float]) -> Quantity | None:
+    return Quantity(100 * count / cell.known, 1, 100 * interval[0], 100 * interval[1]) if cell.known else None
+
+
+def _mismatch(cell: Cell, results: Results) -> Quantity | None:
+    return _with_interval([100 * part for part in cell.mismatches], results, 2)
+
+
+def start(cell: Cell, results: Results) -> Quantity | None:
+    """The mean metric at the restart."""
+    return _quantity(mean([number for number in cell.starts if math.isfinite(number)]))
+
+
+def _accuracy(cell: Cell, results: Results) -> Quantity | None:
+    return _quantity(mean(cell.finals))
+
+
+def _spread(cell: Cell, results: Results) -> Quantity | None:
+    return _quantity(standard_deviation(cell.finals))
+
+
+def _variation(cell: Cell, results: Results) -> Quantity | None:
+    part = coefficient_of_variation(cell.finals)
+    return None if part is None else Quantity(100 * part, 2)
+
+
+def change(cell: Cell, results: Results) -> Quantity | None:
+    """The mean of what the fault did to the final metric, against the golden run."""
+    if not math.isfinite(cell.golden):
+        return None
+    return _with_interval([final - cell.golden for final in cell.finals], results, 4)
+
+
+def _with_interval(values: Sequence[float], results: Results, digits: int) -> Quantity | None:
+    middle = mean(values)
+    if middle is None:
+        return None
+    low, high = paired_interval(values, results.confidence) if len(values) > 1 else (None, None)
+    return Quantity(middle, digits, low, high)
+
+
+def _quantity(value: float | None) -> Quantity | None:
+    return None if value is None else Quantity(value, 4)
+
+
+# Shown where any cell has a value: inference has mismatches, and a command may measure nothing.
+ACCURACIES: dict[str, Column] = {
+    "mismatch %": _mismatch,
+    "AvgI-Acc": start,
+    "ACC": _accuracy,
+    "STD": _spread,
+    "CV %": _variation,
+    "ΔACC": change,
+}
+
+# What can be shown in the published shape, by the name to ask for it.
+PUBLISHED: dict[str, tuple[str, Column]] = {
+    "nev": ("N-EV %", nev_rate),
+    "rwc": ("RWC %", rwc_rate),
+    "failed": ("TF %", _failed),
+    "degraded": ("AccR %", _degraded),
+    "mismatch": ("mismatch %", _mismatch),
+    "start": ("AvgI-Acc", start),
+    "final": ("ACC", _accuracy),
+    "change": ("ΔACC", change),
+}
+
 
 _METHODS = {
     "wilson": "Wilson",
@@ -214,3 +351,68 @@ def _early(results: Results) -> tuple[str, ...]:
 
 def _percent(part: float) -> str:
     return f"{100 * part:g} %"
+
+
+# A study as files: tables in every form, the trials one by one, the results, the plan.
+
+_ENDINGS = {"csv": "csv", "markdown": "md", "latex": "tex"}
+_COLUMNS = (
+    "trial", "repetition", "seed", "fault", "flips", "where", "layer", "outcome", "end", "reason", "steps",
+    "metric_at_restart", "final_metric", "nonfinite_at", "nonfinite_in", "extreme_at", "extreme_in", "mismatches",
+    "injected", "changed", "final_distance", "seconds",
+)  # fmt: skip
+
+
+def export_study(folder: Path, to: Path) -> list[Path]:
+    """Write everything to a folder; returns the files. Files of an earlier export are replaced, each at once."""
+    results = results_of(folder)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileAccessError(to, f"cannot be made: {reason(error)}") from error
+    texts: dict[str, str] = {}
+    made = {"summary": summary_table(results), "published": published_table(results)}
+    made["comparisons"] = comparisons_table(results)
+    for kind in watched_kinds(results):
+        made[kind] = watched_table(results, kind)
+    for name, table in made.items():
+        texts |= {f"{name}.{ending}": written(table, form) for form, ending in _ENDINGS.items()}
+    texts["results.json"] = json.dumps(results_to_json(results), indent=1, allow_nan=False) + "\n"
+    texts["trials.csv"] = _trials(folder)
+    texts["plan.toml"] = StudyFolder(folder).plan().text
+    files = []
+    for name, text in texts.items():
+        with replacing(to / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        files.append(to / name)
+    return files
+
+
+def _trials(folder: Path) -> str:
+    """One row a trial, with its axes first."""
+    tally, _ = tally_of(folder, brief=False)
+    text = io.StringIO()
+    axes = [name for name in tally.plan.axes if name not in _COLUMNS]
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow([*axes, *_COLUMNS])
+    for cell in tally.cells:
+        for number in cell.counted():
+            trial, seen = cell.entries[number].trial, cell.entries[number].observation
+            row = (
+                trial.id, number, trial.seed, trial.fault, trial.flips, trial.where, trial.layer,
+                cell.outcomes[number].value, seen.end.value, seen.reason, seen.steps,
+                seen.metrics[0] if seen.metrics else "", seen.metrics[-1] if seen.metrics else "",
+                _or_empty(seen.nonfinite_at), seen.nonfinite_in, _or_empty(seen.extreme_at), seen.extreme_in,
+                _or_empty(seen.mismatches), seen.injected, seen.changed,
+                seen.distances.values[-1] if seen.distances.values else "", f"{seen.seconds:.4f}",
+            )  # fmt: skip
+            out.writerow([*(_plain(trial.axes.get(name, "")) for name in axes), *map(_plain, row)])
+    return text.getvalue()
+
+
+def _or_empty(value: int | None) -> int | str:
+    return "" if value is None else value
+
+
+def _plain(value: object) -> object:
+    return defused(value) if isinstance(value, str) else value

@@ -13,10 +13,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, ClassVar
 
-from evergrad.study.executors.contract import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Ended, Executor, Fate, Task
 from evergrad.study.executors.worker import resolve
 
-_PERFORM = "evergrad.study.executors.rehearsal:perform"
+_PERFORM = "evergrad.study.executors.selftest:perform"
 _PATIENCE_S = 60.0
 
 _RUNNER = """
@@ -24,7 +24,7 @@ import json, sys
 path, made_by, folder, options, perform = json.loads(sys.argv[1])
 sys.path[:] = path
 from pathlib import Path
-from evergrad.study.executors.contract import Task
+from evergrad.study.executors.base import Task
 from evergrad.study.executors.worker import resolve
 executor = resolve(made_by)(Path(folder), perform, **options)
 for number in range(executor.slots):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from evergrad.records import Json
-    from evergrad.study.journal import Entry
+    from evergrad.study.folder import Entry
     from evergrad.study.results import Results
 
 __all__: list[str] = []
@@ -495,10 +495,10 @@ def tell_of_studies(folder: Path, say: Callable[[str], None], run: Callable[...,
 def _study(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
     """Run the plan in this process, which has torch imported, and show its table in the published shape."""
     from evergrad.study import Plan, run_study
-    from evergrad.study.executors.inline import InProcess
-    from evergrad.study.outcomes import Outcome
+    from evergrad.study.executors.in_process import InProcess
     from evergrad.study.plan_files import parse
     from evergrad.study.runner import PERFORM
+    from evergrad.study.trials import Outcome
 
     plan = Plan.of(parse(PLAN, "demo"))
     results = run_study(plan, out, lambda place: InProcess(place, PERFORM))
@@ -532,9 +532,9 @@ def _page(out: Path) -> str:
 def _ranks(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
     """Real ranks of DDP, warm from trial to trial."""
     from evergrad.study import Plan, run_study
-    from evergrad.study.executors.inline import InProcess
+    from evergrad.study.executors.in_process import InProcess
     from evergrad.study.plan_files import parse
-    from evergrad.study.ranks.keeping import end_groups
+    from evergrad.study.rank_group import end_groups
     from evergrad.study.runner import PERFORM
 
     plan = Plan.of(parse(RANKS, "demo-ranks"))
@@ -568,7 +568,7 @@ def _table(results: Results) -> str:
 def _replay(out: Path, run: Callable[..., None]) -> dict[str, Json]:
     """Of the trials that met a NaN, an infinity or an extreme value, one with the fewest flips."""
     from evergrad.study.folder import StudyFolder
-    from evergrad.study.replaying import replay_trial
+    from evergrad.study.replay import replay_trial
 
     hit = [entry for entry in StudyFolder(out).kept().entries.values() if _is_nev(entry)]
     if not hit:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import UsageError
-from evergrad.study.executors.contract import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Ended, Executor, Fate, Task
 from evergrad.study.executors.local import LocalProcesses
 from evergrad.wording import install_hint, shown
 

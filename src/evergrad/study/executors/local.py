@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evergrad.errors import UsageError
-from evergrad.study.executors.contract import Ended, Fate, Task
-from evergrad.study.executors.feeding import FAILED_STARTS, Feeding
-from evergrad.study.executors.process import ONE_THREAD, Garbled, Log, WorkerProcess
+from evergrad.study.executors.base import FAILED_STARTS, Ended, Fate, Feeding, Task
+from evergrad.study.executors.worker_process import ONE_THREAD, Garbled, Log, WorkerProcess
 from evergrad.wording import shown
 
 _START_S = 300.0

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import EvergradError
-from evergrad.study.executors.contract import Task
+from evergrad.study.executors.base import Task
+from evergrad.study.executors.listener import SILENCE_S, Wire
 from evergrad.study.executors.local import LocalProcesses
-from evergrad.study.executors.process import Garbled
-from evergrad.study.executors.wire import SILENCE_S, Wire
+from evergrad.study.executors.worker_process import Garbled
 
 LEAVE_SIGNAL = signal.SIGUSR2
 """Slurm sends it some time before a job's limit."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.records import Json
-from evergrad.study.folder import StudyFolder
-from evergrad.study.journal import Entry
+from evergrad.study.folder import Entry, StudyFolder
 from evergrad.study.trials import Observation, Trial
 
 _COMPARED = ("end", "reason", "steps", "metrics", "losses", "distances", "magnitudes", "nonfinite_at", "nonfinite_in",
@@ -65,8 +64,8 @@ def replay_trial(folder: Path, wanted: str) -> Replay:
     entry = _find(folder, wanted)
     import torch
 
-    from evergrad.study.work import perform
-    from evergrad.study.work_orders import replay_work
+    from evergrad.study.tasks import perform
+    from evergrad.study.trials import replay_work
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as workers have: sums depend on it

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from evergrad.errors import EvergradError
-from evergrad.study.executors.contract import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Ended, Executor, Fate, Task
 from evergrad.study.executors.worker import resolve
 
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from evergrad.errors import FileAccessError
-from evergrad.study.endings import how_it_ended
-from evergrad.study.executors.contract import Task
+from evergrad.study.executors.base import Task
 from evergrad.study.executors.worker import LONGEST_ANSWER
+from evergrad.study.trials import how_it_ended
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """In the environment of a process that has a core to itself: with more threads, processes wait for each other."""

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from evergrad.study.results import Results
 from evergrad.wording import checked_choice
 
 if TYPE_CHECKING:
     import rich.table
+
+__all__: list[str] = []
 
 _MISSING = "–"
 
@@ -227,3 +230,23 @@ def _escaped(text: str) -> str:
 def _ended(cells: list[str]) -> str:
     # The braces keep a [ or * that begins the next row from being read as a wish of this row's end.
     return rf"{{}}{' & '.join(cells)} \\"
+
+
+# What every table of a study shows beside its own columns: the axes that tell cells apart, and the facts under it.
+
+
+def varying_axes(results: Results) -> list[str]:
+    """The axes that a table must show: without them two cells might look the same."""
+    names = dict.fromkeys([*results.axes, *(name for cell in results.cells for name in cell.axes)])
+    return [name for name in names if name in results.axes or len({cell.axes.get(name) for cell in results.cells}) > 1]
+
+
+def facts_under(results: Results) -> tuple[str, ...]:
+    """How many trainings there are, what all cells share, and everything that the numbers depend on."""
+    done = sum(cell.trainings for cell in results.cells)
+    notes = [f"{done:,} of {results.trials:,} trainings."]
+    varying = varying_axes(results)
+    same = results.cells[0].axes if results.cells else {}
+    fixed = ", ".join(f"{name} {place}" for name, place in same.items() if name not in varying)
+    notes += [f"In every cell: {fixed}."] if fixed else []
+    return (*notes, *(f"{name}: {value}" for name, value in results.facts.items()), *results.notes)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from evergrad.errors import EvergradError
 from evergrad.recovery.guard.norms import magnitudes
+from evergrad.study.probe import Watchers
+from evergrad.study.probes import make_watchers
 from evergrad.study.trials import End, Observation, Rules, Series
-from evergrad.study.watching import make_watchers
-from evergrad.study.watching.contract import Watchers
 from evergrad.training.mechanisms.session import Evaluation, Session
 
 _COURSE_BYTES = 256 << 20

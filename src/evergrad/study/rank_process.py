@@ -14,15 +14,22 @@ Ranks end with the nursery, and the nursery with its worker.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
 import socket
 import sys
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
 
 from evergrad.recovery.launch.forking import end_with_parent
+from evergrad.study.executors.worker import done, resolve
+
+__all__: list[str] = []
 
 _MOST_RANKS = 256
 
@@ -33,8 +40,8 @@ def tend(descriptor: int) -> None:
     import torch._dynamo
     import torch.nn.parallel  # noqa: F401
 
-    import evergrad.study.saving.blocks
-    import evergrad.study.work  # noqa: F401
+    import evergrad.study.checkpoint_cost
+    import evergrad.study.tasks  # noqa: F401
 
     link = socket.socket(fileno=descriptor)
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -81,7 +88,6 @@ def _become_rank(link: socket.socket, descriptor: int, others: list[int], nurser
         link.close()
         for other in others:
             os.close(other)
-        from evergrad.study.ranks.rank import serve_rank
 
         serve_rank(socket.socket(fileno=descriptor))
         code = 0
@@ -104,3 +110,61 @@ def _reap(link: socket.socket, ranks: dict[int, int]) -> None:
         if child in ranks:
             ended = {"ended": ranks.pop(child), "status": os.waitstatus_to_exitcode(status)}
             link.sendall(json.dumps(ended).encode() + b"\n")
+
+
+# A rank: joins its group, then does what it is told, one call after the other.
+#
+# It reads JSON lines from its socket and answers each with one:
+#
+#     →  {"rank": 1, "ranks": 4, "store": path, "device": "cpu", "cores": […], "environment": {…}}     once
+#     ←  {"ready": true}  or  {"broken": reason}
+#     →  {"call": "module:function", "folder": …, "work": {…}}
+#     ←  {"result": {…}}  or  {"broken": reason}
+#
+# The function is called with the folder and the work, as an executor's worker calls one; torch.distributed's default
+# group is the group of ranks. A rank ends with its nursery, and when its socket closes.
+
+_JOIN = timedelta(seconds=120)
+_NEVER = timedelta(days=7)
+"""A collective waits as long as it takes: who dies or hangs is the worker's matter."""
+
+
+def serve_rank(link: socket.socket) -> None:
+    """The process itself: until nobody calls any more."""
+    faulthandler.enable()
+    with link, link.makefile("rb") as lines:
+        hello = json.loads(lines.readline())
+        try:
+            _join(hello)
+        except Exception as error:
+            _answer(link, {"broken": f"rank {hello['rank']} cannot join its group: {type(error).__name__}: {error}"})
+            return
+        _answer(link, {"ready": True})
+        for line in lines:
+            told = json.loads(line)
+            _answer(link, done(resolve(told["call"]), Path(told["folder"]), told["work"]))
+
+
+def _join(hello: dict[str, Any]) -> None:
+    os.environ.update(hello["environment"])
+    if hello["cores"]:
+        os.sched_setaffinity(0, hello["cores"])
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    rank, ranks, device = int(hello["rank"]), int(hello["ranks"]), str(hello["device"])
+    backend = "gloo"
+    if device.startswith("cuda"):
+        there = torch.cuda.device_count()
+        if there >= ranks:  # two ranks of NCCL cannot share a device
+            backend = "nccl"
+            torch.cuda.set_device(rank)
+    store = distributed.FileStore(hello["store"], ranks)  # type: ignore[attr-defined]
+    store.set_timeout(_JOIN)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_NEVER)
+    distributed.barrier()
+
+
+def _answer(link: socket.socket, answer: dict[str, Any]) -> None:
+    link.sendall(json.dumps(answer).encode() + b"\n")
