@@ -38,12 +38,11 @@ from typing import Any
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.arena_folder import LOCK
-from evergrad.checkpoint.capture.plan import Target
+from evergrad.checkpoint.capture.capture import Target
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.finish.agent import run_agent
 from evergrad.checkpoint.finish.link import AgentLink
-from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.run_folder import LOCK, Job
 from evergrad.errors import StateError
 from evergrad.testing import StorageCalls, kill_after
 

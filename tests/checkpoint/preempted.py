@@ -26,7 +26,7 @@ from torch import distributed
 
 import evergrad as eg
 import evergrad.checkpoint.checkpointer
-from evergrad.checkpoint.cadence import Cadence
+from evergrad.checkpoint.policy import Cadence
 from evergrad.errors import CheckpointError
 
 LIMIT_S = 60

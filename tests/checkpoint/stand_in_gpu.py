@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from evergrad.checkpoint.capture import cuda, pinned, settled
-from evergrad.checkpoint.capture.sources import Sources
+from evergrad.checkpoint.capture import cuda
+from evergrad.checkpoint.capture import cuda as pinned
+from evergrad.checkpoint.capture import cuda as settled
+from evergrad.checkpoint.capture.capture import Sources
 
 NOW, BESIDE = "now", "beside"
 GPU = torch.device("cuda", 0)

@@ -22,15 +22,14 @@ import torch
 from small_job import until
 
 import evergrad as eg
-from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
-from evergrad.checkpoint.board import Board, Pending
 from evergrad.checkpoint.events import Committed
 from evergrad.checkpoint.finish import agent as serving
 from evergrad.checkpoint.finish import link
 from evergrad.checkpoint.finish.agent import SOCKET, socket_address
 from evergrad.checkpoint.finish.link import AgentLink
-from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.locks import is_locked, locked
+from evergrad.checkpoint.pending import Board, Pending
+from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
 from evergrad.errors import EvergradError, SaveRefused, TierError, UsageError
 from living_agents import agents_of
 

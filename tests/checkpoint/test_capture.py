@@ -22,7 +22,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import evergrad as eg
-from evergrad.checkpoint.capture.plan import Plan, Target
+from evergrad.checkpoint.capture.capture import Plan, Target
 from evergrad.checkpoint.layout import Parsed, parse
 from evergrad.dtypes import DType
 from evergrad.errors import StateError

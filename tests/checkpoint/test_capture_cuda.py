@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import evergrad as eg
-from evergrad.checkpoint.capture import pinned, settled
-from evergrad.checkpoint.capture.cuda import device_of
-from evergrad.checkpoint.capture.pinned import Pinned
-from evergrad.checkpoint.capture.plan import Copying, Plan, Target
+from evergrad.checkpoint.capture import cuda as pinned
+from evergrad.checkpoint.capture import cuda as settled
+from evergrad.checkpoint.capture.capture import Copying, Plan, Target
+from evergrad.checkpoint.capture.cuda import Pinned, device_of
 from evergrad.dtypes import DType
 from evergrad.errors import SaveRefused
 from evergrad.state import flatten

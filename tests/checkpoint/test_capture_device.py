@@ -16,8 +16,8 @@ from stand_in_gpu import Driver, StandIn, device, install
 from torch import nn
 
 import evergrad as eg
-from evergrad.checkpoint.capture import settled
-from evergrad.checkpoint.capture.plan import Copying, Plan, Target
+from evergrad.checkpoint.capture import cuda as settled
+from evergrad.checkpoint.capture.capture import Copying, Plan, Target
 from evergrad.dtypes import DType
 from evergrad.errors import SaveRefused, TierError
 from evergrad.state import flatten

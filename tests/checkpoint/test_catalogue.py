@@ -24,8 +24,8 @@ from evergrad.checkpoint.catalogue.picture import draw_svg
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
 from evergrad.checkpoint.catalogue.removal import plan_removal
-from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.run_folder import Job
 from evergrad.checkpoint.tiers import Local
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.arena_folder import find_arenas
+from evergrad.checkpoint.run_folder import find_arenas
 from evergrad.checkpoint.tiers import Work
 from evergrad.errors import CheckpointError, RestoreError, SaveRefused, StateError, TierError, UsageError
 

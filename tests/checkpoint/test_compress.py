@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.checkpoint import tiers
-from evergrad.checkpoint.capture.plan import Plan, Target
+from evergrad.checkpoint.capture.capture import Plan, Target
 from evergrad.checkpoint.tiers import Compress, Local, Memory, Persistent, join_compression
 from evergrad.checkpoint.tiers.frames import FRAME_BYTES, pack, unpack
 from evergrad.dtypes import DType

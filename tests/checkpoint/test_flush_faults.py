@@ -18,7 +18,7 @@ import torch
 from s3_jobs import Trainer, holds, state, until
 
 import evergrad as eg
-from evergrad.checkpoint.capture.recorder import InFlight, _finish
+from evergrad.checkpoint.capture.capture import InFlight, _finish
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.link import ThreadLink

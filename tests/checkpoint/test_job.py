@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from evergrad.checkpoint.arena_folder import arena_folder, arenas_root, remove_orphans
 from evergrad.checkpoint.finish.completion import Completion
-from evergrad.checkpoint.job import Job, node_name, safe_name
+from evergrad.checkpoint.run_folder import Job, arena_folder, arenas_root, node_name, remove_orphans, safe_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, EvergradError
 

@@ -22,7 +22,7 @@ from s3_server import SECRET, Fault, Proxy, s3_server
 
 import evergrad as eg
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.run_folder import Job
 from evergrad.cli import main
 from evergrad.errors import TierError, UsageError
 from living_agents import agents_of

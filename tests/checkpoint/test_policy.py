@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evergrad as eg
-from evergrad.checkpoint.cadence import Cadence
-from evergrad.checkpoint.policy import checked_policies, daly_interval_s
+from evergrad.checkpoint.policy import Cadence, checked_policies, daly_interval_s
 from evergrad.errors import TierError, UsageError
 
 

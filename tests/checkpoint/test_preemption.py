@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.cadence import Cadence
+from evergrad.checkpoint.policy import Cadence
 from evergrad.checkpoint.tiers import Work
 
 PROGRAM = Path(__file__).with_name("preempted.py")

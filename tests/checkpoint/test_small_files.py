@@ -17,11 +17,10 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.arena_folder import arenas_root, remove_orphans
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.finish.completion import Completion
-from evergrad.checkpoint.job import read_identity
+from evergrad.checkpoint.run_folder import arenas_root, read_identity, remove_orphans
 from evergrad.cli import main
 from evergrad.errors import AgentError, CheckpointError, EvergradError, TierError
 from programs import run_python

@@ -17,13 +17,12 @@ import pytest
 from small_job import holds, state, until
 
 import evergrad as eg
-from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
-from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.finish import link as link_module
 from evergrad.checkpoint.finish.agent import agent_process
 from evergrad.checkpoint.finish.link import AgentLink
-from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.locks import holder, locked, process
+from evergrad.checkpoint.pending import Board
+from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
 from evergrad.cli import main
 from evergrad.errors import CheckpointError, UsageError
 from living_agents import agents_of

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evergrad.checkpoint.board import Pending
     from evergrad.checkpoint.checkpointer import Checkpointer, CheckpointWarning
+    from evergrad.checkpoint.pending import Pending
     from evergrad.checkpoint.policy import EverySeconds, EverySteps, MaxOverhead, Policy, Progress, YoungDaly
     from evergrad.checkpoint.rng import rng_state
     from evergrad.checkpoint.tiers import Compress, Local, Memory, Persistent
@@ -23,7 +23,7 @@ _HOMES = {
     "Local": "tiers",
     "MaxOverhead": "policy",
     "Memory": "tiers",
-    "Pending": "board",
+    "Pending": "pending",
     "Persistent": "tiers",
     "Policy": "policy",
     "Progress": "policy",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import operator
 import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,11 +17,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from evergrad.checkpoint.arena import Arena, Ticket, check_open_files
-from evergrad.checkpoint.arena_folder import arena_folder, moved_to, open_run_folder
-from evergrad.checkpoint.board import Board, Pending
-from evergrad.checkpoint.cadence import Cadence
-from evergrad.checkpoint.capture.plan import Plan
-from evergrad.checkpoint.capture.recorder import InFlight, Recorder
+from evergrad.checkpoint.capture.capture import InFlight, Plan, Recorder
 from evergrad.checkpoint.catalogue.journal import Journal
 from evergrad.checkpoint.catalogue.pins import Pins, keep_guarded
 from evergrad.checkpoint.events import Unfinished
@@ -27,21 +25,104 @@ from evergrad.checkpoint.finish.agent import linger_seconds
 from evergrad.checkpoint.finish.chain import Module
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.link import AgentLink, Link, ThreadLink
-from evergrad.checkpoint.job import Job, now
-from evergrad.checkpoint.policy import Policy
+from evergrad.checkpoint.pending import Board, Pending
+from evergrad.checkpoint.policy import Cadence, Policy
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.obtaining import Obtaining
 from evergrad.checkpoint.restore.resizing import Resize
 from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
 from evergrad.checkpoint.restore.single import restore_rank
 from evergrad.checkpoint.restore.sources import is_dcp_folder, named_version, stores_of
-from evergrad.checkpoint.settings import checked_meta, checked_modules, checked_run_dir, checked_step, checked_tiers
-from evergrad.checkpoint.tiers import Compress, Local, Site, Tier, without_password, without_secrets
+from evergrad.checkpoint.run_folder import Job, arena_folder, moved_to, now, open_run_folder
+from evergrad.checkpoint.tiers import (
+    Compress,
+    Local,
+    Memory,
+    Site,
+    Tier,
+    join_compression,
+    without_password,
+    without_secrets,
+)
 from evergrad.checkpoint.version import Version, VersionRecord
-from evergrad.errors import CheckpointError, SaveRefused, UsageError
+from evergrad.errors import CheckpointError, SaveRefused, UsageError, nearest
 from evergrad.formats.collector import uncollected
 from evergrad.state import Where
 from evergrad.wording import checked_choice
+
+__all__: list[str] = []
+
+# What a user gives to a `Checkpointer`, checked: each mistake is one line.
+
+_SPELLED = {
+    "memory": "eg.Memory()",
+    "local": "eg.Local(path)",
+    "persistent": "eg.Persistent(url)",
+    "compress": "eg.Compress()",
+}
+"""Names of tiers that people write as text, and the objects to pass instead."""
+
+
+def checked_tiers(tiers: Sequence[Tier | Compress] | Tier | None) -> list[Tier]:
+    """The tiers, nearest first, each kind once; by default memory and the run folder's own disk."""
+    given: list[Any] = [Memory(), Local()]
+    if tiers is not None:
+        given = [tiers] if isinstance(tiers, (Tier, str)) else list(tiers)
+    for tier in given:
+        if not isinstance(tier, (Tier, Compress)):
+            close = nearest(tier[:100].lower(), _SPELLED, count=1) if isinstance(tier, str) else []
+            hint = f" Did you mean {_SPELLED[close[0]]}?" if close else ""
+            raise UsageError(f"tiers: {tier!r:.100} is no tier (expected eg.Memory(), eg.Local(path), …).{hint}")
+    chosen = join_compression(given)
+    if chosen and not any(tier.is_due(1) for tier in chosen):
+        raise UsageError(f"tiers: {chosen[0]!r} alone would leave saves out: put eg.Memory() or eg.Local() before it")
+    kinds = [tier.kind for tier in chosen]
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise UsageError(f"tiers: expected at least one, each kind once, found {', '.join(kinds) or 'none'}")
+    return chosen
+
+
+def checked_run_dir(run_dir: str | os.PathLike[str]) -> str:
+    """The path of a run folder; an empty one, which would be the current folder, is a variable that was never set."""
+    path = os.fspath(run_dir) if isinstance(run_dir, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise UsageError(f"run_dir: expected the path of a folder, found {run_dir!r:.100}")
+    if not path:
+        raise UsageError("run_dir: an empty path names no folder. For the current one: '.'.")
+    return path
+
+
+def checked_modules(modules: Sequence[Module]) -> tuple[Module, ...]:
+    """A user's own links in the agent's chain."""
+    expected = "an object with an attribute `name` and a method `run(work)`"
+    if not isinstance(modules, Iterable):
+        raise UsageError(f"modules: expected a list of modules, each {expected}, found {modules!r:.100}")
+    given = tuple(modules)
+    for module in given:
+        if isinstance(module, type) or not isinstance(module, Module):
+            raise UsageError(f"modules: {module!r:.100} is no module: expected {expected}")
+    return given
+
+
+def checked_step(step: int) -> int:
+    """A whole number, 0 or more."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise UsageError(f"step: expected a whole number, found {step!r}") from None
+    if isinstance(step, bool) or not 0 <= number < 1 << 63:
+        raise UsageError(f"step: expected 0 or more, found {step!r}")
+    return number
+
+
+def checked_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of what JSON can hold."""
+    try:
+        notes: dict[str, Any] = json.loads(json.dumps(dict(meta or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"meta: expected what JSON can hold: {error}") from None
+    return notes
+
 
 _log = logging.getLogger(__name__)
 

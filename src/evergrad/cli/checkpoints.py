@@ -591,7 +591,7 @@ def _check(
     catalogue: Catalogue, entries: list[CatalogueEntry], seen: Survey, tier: str | None
 ) -> list[tuple[CatalogueEntry, list[CopyVerdict]]]:
     from evergrad.checkpoint.catalogue.checking import check_version
-    from evergrad.checkpoint.job import node_name
+    from evergrad.checkpoint.run_folder import node_name
 
     found = []
     total = sum(entry.size_bytes // max(entry.world_size, 1) * _copies(entry, seen, tier) for entry in entries)

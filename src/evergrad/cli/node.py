@@ -119,7 +119,7 @@ def agent(
     import sys
 
     from evergrad.checkpoint.finish.agent import linger_seconds, run_agent
-    from evergrad.checkpoint.job import Job
+    from evergrad.checkpoint.run_folder import Job
 
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.checkpoint import Checkpointer, rng_state
-from evergrad.checkpoint.board import Pending
+from evergrad.checkpoint.pending import Pending
 from evergrad.errors import UsageError
 from evergrad.recovery.course import Course
 

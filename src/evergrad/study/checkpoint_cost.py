@@ -509,7 +509,7 @@ def _restarted(folder: Path, trial: Trial, training: Training, work: Mapping[str
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """A place for what is saved, on the study's own disk; nothing of it stays, neither there nor in shared memory."""
-    from evergrad.checkpoint.arena_folder import remove_orphans
+    from evergrad.checkpoint.run_folder import remove_orphans
 
     (folder / SCRATCH).mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder / SCRATCH, prefix="saving-")).absolute()

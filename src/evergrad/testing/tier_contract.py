@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from evergrad.checkpoint.arena import Arena, Ticket
-from evergrad.checkpoint.capture.plan import Plan, Target
+from evergrad.checkpoint.capture.capture import Plan, Target
 from evergrad.checkpoint.finish.chain import Digest
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shard import Shard

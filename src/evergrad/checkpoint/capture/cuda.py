@@ -11,17 +11,336 @@ The host waits for none of this. Where the arena could not be registered with th
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
+import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from evergrad.checkpoint.capture.device import Device
-from evergrad.checkpoint.capture.settled import SETTLED_BYTES, gate
+from evergrad.checkpoint.capture.dtensor import local_of
 from evergrad.checkpoint.layout import Entry
+from evergrad.errors import SaveRefused
+from evergrad.state.tree import MAX_DEPTH
+
+__all__: list[str] = []
+
+# One GPU as a capture sees it: the stream that training uses now, one beside it, and marks on both.
+
+
+class Device:
+    """A CUDA device. For any thread: each one's own current device is left as it was."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side: torch.cuda.Stream | None = None
+
+    def current(self) -> torch.cuda.Stream:
+        """The stream on which whatever training starts next will run."""
+        return torch.cuda.current_stream(self.device)
+
+    def side(self) -> torch.cuda.Stream:
+        """A stream that training does not use; always the same, so that copies into one arena keep their order."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._side
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Where a stream is now."""
+        # Who waits for it sleeps, and leaves the core to others.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def follow(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
+        """What is put on the stream from here on runs after the mark; nobody waits on the host."""
+        stream.wait_event(mark)
+
+    def copy(
+        self,
+        stream: torch.cuda.Stream,
+        places: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        *,
+        wait: bool = False,
+    ) -> None:
+        """Put copies on a stream; with `wait`, return when they have ended."""
+        if places:
+            with torch.cuda.stream(stream):
+                torch._foreach_copy_(list(places), list(sources), non_blocking=not wait)
+
+    def keep_for(self, stream: torch.cuda.Stream, buffers: Sequence[torch.Tensor]) -> None:
+        """The memory of these is not used for anything else before the stream has passed what is on it now."""
+        for buffer in buffers:
+            buffer.record_stream(stream)
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Return when the mark was passed; other threads run meanwhile."""
+        # Without its device a new thread would set up the first one, and take memory there.
+        with torch.cuda.device(self.device):
+            mark.synchronize()
+
+    def drain(self) -> None:
+        """Return when everything that was ever put on the device has ended."""
+        torch.cuda.synchronize(self.device)
+
+    def is_recording(self) -> bool:
+        """Whether the current stream is being recorded as a CUDA graph."""
+        with torch.cuda.device(self.device):
+            return bool(torch.cuda.is_current_stream_capturing())
+
+
+def refuse_while_recording(devices: Sequence[Device]) -> None:
+    """`SaveRefused` if what is put on a current stream would become a part of a CUDA graph instead of running."""
+    for device in devices:
+        if device.is_recording():
+            raise SaveRefused(
+                f"{device.device}: the current stream is being captured as a CUDA graph, and a save would become a "
+                "part of it. Save before or after the capture."
+            )
+
+
+# Arenas that a GPU writes to by itself.
+#
+# Memory that the driver knows (`cudaHostRegister`) is copied to at the full speed of the bus, and without a thread
+# that stands by. Making it known takes half a second a gigabyte, so it is done once for each arena, not for each
+# save.
+
+_log = logging.getLogger(__name__)
+_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
+_told: set[str] = set()
+
+
+class Pinned:
+    """A mapped buffer that the driver knows, or would not take. Holds on to the buffer until `close`."""
+
+    def __init__(self, buffer: mmap.mmap, device: torch.device) -> None:
+        """Make a buffer known, by way of a device that is in use already. Never raises: see `ok`."""
+        self.buffer: mmap.mmap | None = buffer
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        why = _apart(whole.data_ptr(), len(buffer), device)
+        self.ok = why is None
+        """Whether copies into it need not be waited for."""
+        if why is not None and why not in _told:
+            _told.add(why)
+            _log.warning(
+                "an arena of %.3f GB cannot be registered with the CUDA driver (%s): saves from the GPU work, but "
+                "make training wait for the copy",
+                len(buffer) / 1e9,
+                why,
+            )
+        # The memory must not be unmapped before the driver has let go of it.
+        self._release = weakref.finalize(self, _release, whole, device, os.getpid(), self.ok)
+        self._release.atexit = False  # the driver itself lets go of everything
+
+    def close(self) -> None:
+        """Let go of the buffer; nothing may be on its way into it."""
+        self.ok = False
+        self.buffer = None
+        self._release()
+
+
+def _release(whole: torch.Tensor, device: torch.device, pid: int, known: bool) -> None:
+    if not known or os.getpid() != pid:  # a forked child has neither the memory nor the driver
+        return
+    why = _guarded(lambda: _unregister(whole.data_ptr(), device))
+    if why is not None:
+        _log.warning("an arena cannot be taken back from the CUDA driver (%s): its memory stays in use", why)
+
+
+def _apart(address: int, size: int, device: torch.device) -> str | None:
+    """Register from a thread of its own; why not, or None.
+
+    The driver notes a refusal as this thread's last error, and torch would raise it at the next kernel it launches.
+    """
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(_guarded(lambda: _register(address, size, device))))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _guarded(call: Callable[[], str | None]) -> str | None:
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _register(address: int, size: int, device: torch.device) -> str | None:
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(address, size, _PORTABLE)
+        return None if int(code) == 0 else f"{int(code)}: {runtime.cudaGetErrorString(code)}"
+
+
+def _unregister(address: int, device: torch.device) -> str | None:
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostUnregister(address)
+        return None if int(code) == 0 else f"{int(code)}: {runtime.cudaGetErrorString(code)}"
+
+
+# Tensors that nothing but `optimizer.step()` changes, and how a step waits until they have been copied.
+#
+# Such tensors, parameters and what an optimizer remembers of them, are most of a training state. They may be read
+# through the forward and the backward pass that follow a save; only the next step must come after the copy.
+# Everything else may be changed by the very next kernel: buffers by a forward pass, averaged weights by whoever
+# averages.
+#
+# Only torch's own optimizers are relied on. Others change parameters outside of `step`, too: between the two passes
+# of a sharpness-aware step, or when a schedule-free one goes from training to evaluation.
+
+SETTLED_BYTES = 64 << 10
+"""Smaller tensors are not worth a wait: many of them are copied at once, before training goes on."""
+
+Held = tuple[Device, Any]
+"""A device, and a mark on its side stream behind copies of settled tensors."""
+
+
+class Gate:
+    """What every optimizer's next step has to come after. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._installed = False
+        self.held: tuple[Held, ...] = ()
+        """Replaced, never changed: a step reads it without the lock."""
+        self.replayed = False
+        """Whether some step became part of a CUDA graph: replayed, it passes no gate."""
+
+    def install(self) -> None:
+        """Be asked before every step of every optimizer in this process; done once."""
+        with self._lock:
+            if not self._installed:
+                register_optimizer_step_pre_hook(_before_step)
+                self._installed = True
+
+    def hold(self, device: Device, mark: Any) -> None:
+        """From now on steps come after this mark."""
+        with self._lock:
+            self.held = (*self.held, (device, mark))
+
+    def release(self, marks: Sequence[Any]) -> None:
+        """These marks were passed."""
+        with self._lock:
+            self.held = tuple(held for held in self.held if not any(held[1] is mark for mark in marks))
+
+    def pass_through(self) -> None:
+        """Called before a step: the streams that it will use wait, the host does not."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # nor is it in a forked child
+            return
+        if torch.cuda.is_current_stream_capturing():  # where a graph begins the device has ended all else
+            self.replayed = True
+            return
+        for device, mark in self.held:
+            device.follow(device.current(), mark)
+
+
+gate = Gate()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    gate.pass_through()
+
+
+# As torch.compiler.disable does, which would import the compiler: a compiled step calls this, and never traces it.
+_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+class Settled:
+    """Which of a plan's tensors are settled. Decided once, and again when an optimizer or a tensor is another one."""
+
+    def __init__(self) -> None:
+        gate.install()
+        self._paths: list[tuple[Any, ...]] = []
+        self._seen: list[tuple[weakref.ref[torch.optim.Optimizer], list[tuple[int, bool]]]] | None = None
+        self._chosen: list[int] = []
+        self._addresses: list[int] = []
+
+    def choose(self, state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        """The numbers of those of the tensors that only a step of an optimizer in the state will change."""
+        if gate.replayed:
+            return frozenset()
+        if not self._are_as_before(state) or [tensors[n].data_ptr() for n in self._chosen] != self._addresses:
+            self._look(state, tensors)
+        return frozenset(self._chosen)
+
+    def _are_as_before(self, state: object) -> bool:
+        if self._seen is None:
+            return False
+        for path, (known, groups) in zip(self._paths, self._seen, strict=True):
+            found: Any = state
+            try:
+                for key in path:
+                    found = found[key]
+            except (LookupError, TypeError):
+                return False
+            optimizer = known()
+            if optimizer is None or found is not optimizer or _groups(optimizer) != groups:
+                return False
+        return True
+
+    def _look(self, state: object, tensors: Sequence[torch.Tensor]) -> None:
+        found = [(path, optimizer) for path, optimizer in _optimizers(state, (), 0) if _is_relied_on(optimizer)]
+        self._paths = [path for path, _ in found]
+        self._seen = [(weakref.ref(optimizer), _groups(optimizer)) for _, optimizer in found]
+        places = {place for _, optimizer in found for place in _places(optimizer)}
+        self._chosen = [
+            n
+            for n, tensor in enumerate(tensors)
+            if tensor.nbytes >= SETTLED_BYTES and not (tensor.is_conj() or tensor.is_neg()) and _place(tensor) in places
+        ]
+        self._addresses = [tensors[n].data_ptr() for n in self._chosen]
+
+
+def _optimizers(value: object, path: tuple[Any, ...], depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every optimizer in the containers of a state, with the keys that lead to it."""
+    if isinstance(value, torch.optim.Optimizer):
+        yield path, value
+    elif depth < MAX_DEPTH and isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _optimizers(child, (*path, key), depth + 1)
+    elif depth < MAX_DEPTH and isinstance(value, (list, tuple)):
+        for index, child in enumerate(value):
+            yield from _optimizers(child, (*path, index), depth + 1)
+
+
+def _is_relied_on(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    ours = kind.__module__.startswith("torch.optim.") and getattr(kind.step, "hooked", False)
+    # A step that may be captured in a CUDA graph is replayed without any hook.
+    return ours and not any(capturable for _, capturable in _groups(optimizer))
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool]]:
+    return [(len(group["params"]), bool(group.get("capturable"))) for group in optimizer.param_groups]
+
+
+def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, ...]]:
+    """Where an optimizer's parameters lie, and what it remembers of them. Not its options: schedulers change these."""
+    for group in optimizer.param_groups:
+        yield from (_place(parameter) for parameter in group["params"])
+    for memory in list(optimizer.state.values()):
+        if isinstance(memory, dict):
+            yield from (_place(value) for value in memory.values() if isinstance(value, torch.Tensor))
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how: who lies exactly there is the same tensor. Of one that is cut, the piece here."""
+    try:
+        local = local_of(tensor)
+        return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
+    except (RuntimeError, ValueError):  # sparse, made of others, not made yet: nothing in a shard lies there
+        return (id(tensor),)
+
 
 _RUN_BYTES = 32 << 20  # gathered at once: a device that is nearly full still has such a block
 _PIECE_BYTES = 64 << 20  # a loss that is read meanwhile waits for one piece, not for a whole embedding

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import xxhash
 
-from evergrad.checkpoint.job import now, safe_name
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.run_folder import now, safe_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
 from evergrad.formats.data_file import open_regular, read_small

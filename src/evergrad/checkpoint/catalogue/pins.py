@@ -19,7 +19,7 @@ from pathlib import Path
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.catalogue.journal import FOLDER
-from evergrad.checkpoint.job import now
+from evergrad.checkpoint.run_folder import now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError, nearest, reason, said
 from evergrad.formats.data_file import open_file

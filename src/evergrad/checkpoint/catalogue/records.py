@@ -15,8 +15,8 @@ import xxhash
 from evergrad.checkpoint.catalogue.journal import History, Journal, ShardNote, Verdict
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import Found, Home, Survey, find_home, survey
-from evergrad.checkpoint.job import safe_name, time_text
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.run_folder import safe_name, time_text
 from evergrad.checkpoint.tiers import Tier
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version

@@ -16,9 +16,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from evergrad.checkpoint.arena_folder import arenas_root, find_arenas
-from evergrad.checkpoint.job import former_homes, moved_along, node_name, read_identity, safe_name
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.run_folder import (
+    arenas_root,
+    find_arenas,
+    former_homes,
+    moved_along,
+    node_name,
+    read_identity,
+    safe_name,
+)
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
 from evergrad.checkpoint.tiers.redaction import Redaction
 from evergrad.checkpoint.version import Version

@@ -33,12 +33,11 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from evergrad.checkpoint.arena import open_files_hint
-from evergrad.checkpoint.arena_folder import LOCK, arena_folder, moved_to, open_run_folder, remove_orphans
 from evergrad.checkpoint.events import Alive, Attached, Event, Refused, Settled
 from evergrad.checkpoint.finish.chain import load_module
 from evergrad.checkpoint.finish.engine import Engine
-from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.locks import Process, is_locked, open_lock, process, removal_advice
+from evergrad.checkpoint.run_folder import LOCK, Job, arena_folder, moved_to, open_run_folder, remove_orphans
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
 from evergrad.formats.data_file import open_regular, read_small

@@ -11,7 +11,7 @@ from evergrad.checkpoint.finish.chain import Digest, Module, Put, arrange, divid
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.holdings import Holdings
 from evergrad.checkpoint.finish.maps import ArenaMaps
-from evergrad.checkpoint.job import Job
+from evergrad.checkpoint.run_folder import Job
 from evergrad.checkpoint.tiers import Site, Tier
 from evergrad.errors import EvergradError, reason
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint
-from evergrad.checkpoint.arena_folder import arena_folder, find_arenas
 from evergrad.checkpoint.catalogue.journal import Journal, shard_digest
 from evergrad.checkpoint.events import Committed, Event, Failed, Free, Unfinished
 from evergrad.checkpoint.finish.chain import DamagedCapture, Digest, Module, Put, arrange, run_chain
@@ -27,9 +26,9 @@ from evergrad.checkpoint.finish.desk import Desk, where
 from evergrad.checkpoint.finish.flushing import Flushing
 from evergrad.checkpoint.finish.freeing import Freeing
 from evergrad.checkpoint.finish.workers import Workers
-from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
 from evergrad.checkpoint.tiers import Site, Tier, Work, read_tiers, without_secrets
 from evergrad.checkpoint.tiers.memory import Held
 from evergrad.checkpoint.version import Version

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from evergrad.checkpoint.arena import ArenaFiles, Ticket
-from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.finish.desk import Desk
+from evergrad.checkpoint.run_folder import find_arenas
 from evergrad.checkpoint.tiers import read_tiers
 from evergrad.checkpoint.tiers.memory import Held, held_by
 from evergrad.checkpoint.version import Version

@@ -15,8 +15,8 @@ from typing import Any
 from evergrad.checkpoint.arena import Ticket
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.finish.completion import Completion
-from evergrad.checkpoint.job import former_homes, moved_along
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.run_folder import former_homes, moved_along
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.checkpoint.arena import Ticket, open_files_hint
-from evergrad.checkpoint.arena_folder import LOCK, arena_folder, remove_orphans
-from evergrad.checkpoint.board import Board
 from evergrad.checkpoint.events import Alive, Attached, Refused, Settled, Unfinished, read_event
 from evergrad.checkpoint.finish.agent import START_LOCK, agent_process, end_agent, socket_address, timeout_seconds
 from evergrad.checkpoint.finish.chain import Module, describe_module
 from evergrad.checkpoint.finish.engine import Engine
-from evergrad.checkpoint.job import Job
 from evergrad.checkpoint.locks import is_locked, locked, removal_advice
+from evergrad.checkpoint.pending import Board
+from evergrad.checkpoint.run_folder import LOCK, Job, arena_folder, remove_orphans
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, CheckpointError
 

@@ -12,7 +12,7 @@ from itertools import combinations
 
 import torch
 
-from evergrad.checkpoint.capture.spread import Wanted
+from evergrad.checkpoint.capture.dtensor import Wanted
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Place, Placements
 from evergrad.checkpoint.restore.nodes import without

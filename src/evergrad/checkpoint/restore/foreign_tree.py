@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.capture.spread import place_of, things
+from evergrad.checkpoint.capture.dtensor import place_of, things
 from evergrad.checkpoint.placement import Place
 from evergrad.dtypes import DType
 from evergrad.errors import StateError

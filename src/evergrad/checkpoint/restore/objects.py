@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.capture.spread import is_spread, local_of
+from evergrad.checkpoint.capture.dtensor import is_spread, local_of
 from evergrad.checkpoint.restore.filling import is_expanded, obstacle
 from evergrad.checkpoint.restore.load_plan import Call, Mismatch, children, describe
 from evergrad.dtypes import DType

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from evergrad.checkpoint.capture.spread import local_of
+from evergrad.checkpoint.capture.dtensor import local_of
 from evergrad.checkpoint.restore.filling import Source
 from evergrad.checkpoint.restore.load_plan import Call, LoadPlan, Mismatch, children, describe, rebuilding
 from evergrad.checkpoint.restore.objects import compare, live_tensors, optimizer_call, owns_loading

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import xxhash
 
-from evergrad.checkpoint.job import say_once
+from evergrad.checkpoint.run_folder import say_once
 from evergrad.checkpoint.tiers.buckets import Bucket
 from evergrad.checkpoint.tiers.commit import COMMIT_NAME, Commit, StoredShard
 from evergrad.checkpoint.tiers.contract import Copy

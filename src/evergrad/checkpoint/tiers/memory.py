@@ -9,9 +9,9 @@ from typing import ClassVar, NamedTuple
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
-from evergrad.checkpoint.arena_folder import find_arenas
 from evergrad.checkpoint.layout import shard_record
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.run_folder import find_arenas
 from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from evergrad.checkpoint import Checkpointer
-from evergrad.checkpoint.board import Pending
+from evergrad.checkpoint.pending import Pending
 from evergrad.errors import StateError, UsageError
 
 __all__: list[str] = []
