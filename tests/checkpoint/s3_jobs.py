@@ -19,7 +19,7 @@ import torch
 from s3_server import SECRET, Proxy
 
 import evergrad as eg
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site
 from evergrad.checkpoint.tiers.persistent_store import PersistentStore
 

@@ -449,7 +449,7 @@ def test_a_tier_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_being_read_is_not_written_over(make: Make, tmp_path: Path) -> None:
-    from evergrad.checkpoint.restore.shard import Shard
+    from evergrad.checkpoint.restore.shards import Shard
 
     ck = make(tiers=[eg.Local(tmp_path / "disk", keep=1)])
     ck.save(1, state(1)).wait()

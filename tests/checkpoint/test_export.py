@@ -24,7 +24,7 @@ from evergrad.checkpoint.catalogue.gathering import gather_whole
 from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.layout import cut, parse
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Copy, Local, Persistent
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, EvergradError, RestoreError, UnknownTensor, UsageError

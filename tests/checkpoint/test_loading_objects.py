@@ -12,7 +12,7 @@ import torch
 from sources import MemorySource, SharedSource, bytes_of, load, network, refused
 from torch import nn
 
-from evergrad.checkpoint.restore.loading import prepare
+from evergrad.checkpoint.restore.load import prepare
 from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError
 from evergrad.state import flatten

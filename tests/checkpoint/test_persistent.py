@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site, Tier, read_tiers
 from evergrad.checkpoint.tiers.commit import Commit
 from evergrad.checkpoint.tiers.persistent_store import PersistentStore

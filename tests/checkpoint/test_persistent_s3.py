@@ -18,7 +18,7 @@ import torch
 from s3_server import SECRET, Fault, Proxy, s3_server
 
 from evergrad.checkpoint.finish.chain import Digest
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site, Tier, Work, persistent, retry
 from evergrad.checkpoint.tiers.persistent_store import PersistentStore
 from evergrad.checkpoint.tiers.s3_multipart import PARALLEL_PARTS, Upload

@@ -18,7 +18,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.cli import main
 from evergrad.errors import EvergradError, FileAccessError, RestoreError, UsageError
 from evergrad.records import Check

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import evergrad as eg
-from evergrad.checkpoint.restore.foreign import restore_dcp
+from evergrad.checkpoint.restore.dcp_folder import restore_dcp
 from evergrad.errors import EvergradError
 from evergrad.integrations.dcp import ArenaStager, TierReader, TierWriter
 

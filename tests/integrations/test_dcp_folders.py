@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import evergrad as eg
-from evergrad.checkpoint.restore.foreign import restore_dcp
+from evergrad.checkpoint.restore.dcp_folder import restore_dcp
 from evergrad.errors import DamagedFile, FormatError, StateError
 
 pytestmark = [

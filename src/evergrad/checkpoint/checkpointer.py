@@ -28,11 +28,18 @@ from evergrad.checkpoint.finish.link import AgentLink, Link, ThreadLink
 from evergrad.checkpoint.pending import Board, Pending
 from evergrad.checkpoint.policy import Cadence, Policy
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore.obtaining import Obtaining
-from evergrad.checkpoint.restore.resizing import Resize
-from evergrad.checkpoint.restore.search import Request, Restored, list_versions, restore
-from evergrad.checkpoint.restore.single import restore_rank
-from evergrad.checkpoint.restore.sources import is_dcp_folder, named_version, stores_of
+from evergrad.checkpoint.restore.find import (
+    Obtaining,
+    Request,
+    Restored,
+    is_dcp_folder,
+    list_versions,
+    named_version,
+    restore,
+    restore_rank,
+    stores_of,
+)
+from evergrad.checkpoint.restore.reshard import Resize
 from evergrad.checkpoint.run_folder import Job, arena_folder, moved_to, now, open_run_folder
 from evergrad.checkpoint.tiers import (
     Compress,
@@ -478,7 +485,7 @@ class Checkpointer:
         self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
 
     def _restore_dcp(self, folder: Path, state: object, strict: bool, where: Where | None, ranks: Ranks) -> int | None:
-        from evergrad.checkpoint.restore.foreign import restore_dcp
+        from evergrad.checkpoint.restore.dcp_folder import restore_dcp
 
         skipped = ranks.together(lambda: restore_dcp(folder, state, strict=strict, where=where))
         for line in skipped:

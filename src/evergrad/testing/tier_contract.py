@@ -12,7 +12,7 @@ from evergrad.checkpoint.arena import Arena, Ticket
 from evergrad.checkpoint.capture.capture import Plan, Target
 from evergrad.checkpoint.finish.chain import Digest
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError

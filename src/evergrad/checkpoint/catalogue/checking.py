@@ -11,7 +11,7 @@ from typing import Literal
 
 from evergrad.checkpoint.catalogue.records import CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Found, Survey
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.errors import EvergradError, RestoreError
 from evergrad.records import Json
 

@@ -22,7 +22,7 @@ from evergrad.state.selection import tensor_info
 if TYPE_CHECKING:
     import torch
 
-    from evergrad.checkpoint.restore.shard import Shard
+    from evergrad.checkpoint.restore.shards import Shard
 
 
 def needed_ranks(manifest: Manifest) -> set[int]:
@@ -38,7 +38,7 @@ def gather_whole(shards: Mapping[int, Shard], *, rank: int = 0, where: Where = N
     What is not sharded comes from `rank`. `where` takes some tensors only, with the containers that they are in. The
     tensors are memory of their own: the shards may be closed. `RestoreError` or `DamagedFile` if something is missing.
     """
-    from evergrad.checkpoint.restore.filling import fresh
+    from evergrad.checkpoint.restore.copy_in import fresh
 
     source = _Source(shards, rank)
     chosen = set(select(source.infos(), where)) if where is not None else source.names

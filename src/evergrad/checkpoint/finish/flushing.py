@@ -15,7 +15,7 @@ from evergrad.checkpoint.finish.desk import Desk, failure_text, where
 from evergrad.checkpoint.finish.shares import Shares
 from evergrad.checkpoint.finish.workers import Workers
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Copy, Gone, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError

@@ -35,7 +35,7 @@ from torch.futures import Future
 from evergrad.checkpoint import Checkpointer
 from evergrad.checkpoint.placement import Place, Placements
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore.shard import Shard, fetch_intact
+from evergrad.checkpoint.restore.shards import Shard, fetch_intact
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.checkpoint.version import Version
 from evergrad.dtypes import DType

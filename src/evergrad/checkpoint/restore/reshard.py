@@ -6,21 +6,105 @@ shared tier, where what all ranks have alike is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import torch
 
 from evergrad.checkpoint.capture.dtensor import Wanted
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Place, Placements
-from evergrad.checkpoint.restore.nodes import without
-from evergrad.checkpoint.restore.shard import Shard
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.dtypes import DType
-from evergrad.errors import RestoreError
+from evergrad.errors import RestoreError, StateError
 from evergrad.records import Json
-from evergrad.state import Sharing, Skeleton
+from evergrad.state import ROOT, Sharing, Skeleton, escape, flatten, join
+from evergrad.state.skeleton import decode_value
+
+__all__: list[str] = []
+
+# Skeletons by path: where two differ, what is at a path, and the same with something replaced or left out.
+
+
+def differences(a: Json, b: Json, path: str | None = None) -> Iterator[str]:
+    """Where two skeletons have different values; where their form differs, the container."""
+    if a == b:
+        return
+    below_a, below_b = _below(a), _below(b)
+    if below_a is None or below_b is None or below_a.keys() != below_b.keys():
+        yield path or ROOT
+        return
+    for segment, child in below_a.items():
+        yield from differences(child, below_b[segment], join(path, segment))
+
+
+def value_at(root: Json, path: str) -> Any:
+    """What a skeleton has at a path that it has, and that holds no tensor."""
+    node = root
+    for segment in () if path == ROOT else path.split("/"):
+        below = _below(node)
+        assert below is not None, "the path was found in it"
+        node = below[segment]
+    return decode_value(node)
+
+
+def replaced(root: Json, path: str, new: Json) -> Json:
+    """A skeleton with another node at a path."""
+    return _changed(root, None, lambda at, node: [new] if (at or ROOT) == path else None, frozenset({path}))[0]
+
+
+def without(root: Json, paths: frozenset[str], at: str | None = None) -> Json:
+    """A skeleton that lacks what is at some paths; a list or a tuple, where a place cannot be empty, goes whole."""
+    left = _changed(root, at, lambda here, node: [] if here in paths else None, paths)
+    return left[0] if left else {"dict": []}
+
+
+def _changed(
+    node: Json, at: str | None, change: Callable[[str | None, Json], list[Json] | None], paths: frozenset[str]
+) -> list[Json]:
+    """The node as it is to be: one, or none."""
+    changed = change(at, node)
+    if changed is not None:
+        return changed
+    below = _below(node)
+    if below is None or not any(_is_on_the_way(at, path) for path in paths):
+        return [node]
+    assert isinstance(node, dict)
+    kind = next(iter(node))
+    made: list[Json] = []
+    entries: Any = node[kind]
+    for (segment, child), entry in zip(below.items(), entries, strict=True):
+        found = _changed(child, join(at, segment), change, paths)
+        if kind in ("dict", "odict"):
+            made += ([entry[0], inner] for inner in found)
+        elif not found:  # a place in a list cannot be empty: all of it goes
+            return []
+        else:
+            made += found
+    return [{**node, kind: made}]
+
+
+def _is_on_the_way(at: str | None, path: str) -> bool:
+    return at is None or path.startswith(f"{at}/")
+
+
+def _below(node: Json) -> dict[str, Json] | None:
+    """A container's children by the segment of their path; None if it is no container."""
+    if isinstance(node, dict):
+        kind = next(iter(node), None)
+        children: Any = node.get(kind) if kind is not None else None
+        if kind in ("dict", "odict"):
+            return {_segment(key): child for key, child in children}
+        if kind in ("list", "tuple"):
+            return {str(index): child for index, child in enumerate(children)}
+    return None
+
+
+def _segment(key: Json) -> str:
+    return escape(str(key if isinstance(key, str) else decode_value(key)))
+
 
 _FEW = 128  # pieces that are compared with each other
 
@@ -162,3 +246,85 @@ def _holders(name: str, place: Place, places: Mapping[int, Mapping[str, Place]])
             seen.add(held)
             found[rank] = held
     return found
+
+
+# Going on with another number of ranks: what each of them gets of what was one rank's own.
+#
+# What all ranks have alike, and what is cut into pieces, can be given to any number. A random generator, a cursor, a
+# value that differs between ranks cannot: that is for the user's function to say, and an error without one.
+
+Resize = Callable[[str, Sequence[Any], int, int], Any]
+"""(path, what every rank had saved, new rank, new world size) → what this rank gets."""
+
+
+def own_tensors(manifests: Mapping[int, Manifest], live: Placements) -> list[str]:
+    """Paths of tensors that were a rank's own: never said to be replicated, or said so and not equal after all."""
+    first = manifests[0]
+    saved = Placements.from_json(first.placements)
+    said = Placements((*saved.replicated, *live.replicated), (*saved.first, *live.first), saved.sharded)
+    found = []
+    for path in (*first.digests, *first.elsewhere):
+        kind = said.kind(path)
+        if kind in ("sharded", "first"):
+            continue
+        if kind == "own" or len({_digest(manifest, path) for manifest in manifests.values()}) > 1:
+            found.append(path)
+    return found
+
+
+def own_values(shards: Mapping[int, Shard]) -> list[str]:
+    """Paths of values that differ between ranks."""
+    roots = [shards[rank].skeleton.root for rank in sorted(shards)]
+    return sorted({path for root in roots[1:] for path in differences(roots[0], root, None)})
+
+
+def resize(
+    source: Assembled,
+    shards: Mapping[int, Shard],
+    tensors: Sequence[str],
+    values: Sequence[str],
+    choose: Resize,
+    rank: int,
+    world_size: int,
+) -> None:
+    """Let the user's function choose what this rank gets; the source then gives that."""
+    for path in tensors:
+        given = _chosen(choose, path, source.saved(path), rank, world_size)
+        try:
+            flat = flatten(given)
+        except StateError as error:
+            raise RestoreError(f"{path}: resize gave what cannot be a tensor: {error}") from error
+        if flat.tensors.keys() != {ROOT}:
+            raise RestoreError(f"{path}: resize gave a {type(given).__name__}, and a tensor is expected")
+        source.given[path] = flat.tensors[ROOT]
+    for path in values:
+        saved = [value_at(shards[old].skeleton.root, path) for old in sorted(shards)]
+        try:
+            flat = flatten(_chosen(choose, path, saved, rank, world_size))
+        except StateError as error:
+            raise RestoreError(f"{path}: resize gave what cannot be a value: {error}") from error
+        if flat.tensors:
+            raise RestoreError(f"{path}: resize gave a tensor, and a value is expected")
+        source.root = replaced(source.root, path, flat.skeleton.root)
+
+
+def refuse(tensors: Sequence[str], values: Sequence[str], saved: int, now: int) -> RestoreError:
+    """What to say where there is no function."""
+    paths = [*tensors, *values]
+    more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    return RestoreError(
+        f"{paths[0]}{more} was each rank's own when {saved} ranks saved it, and this job has {now}. Pass "
+        "resize=function(path, saved, rank, world_size) to say what each gets, declare it with "
+        "Checkpointer(replicated=…) if all have the same, or leave it out with strict=False."
+    )
+
+
+def _digest(manifest: Manifest, path: str) -> str:
+    return manifest.digests.get(path) or manifest.elsewhere.get(path, (0, ""))[1]
+
+
+def _chosen(choose: Resize, path: str, saved: Sequence[Any], rank: int, world_size: int) -> Any:
+    try:
+        return choose(path, saved, rank, world_size)
+    except Exception as error:
+        raise RestoreError(f"{path}: resize failed: {type(error).__name__}: {error}") from error

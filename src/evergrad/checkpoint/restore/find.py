@@ -12,25 +12,403 @@ only a shared tier has, the state is assembled from several (`obtaining.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+import mmap
+import os
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from evergrad.checkpoint.arena import check_open_files
+from evergrad.checkpoint.capture.dtensor import Wanted, can_be_spread, declared, known, local_of, stateful_paths
 from evergrad.checkpoint.catalogue.journal import Journal, ShardNote
+from evergrad.checkpoint.catalogue.pins import Pins, resolve
+from evergrad.checkpoint.catalogue.survey import find_home, reached, sites
 from evergrad.checkpoint.events import Unfinished
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore.loading import Loading, prepare
-from evergrad.checkpoint.restore.obtaining import Obtained, Obtaining
-from evergrad.checkpoint.restore.offers import Offer, Shelf, look
-from evergrad.checkpoint.tiers import Store
+from evergrad.checkpoint.restore.copy_in import Source
+from evergrad.checkpoint.restore.load import Loading, prepare
+from evergrad.checkpoint.restore.load_plan import live_tensors
+from evergrad.checkpoint.restore.reshard import Assembled, Resize, needs, own_tensors, own_values, refuse, resize
+from evergrad.checkpoint.restore.shards import Shard, fetch_intact
+from evergrad.checkpoint.tiers import Copy, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version, VersionRecord
-from evergrad.errors import EvergradError, RestoreError, UsageError
-from evergrad.state import Where
+from evergrad.errors import DamagedFile, EvergradError, RestoreError, TierError, UsageError
+from evergrad.state import Skeleton, Where
+
+__all__: list[str] = []
+
+# What a rank can obtain: its own shards, and those of the others that it sees.
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rank tells the others of a version."""
+
+    world_size: int
+    own: bool
+    """Whether it has its own shard, whole."""
+    seen: frozenset[int]
+    """The ranks whose shards it can read."""
+
+    def obtainable(self, world_size: int) -> bool:
+        """Whether it could go on with this version, in a job of so many ranks."""
+        return (self.own and self.world_size == world_size) or self.seen >= set(range(self.world_size))
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Every copy that this rank sees, by version and rank, nearest first; and what it tells of that."""
+
+    copies: dict[Version, dict[int, list[Copy]]] = field(default_factory=dict)
+    offers: dict[Version, Offer] = field(default_factory=dict)
+    damaged: dict[Version, str] = field(default_factory=dict)
+    """Of this rank's own shards: complete once, and not any more."""
+    torn: dict[Version, str] = field(default_factory=dict)
+    """Of this rank's own shards: never complete."""
+
+
+def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> Shelf:
+    """Look at all tiers."""
+    shelf = Shelf()
+    sizes: dict[Version, int] = {}
+    own: set[Version] = set()
+    unverified: set[Copy] = set()
+    for store in stores.values():
+        try:
+            # Of one rank, a folder that cannot be listed is found as well, and said to be damaged.
+            own_copies = [] if store.shared else store.find(rank)
+            copies = own_copies + [copy for copy in store.find() if store.shared or copy.rank != rank]
+            torn = store.torn(rank)
+        except (EvergradError, OSError) as error:
+            _log.warning("rank %d: %s", rank, error)
+            continue
+        # What is wrong with a copy matters only where no nearer tier has the version.
+        for version, (what, was_complete) in torn.items():
+            if version not in own:
+                if was_complete:
+                    shelf.damaged[version] = what
+                else:
+                    shelf.torn.setdefault(version, what)  # the nearest tier had it first, and tells what became of it
+        for copy in copies:
+            version = copy.version
+            # The manifests of other ranks are read when they are needed; one tells how many ranks there were.
+            if copy.rank == rank or version not in sizes:
+                try:
+                    manifest = store.read_manifest(copy, digests=False)
+                except (EvergradError, OSError) as error:
+                    if copy.rank == rank and version not in own:
+                        shelf.damaged[version] = str(error)
+                    continue
+                if manifest.job != job:
+                    continue
+                sizes[version] = manifest.world_size
+                unverified |= {copy} if manifest.unverified else set()
+                if copy.rank == rank and manifest.world_size == world_size and not store.shared:
+                    own.add(version)
+            shelf.copies.setdefault(version, {}).setdefault(copy.rank, []).append(copy)
+    for version in {*shelf.damaged, *shelf.torn}:
+        if sizes.get(version, world_size) != world_size and version not in own:  # this rank had no shard of it
+            shelf.damaged.pop(version, None)
+            shelf.torn.pop(version, None)
+    for version, by_rank in shelf.copies.items():
+        for copies in by_rank.values():  # first those that still have the digests of their capture
+            copies.sort(key=unverified.__contains__)
+        shelf.offers[version] = Offer(sizes[version], version in own, frozenset(by_rank))
+    return shelf
+
+
+# One rank's own part of the newest version that has it, taken by another process: without the other ranks.
+
+
+def restore_rank(job: str, stores: Mapping[str, Store], rank: int, state: object, where: Where) -> Version | None:
+    """Put what a rank had saved into a state, from the newest intact shard of it that lies at hand; its version.
+
+    Only what `where` chooses is loaded, and only what fits. The version need not be complete: of the others nothing
+    is taken.
+    """
+    copies = [copy for store in stores.values() for copy in store.find(rank) if not copy.url]
+    copies.sort(key=lambda copy: (copy.version.step, copy.version.attempt, not _is_unverified(copy)), reverse=True)
+    for copy in copies:
+        try:
+            with Shard(copy, job) as shard:
+                if broken := shard.verify():
+                    _log.warning("%s of rank %d in tier %s: %s is damaged", copy.version, rank, copy.tier, broken[0])
+                    continue
+                if shard.manifest.unverified:
+                    _log.warning("%s of rank %d in tier %s is unverified", copy.version, rank, copy.tier)
+                prepare(state, shard, strict=False, where=where).apply()
+                return copy.version
+        except (EvergradError, OSError) as error:
+            _log.warning("%s of rank %d in tier %s cannot be read: %s", copy.version, rank, copy.tier, error)
+    return None
+
+
+def _is_unverified(copy: Copy) -> bool:
+    """True if its digests were taken again after a restart: another copy comes first."""
+    with suppress(EvergradError, OSError):
+        return Manifest.read(copy.manifest, digests=False).unverified
+    return False
+
+
+# Where else a job can begin from: another job's run folder, the URL of a persistent tier, a DCP folder.
+
+
+def is_dcp_folder(source: str | os.PathLike[str]) -> bool:
+    """Whether this is a checkpoint of torch.distributed.checkpoint."""
+    return "://" not in os.fspath(source) and Path(source, ".metadata").is_file()
+
+
+def named_version(text: str, run_dir: Path | None, usable: list[Version]) -> Version:
+    """The version that a name, a tag or a step in words stands for; of another job, whose tags are its own, a name."""
+    if run_dir is not None:
+        return resolve(text, usable, Pins(run_dir).tags(), usable)
+    known = Version.parse(text)
+    if known is None:
+        raise UsageError(f"version={text!r}: of another job, expected a step, or a name such as {Version(120, 1).name}")
+    return known
+
+
+def stores_of(source: str | os.PathLike[str], tiers: list[Tier]) -> tuple[str, dict[str, Store]]:
+    """Another job, and its tiers as far as they are seen here, nearest first.
+
+    `tiers` are this job's: one with the same URL, or in the same bucket, has the settings that it takes to get in.
+    """
+    text = os.fspath(source)
+    home = find_home(text, tiers if "://" in text else ())
+    stores: dict[str, Store] = {}
+    for tier in (reached(each, tiers) for each in home.tiers):
+        parts = [tier.store(site) for site in sites(home, tier)]
+        known = stores.get(tier.kind)
+        if parts:
+            parts = parts if known is None else [known, *parts]
+            stores[tier.kind] = _Several(parts) if len(parts) > 1 else parts[0]
+    return home.job, stores
+
+
+class _Several(Store):
+    """The same tier on several nodes, or in several places, to read from."""
+
+    def __init__(self, parts: list[Store]) -> None:
+        self._parts = parts
+        self._homes: dict[Copy, Store] = {}
+
+    def check(self) -> None:
+        for part in self._parts:
+            part.check()
+
+    def put(self, work: Work) -> None:
+        raise TierError(f"{work.version}: another job's tier is only read from")
+
+    def find(self, rank: int | None = None) -> list[Copy]:
+        found = {copy: part for part in self._parts for copy in part.find(rank)}
+        self._homes |= found
+        return list(found)
+
+    def read_manifest(self, copy: Copy, *, digests: bool = True) -> Manifest:
+        return self._homes[copy].read_manifest(copy, digests=digests)
+
+    def fetch(self, copy: Copy, folder: Path) -> Copy:
+        return self._homes[copy].fetch(copy, folder)
+
+    def torn(self, rank: int) -> dict[Version, Torn]:
+        return {version: torn for part in self._parts for version, torn in part.torn(rank).items()}
+
+    def drop(self, copy: Copy) -> None:
+        raise TierError(f"{copy.version}: another job's tier is only read from")
+
+
+# Getting at a version's bytes: one rank's own shard, or as many ranks' as its state is made of.
+#
+# A copy in a shared tier is first fetched into a folder of the node. A copy whose digests do not hold is passed over
+# for the next one.
+
+
+@dataclass(slots=True)
+class Obtained:
+    """A version as something that can be loaded from: verified, and mapped until it is closed."""
+
+    source: Source
+    shards: Sequence[Shard]
+    """The first one says what it is."""
+    fits: bool = True
+    """Whether pieces are cut as the live state has room for them."""
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the shard that the values come from."""
+        return self.shards[0].manifest
+
+    @property
+    def tier(self) -> str:
+        """Where that shard was found."""
+        return self.shards[0].copy.tier
+
+    def overwritten(self) -> Path | None:
+        """An arena that was used again while it was read."""
+        return next((shard.copy.shard for shard in self.shards if not shard.is_current()), None)
+
+    def close(self) -> None:
+        """Unmap it."""
+        for shard in self.shards:
+            shard.close()
+
+
+@dataclass(slots=True)
+class Obtaining:
+    """How to get at versions of a job, for one live state."""
+
+    job: str
+    stores: Mapping[str, Store]
+    state: object
+    scratch: Path
+    """A folder on this node for what has to be fetched."""
+    mapped: Mapping[Path, mmap.mmap] = field(default_factory=dict)
+    """Arenas that this process has mapped already."""
+    choose: Resize | None = None
+    strict: bool = True
+    replicated: Where | bool = False
+    _wanted: Wanted | None = None
+
+    def own(self, copies: Sequence[Copy], told: list[str]) -> Obtained | None:
+        """This rank's own shard, from the nearest copy that is intact."""
+        for copy in copies:
+            shard = self._open(copy, None, told)
+            if shard is None:
+                continue
+            if shard.manifest.elsewhere:  # a part of it is in other ranks' shards
+                shard.close()
+                continue
+            saved = Placements.from_json(shard.manifest.placements).sharded
+            whole = not saved and not can_be_spread()  # then nobody has to look at tens of thousands of tensors
+            return Obtained(shard, [shard], fits=whole or self._room().fits(saved))
+        return None
+
+    def assembled(
+        self, copies: Mapping[int, Sequence[Copy]], saved_size: int, ranks: Ranks, told: list[str]
+    ) -> Obtained | None:
+        """This rank's state out of all shards that hold a part of it.
+
+        What is needed of whom depends on the copies that are taken: one may leave to another rank what the next holds
+        itself. So a copy that turns out to be damaged is left aside, and all begins anew with what is left.
+        """
+        left = {rank: list(copies[rank]) for rank in range(saved_size)}
+        while True:
+            manifests = self._manifests(left, told)
+            if manifests is None:
+                return None
+            obtained = self._assemble(left, manifests, ranks, told)
+            if obtained is not None:
+                return obtained
+
+    def _assemble(
+        self, left: dict[int, list[Copy]], manifests: Mapping[int, Manifest], ranks: Ranks, told: list[str]
+    ) -> Obtained | None:
+        """As above, from the first copy that is left of each rank; None, and one copy less, if one is damaged."""
+        same_size = len(manifests) == ranks.world_size
+        base = ranks.rank if same_size else 0
+        tensors: list[str] = []
+        differ = False
+        if not same_size:
+            tensors = own_tensors(manifests, self._live_placements())
+            differ = len({manifest.values for manifest in manifests.values()}) > 1
+        needed = needs(manifests, base, self._room(), everywhere=tensors if self.choose else ())
+        if differ or (tensors and self.choose):
+            needed = {rank: needed.get(rank, set()) for rank in manifests}
+        shards: dict[int, Shard] = {}
+        try:
+            for rank, paths in needed.items():
+                shard = self._open(left[rank][0], paths, told)
+                if shard is None:
+                    left[rank].pop(0)
+                    return None
+                shards[rank] = shard
+            source = Assembled(shards, base, self._room())
+            values = own_values(shards) if differ else []
+            skipped = self._resize(source, shards, tensors, values, len(manifests), ranks)
+            source.check()
+            order = [shards[base], *(shard for rank, shard in shards.items() if rank != base)]
+            obtained = Obtained(source, order, skipped=skipped)
+            shards = {}
+            return obtained
+        finally:
+            for shard in shards.values():
+                shard.close()
+
+    def _resize(
+        self,
+        source: Assembled,
+        shards: Mapping[int, Shard],
+        tensors: Sequence[str],
+        values: Sequence[str],
+        saved_size: int,
+        ranks: Ranks,
+    ) -> tuple[str, ...]:
+        """Settle what was each rank's own; what is left as it is, in words."""
+        if not tensors and not values:
+            return ()
+        if self.choose is not None:
+            resize(source, shards, tensors, values, self.choose, ranks.rank, ranks.world_size)
+            return ()
+        if self.strict:
+            raise refuse(tensors, values, saved_size, ranks.world_size)
+        # What loads itself is left out whole: it may not take half of what it gave.
+        wholes = [path for path in stateful_paths(self.state) if path is not None]
+        left = {
+            next((whole for whole in wholes if path.startswith(f"{whole}/")), path): None
+            for path in (*tensors, *values)
+        }
+        source.leave_out(left)
+        return tuple(f"{path}: was each rank's own" for path in left)
+
+    def _manifests(self, left: dict[int, list[Copy]], told: list[str]) -> dict[int, Manifest] | None:
+        """The record of every rank's first copy; those without one are left aside, and unverified ones come last."""
+        found: dict[int, Manifest] = {}
+        for rank, copies in left.items():
+            last = len(copies)
+            while copies and rank not in found:
+                try:
+                    manifest = self.stores[copies[0].tier].read_manifest(copies[0])
+                    if manifest.job != self.job:
+                        raise DamagedFile(copies[0].manifest, "describes another job's shard", found=manifest.job)
+                    last -= 1
+                    if manifest.unverified and last > 0:
+                        copies.append(copies.pop(0))
+                        continue
+                    found[rank] = manifest
+                except (EvergradError, OSError) as error:
+                    told.append(f"{copies[0].version} in tier {copies[0].tier}: {error}")
+                    copies.pop(0)
+                    last -= 1
+            if rank not in found:
+                return None
+        return found
+
+    def _open(self, copy: Copy, paths: Iterable[str] | None, told: list[str]) -> Shard | None:
+        """A copy that is what was captured, or None, and what is wrong with it."""
+        shard, complaint = fetch_intact(
+            self.stores[copy.tier], copy, self.job, self.scratch, mapped=self.mapped, paths=paths
+        )
+        if shard is None:
+            told.append(f"{copy.version} in tier {copy.tier}: {complaint}")
+        return shard
+
+    def _room(self) -> Wanted:
+        """The pieces that the live state has room for."""
+        if self._wanted is None:
+            self._wanted = Wanted(self.state, live_tensors(self.state, None))
+        return self._wanted
+
+    def _live_placements(self) -> Placements:
+        leaves = live_tensors(self.state, None)
+        local = {path: local_of(leaf) for path, leaf in leaves.items()}
+        return declared(self.replicated, local, Skeleton(None)).merged(known(self.state, leaves))
 
 
 @dataclass(frozen=True, slots=True)
