@@ -18,7 +18,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.catalogue.export import _target_format
-from evergrad.checkpoint.tiers.contract import read_tiers
+from evergrad.checkpoint.tiers.base import read_tiers
 from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.injection.faults import fault_of

@@ -21,7 +21,7 @@ from s3_server import SECRET, Proxy
 import evergrad as eg
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site
-from evergrad.checkpoint.tiers.persistent_store import PersistentStore
+from evergrad.checkpoint.tiers.persistent import PersistentStore
 
 PATIENCE_S = 100
 

@@ -16,14 +16,11 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.catalogue.checking import check_version
-from evergrad.checkpoint.catalogue.graph import draw
-from evergrad.checkpoint.catalogue.journal import Journal
-from evergrad.checkpoint.catalogue.lineage import Lineage, Node, trace
-from evergrad.checkpoint.catalogue.picture import draw_svg
+from evergrad.checkpoint.catalogue.catalogue import Catalogue, CatalogueEntry, plan_removal
+from evergrad.checkpoint.catalogue.history import Journal
+from evergrad.checkpoint.catalogue.lineage import Lineage, Node, draw, draw_svg, trace
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
-from evergrad.checkpoint.catalogue.removal import plan_removal
+from evergrad.checkpoint.catalogue.verify import check_version
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import Job
 from evergrad.checkpoint.tiers import Local

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from evergrad.checkpoint import tiers
 from evergrad.checkpoint.capture.capture import Plan, Target
 from evergrad.checkpoint.tiers import Compress, Local, Memory, Persistent, join_compression
-from evergrad.checkpoint.tiers.frames import FRAME_BYTES, pack, unpack
+from evergrad.checkpoint.tiers.compress import FRAME_BYTES, pack, unpack
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, UsageError
 from evergrad.wording import install_hint

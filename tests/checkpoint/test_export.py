@@ -18,10 +18,9 @@ from s3_server import s3_server
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 import evergrad as eg
-from evergrad.checkpoint.catalogue.checking import check_version
-from evergrad.checkpoint.catalogue.export import Exported, export_version
-from evergrad.checkpoint.catalogue.gathering import gather_whole
-from evergrad.checkpoint.catalogue.records import Catalogue
+from evergrad.checkpoint.catalogue.catalogue import Catalogue
+from evergrad.checkpoint.catalogue.export import Exported, export_version, gather_whole
+from evergrad.checkpoint.catalogue.verify import check_version
 from evergrad.checkpoint.layout import cut, parse
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard

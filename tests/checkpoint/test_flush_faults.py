@@ -24,9 +24,9 @@ from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.link import ThreadLink
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Work
-from evergrad.checkpoint.tiers.ledger import Ledger
-from evergrad.checkpoint.tiers.persistent_store import PersistentStore
-from evergrad.checkpoint.tiers.posix_bucket import PosixBucket
+from evergrad.checkpoint.tiers.commits import Ledger
+from evergrad.checkpoint.tiers.object_store import PosixBucket
+from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, SaveRefused, TierError
 from evergrad.formats import durable

@@ -11,8 +11,8 @@ import torch
 from small_job import until
 
 import evergrad as eg
-from evergrad.checkpoint.tiers import persistent_store
-from evergrad.checkpoint.tiers.persistent_store import PersistentStore
+from evergrad.checkpoint.tiers import persistent as persistent_store
+from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.errors import RestoreError
 from living_agents import agents_of
 

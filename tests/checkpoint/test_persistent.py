@@ -19,11 +19,10 @@ import torch
 
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site, Tier, read_tiers
-from evergrad.checkpoint.tiers.commit import Commit
-from evergrad.checkpoint.tiers.persistent_store import PersistentStore
-from evergrad.checkpoint.tiers.redaction import Redaction
-from evergrad.checkpoint.tiers.retry import Retry
-from evergrad.checkpoint.tiers.throttle import Throttle, parse_bandwidth
+from evergrad.checkpoint.tiers.base import Redaction
+from evergrad.checkpoint.tiers.commits import Commit
+from evergrad.checkpoint.tiers.object_store import Retry, Throttle, parse_bandwidth
+from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, TierError, UsageError
 from evergrad.testing import FullStorage, SharedTierContract, StorageCalls, captured, kill_after

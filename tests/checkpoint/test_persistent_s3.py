@@ -19,9 +19,10 @@ from s3_server import SECRET, Fault, Proxy, s3_server
 
 from evergrad.checkpoint.finish.chain import Digest
 from evergrad.checkpoint.restore.shards import Shard
-from evergrad.checkpoint.tiers import Persistent, Site, Tier, Work, persistent, retry
-from evergrad.checkpoint.tiers.persistent_store import PersistentStore
-from evergrad.checkpoint.tiers.s3_multipart import PARALLEL_PARTS, Upload
+from evergrad.checkpoint.tiers import Persistent, Site, Tier, Work, persistent
+from evergrad.checkpoint.tiers import object_store as retry
+from evergrad.checkpoint.tiers.persistent import PersistentStore
+from evergrad.checkpoint.tiers.s3 import PARALLEL_PARTS, Upload
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError
 from evergrad.testing import SharedTierContract, captured

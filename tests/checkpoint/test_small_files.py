@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.run_folder import arenas_root, read_identity, remove_orphans
 from evergrad.cli import main

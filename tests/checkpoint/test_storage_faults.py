@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.catalogue.records import Catalogue
+from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.finish.engine import Engine

@@ -20,8 +20,8 @@ from small_job import holds, state, until
 
 import evergrad as eg
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.catalogue import journal
-from evergrad.checkpoint.catalogue.records import Catalogue
+from evergrad.checkpoint.catalogue import history as journal
+from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.cli import main
 from evergrad.errors import RestoreError, TierError, UsageError

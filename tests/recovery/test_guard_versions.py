@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.catalogue.journal import Journal
+from evergrad.checkpoint.catalogue.catalogue import Catalogue
+from evergrad.checkpoint.catalogue.history import Journal
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.catalogue.records import Catalogue
 from evergrad.checkpoint.version import Version
 from evergrad.cli import main
 

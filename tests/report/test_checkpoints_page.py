@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.catalogue.records import Catalogue
+from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.cli import main
 from evergrad.report.checkpoints_page import JobVersions, answer, checkpoints_page, look, problems
 from evergrad.report.document import Figure

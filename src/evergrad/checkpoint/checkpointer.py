@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from evergrad.checkpoint.arena import Arena, Ticket, check_open_files
 from evergrad.checkpoint.capture.capture import InFlight, Plan, Recorder
-from evergrad.checkpoint.catalogue.journal import Journal
+from evergrad.checkpoint.catalogue.history import Journal
 from evergrad.checkpoint.catalogue.pins import Pins, keep_guarded
 from evergrad.checkpoint.events import Unfinished
 from evergrad.checkpoint.finish.agent import linger_seconds

@@ -17,10 +17,10 @@ from evergrad.errors import CheckpointError, UsageError
 from evergrad.wording import meant
 
 if TYPE_CHECKING:
-    from evergrad.checkpoint.catalogue.checking import CopyVerdict
+    from evergrad.checkpoint.catalogue.catalogue import Catalogue, CatalogueEntry
     from evergrad.checkpoint.catalogue.lineage import Lineage, Node
-    from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
     from evergrad.checkpoint.catalogue.survey import Survey
+    from evergrad.checkpoint.catalogue.verify import CopyVerdict
     from evergrad.records import Json
 
 __all__ = ["app"]
@@ -36,7 +36,7 @@ _UNITS = ((86400 * 2, 86400, "d"), (3600 * 2, 3600, "h"), (120, 60, "min"), (0, 
 
 def catalogue_of(run_dir: str, *, to_change: bool = False) -> Catalogue:
     """The catalogue of a run folder or URL; a verb that changes something wants the run folder."""
-    from evergrad.checkpoint.catalogue.records import Catalogue
+    from evergrad.checkpoint.catalogue.catalogue import Catalogue
 
     catalogue = Catalogue(run_dir)
     if catalogue.home.run_dir is None and to_change:
@@ -153,7 +153,7 @@ def lineage(
     catalogue = catalogue_of(run_dir)
     traced = trace(catalogue)
     if picture is not None:
-        from evergrad.checkpoint.catalogue.picture import draw_svg
+        from evergrad.checkpoint.catalogue.lineage import draw_svg
         from evergrad.formats.durable import replacing
 
         with replacing(picture) as temporary:
@@ -181,7 +181,7 @@ def _check_picture(picture: Path, overwrite: bool) -> None:
 def _print_lineage(traced: Lineage) -> None:
     from rich.text import Text
 
-    from evergrad.checkpoint.catalogue.graph import draw
+    from evergrad.checkpoint.catalogue.lineage import draw
 
     out = console()
     if not traced.nodes:
@@ -396,7 +396,7 @@ def rm(
     as_json: JsonOption = False,
 ) -> int:
     """Remove a version from every tier that can be reached, or from one. It stays in the history."""
-    from evergrad.checkpoint.catalogue.removal import plan_removal
+    from evergrad.checkpoint.catalogue.catalogue import plan_removal
 
     catalogue = catalogue_of(run_dir, to_change=True)
     check_tier(catalogue, tier)
@@ -590,7 +590,7 @@ def _copies(entry: CatalogueEntry, seen: Survey, tier: str | None) -> int:
 def _check(
     catalogue: Catalogue, entries: list[CatalogueEntry], seen: Survey, tier: str | None
 ) -> list[tuple[CatalogueEntry, list[CopyVerdict]]]:
-    from evergrad.checkpoint.catalogue.checking import check_version
+    from evergrad.checkpoint.catalogue.verify import check_version
     from evergrad.checkpoint.run_folder import node_name
 
     found = []

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
+from evergrad.checkpoint.catalogue.catalogue import Catalogue, CatalogueEntry
 from evergrad.checkpoint.catalogue.lineage import Key, Lineage, Node, trace
-from evergrad.checkpoint.catalogue.records import Catalogue, CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.version import Version
 from evergrad.formats.version_folder import UNVERIFIED

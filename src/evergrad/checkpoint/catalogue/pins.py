@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.catalogue.journal import FOLDER
+from evergrad.checkpoint.catalogue.history import FOLDER
 from evergrad.checkpoint.run_folder import now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError, nearest, reason, said

@@ -27,7 +27,7 @@ from evergrad.checkpoint.run_folder import (
     safe_name,
 )
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
-from evergrad.checkpoint.tiers.redaction import Redaction
+from evergrad.checkpoint.tiers.base import Redaction
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError, reason, said
 from evergrad.formats.data_file import read_small

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import parse
-from evergrad.checkpoint.tiers.contract import Store, Work
+from evergrad.checkpoint.tiers.base import Store, Work
 from evergrad.errors import DamagedFile, TierError, UsageError
 from evergrad.wording import meant
 

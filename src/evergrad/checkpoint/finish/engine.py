@@ -19,7 +19,7 @@ from typing import Any
 
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint
-from evergrad.checkpoint.catalogue.journal import Journal, shard_digest
+from evergrad.checkpoint.catalogue.history import Journal, shard_digest
 from evergrad.checkpoint.events import Committed, Event, Failed, Free, Unfinished
 from evergrad.checkpoint.finish.chain import DamagedCapture, Digest, Module, Put, arrange, run_chain
 from evergrad.checkpoint.finish.desk import Desk, where

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from evergrad.checkpoint.arena import check_open_files
 from evergrad.checkpoint.capture.dtensor import Wanted, can_be_spread, declared, known, local_of, stateful_paths
-from evergrad.checkpoint.catalogue.journal import Journal, ShardNote
+from evergrad.checkpoint.catalogue.history import Journal, ShardNote
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import find_home, reached, sites
 from evergrad.checkpoint.events import Unfinished

@@ -1,7 +1,6 @@
 """Where versions live: one file a tier, nearest first."""
 
-from evergrad.checkpoint.tiers.compress import Compress, join_compression
-from evergrad.checkpoint.tiers.contract import (
+from evergrad.checkpoint.tiers.base import (
     Copy,
     Gone,
     Site,
@@ -13,6 +12,7 @@ from evergrad.checkpoint.tiers.contract import (
     without_password,
     without_secrets,
 )
+from evergrad.checkpoint.tiers.compress import Compress, join_compression
 from evergrad.checkpoint.tiers.local import Local
 from evergrad.checkpoint.tiers.memory import Memory
 from evergrad.checkpoint.tiers.persistent import Persistent

@@ -24,7 +24,7 @@ from typing import ClassVar
 from evergrad.checkpoint import storage
 from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.locks import is_locked
-from evergrad.checkpoint.tiers.contract import Copy, RunFolder, Site, Store, Tier, Torn, Work
+from evergrad.checkpoint.tiers.base import Copy, RunFolder, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 from evergrad.formats.version_records import shard_name, shard_rank

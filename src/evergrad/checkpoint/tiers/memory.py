@@ -12,7 +12,7 @@ from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.checkpoint.layout import shard_record
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import find_arenas
-from evergrad.checkpoint.tiers.contract import Copy, Site, Store, Tier, Torn, Work
+from evergrad.checkpoint.tiers.base import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError
 from evergrad.formats.data_file import open_file

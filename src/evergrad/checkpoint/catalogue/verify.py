@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from evergrad.checkpoint.catalogue.records import CatalogueEntry
+from evergrad.checkpoint.catalogue.catalogue import CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Found, Survey
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.errors import EvergradError, RestoreError
