@@ -38,10 +38,10 @@ from typing import Any
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint.agent.agent import run_agent
+from evergrad.checkpoint.agent.client import AgentLink
 from evergrad.checkpoint.capture.capture import Target
 from evergrad.checkpoint.checkpointer import CheckpointWarning
-from evergrad.checkpoint.finish.agent import run_agent
-from evergrad.checkpoint.finish.link import AgentLink
 from evergrad.checkpoint.run_folder import LOCK, Job
 from evergrad.errors import StateError
 from evergrad.testing import StorageCalls, kill_after

@@ -26,7 +26,7 @@ import torch
 from torch import distributed
 
 import evergrad as eg
-from evergrad.checkpoint.finish.engine import Engine
+from evergrad.checkpoint.agent.pipeline import Engine
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import EvergradError, TierError, UsageError
 from evergrad.testing import StorageCalls

@@ -22,11 +22,11 @@ import torch
 from small_job import until
 
 import evergrad as eg
-from evergrad.checkpoint.events import Committed
-from evergrad.checkpoint.finish import agent as serving
-from evergrad.checkpoint.finish import link
-from evergrad.checkpoint.finish.agent import SOCKET, socket_address
-from evergrad.checkpoint.finish.link import AgentLink
+from evergrad.checkpoint.agent import agent as serving
+from evergrad.checkpoint.agent import client as link
+from evergrad.checkpoint.agent.agent import SOCKET, socket_address
+from evergrad.checkpoint.agent.client import AgentLink
+from evergrad.checkpoint.agent.events import Committed
 from evergrad.checkpoint.locks import is_locked, locked
 from evergrad.checkpoint.pending import Board, Pending
 from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas

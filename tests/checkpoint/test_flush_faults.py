@@ -18,10 +18,10 @@ import torch
 from s3_jobs import Trainer, holds, state, until
 
 import evergrad as eg
+from evergrad.checkpoint.agent.client import ThreadLink
+from evergrad.checkpoint.agent.inventory import Completion
 from evergrad.checkpoint.capture.capture import InFlight, _finish
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.finish.completion import Completion
-from evergrad.checkpoint.finish.link import ThreadLink
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Work
 from evergrad.checkpoint.tiers.commits import Ledger

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad.checkpoint.finish.completion import Completion
+from evergrad.checkpoint.agent.inventory import Completion
 from evergrad.checkpoint.run_folder import Job, arena_folder, arenas_root, node_name, remove_orphans, safe_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, EvergradError
@@ -146,7 +146,7 @@ def test_a_journal_that_was_made_anew_is_read_from_its_beginning(tmp_path: Path)
 
 
 def test_a_journal_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evergrad.checkpoint.finish.completion._TOO_LONG", 2000)
+    monkeypatch.setattr("evergrad.checkpoint.agent.inventory._TOO_LONG", 2000)
     Job.open(tmp_path)
     here, there = Completion(tmp_path, "n0"), Completion(tmp_path, "n1")
     for step in range(200):
@@ -159,5 +159,5 @@ def test_a_journal_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_agent_imports_no_torch() -> None:
-    code = "import sys, evergrad.checkpoint.finish.agent; assert 'torch' not in sys.modules"
+    code = "import sys, evergrad.checkpoint.agent.agent; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

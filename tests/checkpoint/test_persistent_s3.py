@@ -17,7 +17,7 @@ import pytest
 import torch
 from s3_server import SECRET, Fault, Proxy, s3_server
 
-from evergrad.checkpoint.finish.chain import Digest
+from evergrad.checkpoint.agent.pipeline import Digest
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site, Tier, Work, persistent
 from evergrad.checkpoint.tiers import object_store as retry

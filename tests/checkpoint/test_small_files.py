@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint.agent.inventory import Completion
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.run_folder import arenas_root, read_identity, remove_orphans
 from evergrad.cli import main
 from evergrad.errors import AgentError, CheckpointError, EvergradError, TierError

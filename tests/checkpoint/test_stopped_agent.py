@@ -17,9 +17,9 @@ import pytest
 from small_job import holds, state, until
 
 import evergrad as eg
-from evergrad.checkpoint.finish import link as link_module
-from evergrad.checkpoint.finish.agent import agent_process
-from evergrad.checkpoint.finish.link import AgentLink
+from evergrad.checkpoint.agent import client as link_module
+from evergrad.checkpoint.agent.agent import agent_process
+from evergrad.checkpoint.agent.client import AgentLink
 from evergrad.checkpoint.locks import holder, locked, process
 from evergrad.checkpoint.pending import Board
 from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas

@@ -21,11 +21,10 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint.agent.inventory import Completion
+from evergrad.checkpoint.agent.pipeline import Engine, Flushing
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
-from evergrad.checkpoint.finish.completion import Completion
-from evergrad.checkpoint.finish.engine import Engine
-from evergrad.checkpoint.finish.flushing import Flushing
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import find_arenas
 from evergrad.errors import CheckpointError, EvergradError, RestoreError, TierError

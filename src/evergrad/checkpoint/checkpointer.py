@@ -16,15 +16,15 @@ from types import TracebackType
 from typing import Any, Literal
 from uuid import uuid4
 
+from evergrad.checkpoint.agent.agent import linger_seconds
+from evergrad.checkpoint.agent.client import AgentLink, Link, ThreadLink
+from evergrad.checkpoint.agent.events import Unfinished
+from evergrad.checkpoint.agent.inventory import Completion
+from evergrad.checkpoint.agent.pipeline import Module
 from evergrad.checkpoint.arena import Arena, Ticket, check_open_files
 from evergrad.checkpoint.capture.capture import InFlight, Plan, Recorder
 from evergrad.checkpoint.catalogue.history import Journal
 from evergrad.checkpoint.catalogue.pins import Pins, keep_guarded
-from evergrad.checkpoint.events import Unfinished
-from evergrad.checkpoint.finish.agent import linger_seconds
-from evergrad.checkpoint.finish.chain import Module
-from evergrad.checkpoint.finish.completion import Completion
-from evergrad.checkpoint.finish.link import AgentLink, Link, ThreadLink
 from evergrad.checkpoint.pending import Board, Pending
 from evergrad.checkpoint.policy import Cadence, Policy
 from evergrad.checkpoint.ranks import Ranks

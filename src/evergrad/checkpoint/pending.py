@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from evergrad.checkpoint.events import Committed, Event, Failed, Free, Refused, Settled, Unfinished
+from evergrad.checkpoint.agent.events import Committed, Event, Failed, Free, Refused, Settled, Unfinished
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
 from evergrad.wording import meant

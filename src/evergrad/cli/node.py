@@ -118,7 +118,7 @@ def agent(
     import os
     import sys
 
-    from evergrad.checkpoint.finish.agent import linger_seconds, run_agent
+    from evergrad.checkpoint.agent.agent import linger_seconds, run_agent
     from evergrad.checkpoint.run_folder import Job
 
     logging.basicConfig(

@@ -2,7 +2,7 @@
 
 Whatever the checkpointer changes in a file system, it changes by the functions of `evergrad.checkpoint.storage`.
 `StorageCalls` stands in for all of them, within one process: that of a trainer with `agent=False`, or an agent that a
-test runs itself (`evergrad.checkpoint.finish.agent.run_agent`, in a process that it forked).
+test runs itself (`evergrad.checkpoint.agent.agent.run_agent`, in a process that it forked).
 
 A sweep kills a fresh process after its first call, after its second, and so on, until one ends by itself:
 

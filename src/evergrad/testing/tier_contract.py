@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from evergrad.checkpoint.agent.pipeline import Digest
 from evergrad.checkpoint.arena import Arena, Ticket
 from evergrad.checkpoint.capture.capture import Plan, Target
-from evergrad.checkpoint.finish.chain import Digest
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers

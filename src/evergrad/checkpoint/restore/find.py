@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evergrad.checkpoint.agent.events import Unfinished
+from evergrad.checkpoint.agent.inventory import Completion
 from evergrad.checkpoint.arena import check_open_files
 from evergrad.checkpoint.capture.dtensor import Wanted, can_be_spread, declared, known, local_of, stateful_paths
 from evergrad.checkpoint.catalogue.history import Journal, ShardNote
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import find_home, reached, sites
-from evergrad.checkpoint.events import Unfinished
-from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.ranks import Ranks

@@ -2,26 +2,304 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from evergrad.checkpoint.arena import Ticket
+from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.finish.completion import Completion
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import former_homes, moved_along
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError
+from evergrad.errors import EvergradError, reason
+from evergrad.formats.data_file import open_file, open_regular, read_small
+from evergrad.formats.version_records import read_record, record_bytes
+
+__all__: list[str] = []
+
+# Which versions are complete: every rank's shard is there, whatever node it was written on.
+#
+# Whoever finishes shards notes each in a journal of its own in the run folder, `complete/<node>.jsonl`, and reads the
+# others'. The journals only carry the news from node to node; what exists is decided by the manifests in the tiers. A
+# journal is made anew when its writer starts, from what it finds there. One that cannot be written, on a full disk,
+# is so later: on one node nothing depends on it. Each line carries a digest of itself: a damaged one is left out.
 
 _log = logging.getLogger(__name__)
+SCHEMA_VERSION = 1
+_TOO_LONG = 1 << 20
+
+
+@dataclass(slots=True)
+class _Shards:
+    """What is known of one version in one tier."""
+
+    world_size: int
+    ranks: set[int] = field(default_factory=set)
+    failures: dict[int, str] = field(default_factory=dict)
+    """By rank, why its shard is not there and never will be; until it is there all the same."""
+
+
+class Completion:
+    """The ranks whose shards are complete, for each version and tier. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, run_dir: Path, writer: str | None) -> None:
+        """Without a writer, to read only."""
+        self._folder = run_dir / "complete"
+        self._own = self._folder / f"{writer}.jsonl" if writer is not None else None
+        self._known: dict[tuple[Version, str], _Shards] = {}
+        self._newest: dict[str, Version] = {}
+        """By tier: the newest version that was ever complete there, also if it was forgotten since."""
+        self._read: dict[str, tuple[int, int]] = {}
+        self.seen = 0
+        """Grows with every line that another writer noted."""
+        self._lines: dict[tuple[Version, str, int], bytes] = {}
+        self._behind = self._own is not None
+        """Whether the journal has to be made anew."""
+        self._said = ""
+        """The last reported reason why it could not be made."""
+        self._unread: dict[str, bytes] = {}
+        """By journal: the end of a line that was not whole when it was last looked at."""
+        self._told: set[tuple[Path, str]] = set()
+        """Reports about other writers' journals that were already made."""
+        self._remembered: Version | None = None
+        self._catch_up()
+
+    def note(self, version: Version, tier: str, rank: int, world_size: int, failure: str | None = None) -> None:
+        """A shard is complete in a tier, or never will be."""
+        self._take(version, tier, rank, world_size, failure)
+        if self._own is None:
+            return
+        line = {
+            "schema_version": SCHEMA_VERSION,
+            "version": version.name,
+            "tier": tier,
+            "rank": rank,
+            "world_size": world_size,
+        }
+        if failure is not None:
+            line["failure"] = failure
+        self._lines[version, tier, rank] = text = record_bytes(line)
+        if not self._behind:
+            try:
+                with os.fdopen(open_regular(self._own, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
+                    out.write(text)
+                    self._behind = out.tell() > _TOO_LONG
+            except OSError as error:
+                self._say_behind(error)
+        self._catch_up()
+
+    def remember(self, version: Version) -> None:
+        """A version is committed where it survives a reboot: that it existed must not be forgotten with its shards."""
+        if self._own is not None and (self._remembered is None or version.age() > self._remembered.age()):
+            self._remembered = version
+            path = self._own.with_suffix(".committed")
+            temporary = path.with_suffix(".partial")
+            with suppress(OSError):
+                _write(temporary, f"{version.name}\n".encode())
+                os.replace(temporary, path)
+
+    def last_committed(self) -> Version | None:
+        """The newest version that any node has seen committed where it survives a reboot."""
+        found = []
+        with suppress(OSError):
+            for path in self._folder.glob("*.committed"):
+                try:
+                    found.append(Version.parse(read_small(path).decode("ascii", "replace").strip()))
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    _log.warning("%s: %s", path, _not_read(error))
+                else:
+                    if found[-1] is None:
+                        _log.warning("%s: names no version: left out", path)
+        return max((version for version in found if version is not None), key=Version.age, default=None)
+
+    def refresh(self) -> None:
+        """Read what others have noted since."""
+        self._catch_up()
+        with suppress(OSError):
+            for entry in os.scandir(self._folder):
+                if entry.name.endswith(".jsonl") and (self._own is None or entry.name != self._own.name):
+                    try:
+                        self._follow(Path(entry.path))
+                    except FileNotFoundError:
+                        pass  # made anew at this moment, or removed
+                    except OSError as error:
+                        self._say_unread(Path(entry.path), _not_read(error))
+
+    def is_complete(self, version: Version, tier: str) -> bool:
+        """Whether every rank's shard is there."""
+        shards = self._known.get((version, tier))
+        return shards is not None and 0 < shards.world_size == len(shards.ranks)
+
+    def has(self, version: Version, tier: str, rank: int) -> bool:
+        """Whether a rank's shard is there."""
+        shards = self._known.get((version, tier))
+        return shards is not None and rank in shards.ranks
+
+    def world_size(self, version: Version, tier: str) -> int:
+        """How many shards a version has."""
+        shards = self._known.get((version, tier))
+        return 0 if shards is None else shards.world_size
+
+    def failure(self, version: Version, tier: str) -> str | None:
+        """Why a version will never be complete there, if some rank said so."""
+        shards = self._known.get((version, tier))
+        return None if shards is None else next(iter(shards.failures.values()), None)
+
+    def forgive(self, version: Version, tier: str) -> None:
+        """Forget why shards of a version failed to get there: that is tried again."""
+        shards = self._known.get((version, tier))
+        failures = list(shards.failures) if shards is not None else []
+        for rank in failures:
+            assert shards is not None
+            del shards.failures[rank]
+            if self._lines.pop((version, tier, rank), None) is not None and rank in shards.ranks:
+                self.note(version, tier, rank, shards.world_size)
+
+    def is_noted_here(self, version: Version, tier: str) -> bool:
+        """Return True if this writer has noted a shard of the version itself, and not only read another's journal."""
+        return any((version, tier, rank) in self._lines for rank in range(self.world_size(version, tier)))
+
+    def ranks(self, version: Version, tier: str) -> set[int]:
+        """The ranks whose shards are there."""
+        shards = self._known.get((version, tier))
+        return set() if shards is None else set(shards.ranks)
+
+    def begun(self, tier: str) -> list[Version]:
+        """The versions of a tier of which anything is known."""
+        return [version for version, name in self._known if name == tier]
+
+    def complete(self, tier: str | None = None) -> list[Version]:
+        """The complete versions of a tier, or of any, oldest first."""
+        found = {version for version, name in self._known if tier in (None, name) and self.is_complete(version, name)}
+        return sorted(found, key=Version.age)
+
+    def newest(self, tier: str) -> Version | None:
+        """Return the newest version that was ever complete in a tier, as far as anybody has noted."""
+        return self._newest.get(tier)
+
+    def missing(self, version: Version, tier: str) -> list[int]:
+        """The ranks whose shards are not there."""
+        shards = self._known.get((version, tier))
+        return [] if shards is None else sorted(set(range(shards.world_size)) - shards.ranks)
+
+    def incomplete(self) -> Iterator[tuple[Version, str]]:
+        """What is begun, not complete, and has not failed."""
+        for (version, tier), shards in self._known.items():
+            if not shards.failures and len(shards.ranks) < shards.world_size:
+                yield version, tier
+
+    def failed(self) -> Iterator[tuple[Version, str]]:
+        """What will never be complete."""
+        return ((version, tier) for (version, tier), shards in self._known.items() if shards.failures)
+
+    def forget(self, version: Version, tier: str) -> None:
+        """A version was removed from a tier, or has been told of and does not matter any more."""
+        shards = self._known.pop((version, tier), None)
+        for rank in range(shards.world_size) if shards is not None else ():
+            self._lines.pop((version, tier, rank), None)
+
+    def _take(self, version: Version, tier: str, rank: int, world_size: int, failure: str | None) -> None:
+        shards = self._known.setdefault((version, tier), _Shards(world_size))
+        if failure is not None:
+            shards.failures[rank] = f"rank {rank}: {failure}"
+        elif 0 <= rank < shards.world_size == world_size:
+            shards.ranks.add(rank)
+            shards.failures.pop(rank, None)  # such as one flushed from another copy than that which was damaged
+            newest = self._newest.get(tier)
+            if self.is_complete(version, tier) and (newest is None or version.age() > newest.age()):
+                self._newest[tier] = version
+
+    def _catch_up(self) -> None:
+        """The journal with what still matters; a new file, so that readers start from its beginning."""
+        if self._own is None or not self._behind:
+            return
+        temporary = self._own.with_suffix(".partial")
+        try:
+            _write(temporary, b"".join(self._lines.values()))
+            os.replace(temporary, self._own)
+            self._behind = False
+            self._said = ""
+        except OSError as error:
+            self._say_behind(error)
+
+    def _say_behind(self, error: OSError) -> None:
+        """The journal is made anew when it can be: said once for each reason."""
+        self._behind = True
+        if self._said != _why(error):
+            self._said = _why(error)
+            _log.warning("%s: cannot be written now: %s", self._own, self._said)
+
+    def _say_unread(self, path: Path, what: str) -> None:
+        """Name a journal whose news is lost, once for each reason."""
+        if (path, what) not in self._told:
+            self._told.add((path, what))
+            _log.warning("%s: %s", path, what)
+
+    def _check_rest(self, path: Path, rest: bytes) -> None:
+        """Say that a journal ends within a line, unless its writer may be writing that at this moment.
+
+        Whoever only reads looks once, and says it at once; whoever looks again says it if it is the same as before.
+        """
+        before, self._unread[path.name] = self._unread.get(path.name), rest
+        if rest and (self._own is None or before == rest or b"\0" in rest):
+            self._say_unread(path, f"ends within a line, after {len(rest)} bytes of it: that line is left out")
+
+    def _follow(self, path: Path) -> None:
+        with open_file(path) as file:
+            status = os.fstat(file.fileno())
+            inode, offset = self._read.get(path.name, (status.st_ino, 0))
+            if inode != status.st_ino or offset > status.st_size:
+                offset = 0  # made anew by a writer that started again
+            file.seek(offset)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1  # a line that is being written is read next time
+        damaged = 0
+        for line in data[:whole].splitlines(keepends=True):
+            try:
+                record = read_record(line)
+                version = Version.parse(record["version"])
+                rank, world_size, failure = record["rank"], record["world_size"], record.get("failure")
+                if version is None or type(rank) is not int or type(world_size) is not int:
+                    raise ValueError("it is about no shard")
+                if record["schema_version"] == SCHEMA_VERSION:
+                    failure = None if failure is None else str(failure)
+                    self._take(version, str(record["tier"]), rank, world_size, failure)
+                    self.seen += 1
+            except (ValueError, KeyError, TypeError):
+                damaged += 1
+        if damaged:
+            _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
+        self._check_rest(path, data[whole:])
+        self._read[path.name] = (status.st_ino, offset + whole)
+
+
+def _why(error: OSError) -> str:
+    """Return the system's reason; for too many open files, with the limit and how to raise it."""
+    return open_files_hint(error) if error.errno in (errno.EMFILE, errno.ENFILE) else reason(error)
+
+
+def _not_read(error: OSError) -> str:
+    """Return in words that news is left out, and the system's reason."""
+    why = _why(error)
+    return f"left out: cannot be read: {why}" if why.endswith(".") else f"cannot be read: {why}: left out"
+
+
+def _write(path: Path, data: bytes) -> None:
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as out:
+        out.write(data)
+
+
 _said: dict[Path, str] = {}
 """By run folder: the last reported reason why nothing is retired, until that is over."""
 

@@ -11,31 +11,538 @@ and that is what `recover` does after a crash.
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from evergrad.checkpoint import storage
-from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint
+from evergrad.checkpoint.agent.events import Committed, Event, Failed, Free, Unfinished
+from evergrad.checkpoint.agent.inventory import Completion, Holdings
+from evergrad.checkpoint.agent.upload import Shares
+from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint, populate
 from evergrad.checkpoint.catalogue.history import Journal, shard_digest
-from evergrad.checkpoint.events import Committed, Event, Failed, Free, Unfinished
-from evergrad.checkpoint.finish.chain import DamagedCapture, Digest, Module, Put, arrange, run_chain
-from evergrad.checkpoint.finish.desk import Desk, where
-from evergrad.checkpoint.finish.flushing import Flushing
-from evergrad.checkpoint.finish.freeing import Freeing
-from evergrad.checkpoint.finish.workers import Workers
+from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
-from evergrad.checkpoint.tiers import Site, Tier, Work, read_tiers, without_secrets
-from evergrad.checkpoint.tiers.memory import Held
+from evergrad.checkpoint.tiers import Copy, Gone, Site, Tier, Work, read_tiers, without_secrets
+from evergrad.checkpoint.tiers.base import Store
+from evergrad.checkpoint.tiers.base import Work as base_Work
+from evergrad.checkpoint.tiers.memory import Held, held_by
 from evergrad.checkpoint.version import Version
-from evergrad.errors import EvergradError, FormatError, SaveRefused, TierError, reason
+from evergrad.errors import DamagedFile, EvergradError, FormatError, SaveRefused, TierError, UsageError, reason
+from evergrad.formats.data_file import open_regular
 from evergrad.formats.version_records import shard_name
+from evergrad.wording import meant
+
+__all__: list[str] = []
+
+# The chain of small modules that a captured shard goes through.
+#
+#     digest → [yours] → memory → local → … → [yours]
+#
+# Each module gets the same `Work` and may raise: the failure is reported under its name, and the chain goes on with
+# the next one, so that a full disk does not keep a shard from the tier behind it. Only without digests nothing goes
+# on.
+
+
+@runtime_checkable
+class Module(Protocol):
+    """One thing that is done with a captured shard, in the agent.
+
+    Yours may have an attribute `after` with the name of the module it follows ("digest", or a tier's); without, it
+    comes last. `work.shard` is the arena: read it, never write to it, and keep no reference to it.
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    def run(self, work: base_Work) -> None:
+        """Do it; raise to report a failure."""
+        ...
+
+
+class DamagedCapture(TierError):
+    """The header of a captured shard cannot be read: nothing brings back what was in it."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Takes the digest of every tensor, before anything else reads the arena."""
+
+    name: str = "digest"
+
+    def run(self, work: base_Work) -> None:
+        """Set the manifest's digests; those that were taken before a crash are kept."""
+        if work.manifest.digests or work.manifest.header:
+            return
+        try:
+            parsed = parse(work.shard, work.files.shard)
+        except DamagedFile:
+            raise DamagedCapture(f"{work.files.shard}: the header of what was captured is damaged") from None
+        layout = parsed.layout
+        spans = [(0, layout.data_start), *((e.offset, e.offset + e.nbytes) for e in layout.entries)]
+        header, *digests = digest_spans(work.shard, spans)
+        paths = (entry.path for entry in layout.entries)
+        work.manifest = replace(
+            work.manifest,
+            data_start=layout.data_start,
+            header=header,
+            digests=dict(zip(paths, digests, strict=True)),
+            values=parsed.values,
+            placements=parsed.placements,
+        )
+
+
+@dataclass(frozen=True)
+class Put:
+    """Puts the shard into a tier."""
+
+    name: str
+    store: Store
+
+    def run(self, work: base_Work) -> None:
+        """Store it, manifest last."""
+        self.store.put(work)
+
+
+def arrange(stores: dict[str, Store], extra: Sequence[Module]) -> list[Module]:
+    """The whole chain: digest, the tiers nearest first, and the extra modules where they want to be."""
+    chain: list[Module] = [Digest(), *(Put(name, store) for name, store in stores.items())]
+    for module in extra:
+        after = getattr(module, "after", None)
+        names = [each.name for each in chain]
+        if after is None:
+            chain.append(module)
+        elif after in names:
+            chain.insert(names.index(after) + 1, module)
+        else:
+            hint = f"{meant(str(after), names)} There are {', '.join(names)}."
+            raise UsageError(f"module {module.name!r} wants to follow {after!r}.{hint}")
+    return chain
+
+
+def divided(chain: Sequence[Module], slow: Container[str]) -> tuple[list[Module], list[Module]]:
+    """The chain up to the first slow tier, and from there on."""
+    at = next((n for n, module in enumerate(chain) if isinstance(module, Put) and module.name in slow), len(chain))
+    return list(chain[:at]), list(chain[at:])
+
+
+def run_chain(chain: Sequence[Module], work: base_Work, report: Callable[[Module, Exception | None], None]) -> None:
+    """Run every module, and report how each ended."""
+    for module in chain:
+        try:
+            module.run(work)
+        except Exception as error:  # whatever a module of the user's raises must not end the agent
+            report(module, error)
+            if isinstance(module, Digest):
+                return
+        else:
+            report(module, None)
+
+
+def describe_module(module: Module) -> dict[str, Any]:
+    """A module of the user's as the agent can make it again: where it is imported from, and its settings."""
+    kind = type(module)
+    if not isinstance(module, Module):
+        raise UsageError(f"{kind.__qualname__} is no module: expected an attribute `name` and a method `run(work)`")
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise UsageError(
+            f"module {module.name!r}: the agent cannot import {kind.__module__}.{kind.__qualname__}. Define it at the "
+            "top of a file that can be imported, or use agent=False."
+        )
+    settings: dict[str, Any] = asdict(module) if is_dataclass(module) else {}
+    return {"import": f"{kind.__module__}:{kind.__qualname__}", "settings": settings}
+
+
+def load_module(spec: dict[str, Any]) -> Module:
+    """Import and make a module that `describe_module` described; only for what the user's own trainer sent."""
+    place, _, name = str(spec["import"]).partition(":")
+    try:
+        made = getattr(import_module(place), name)(**spec["settings"])
+    except Exception as error:
+        raise UsageError(f"module {spec['import']}: cannot be made in the agent: {error}") from error
+    if not isinstance(made, Module):
+        raise UsageError(f"module {spec['import']}: expected an attribute `name` and a method `run(work)`")
+    return made
+
+
+# Threads that do a rank's work one thing after the other, and other ranks' at the same time.
+
+
+class Workers:
+    """One thread a rank, made when it is first needed. What they are given must not raise."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._closing = False
+        self.owed = 0
+        """What was submitted and has not ended."""
+
+    def submit(self, rank: int, act: Callable[..., None], *arguments: Any) -> bool:
+        """Have something done; False if no more is taken."""
+        with self._lock:
+            if self._closing:
+                return False
+            worker = self._threads.get(rank)
+            if worker is None:
+                worker = self._threads[rank] = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-{rank}")
+            self.owed += 1
+            worker.submit(self._do, act, *arguments)
+            return True
+
+    def drain(self, *, closing: bool = False) -> None:
+        """Wait until everything is done. What that itself submits is done, too."""
+        while True:
+            with self._lock:
+                workers = list(self._threads.values())
+                if not self.owed:
+                    self._closing = closing
+                    return
+            for worker in workers:
+                worker.submit(_nothing).result()
+
+    def close(self) -> None:
+        """The same, and take no more."""
+        self.drain(closing=True)
+        for worker in self._threads.values():
+            worker.shutdown(wait=True)
+
+    def _do(self, act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        finally:
+            with self._lock:
+                self.owed -= 1
+
+
+def _nothing() -> None:
+    """Comes after what was submitted before it."""
+
+
+# Arenas as the agent sees them: mapped for reading, and kept mapped.
+
+
+class ArenaMaps:
+    """The maps of a node's arenas. Faulting one in costs as much as hashing it, so it is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+
+    def view(self, files: ArenaFiles, size: int) -> memoryview:
+        """The bytes of an arena of that size."""
+        fd = open_regular(files.shard)
+        try:
+            status = os.fstat(fd)
+            if status.st_size != size:
+                raise TierError(f"{files.shard}: has {status.st_size} bytes, {size} were announced")
+            inode, kept = self._maps.get(files.shard.name, (0, None))
+            if kept is None or inode != status.st_ino or len(kept) != size:
+                kept = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+                populate(kept)
+                self._maps[files.shard.name] = (status.st_ino, kept)
+            return memoryview(kept)
+        finally:
+            os.close(fd)
+
+    def drop_replaced(self) -> None:
+        """Let go of arenas that were replaced or removed: a map would keep their memory."""
+        for name, (inode, _) in list(self._maps.items()):
+            path = self._folder / name
+            if not path.exists() or path.stat().st_ino != inode:
+                del self._maps[name]
+
+
+# What the near and the far part of finishing share: the books, the tiers, the lock, and what is said of a shard.
 
 _log = logging.getLogger(__name__)
+
+
+class Desk:
+    """One for an engine and all its workers."""
+
+    def __init__(self, job: Job, site: Site, writer: str, rank: int | None, evaluate: Callable[[], None]) -> None:
+        """For all ranks of a node, or for one; `evaluate` is called when something may have become complete."""
+        self.job, self.site, self.rank, self.evaluate = job, site, rank, evaluate
+        self.lock = threading.RLock()
+        self.completion = Completion(job.run_dir, writer)
+        self.holdings = Holdings(site, self.completion, self.lock, rank)
+        self.maps = ArenaMaps(site.arenas)
+        self.modules: Sequence[Module] = ()
+        """The user's, as the last trainer has sent them."""
+
+    def chain(self, tiers: Sequence[Tier]) -> tuple[list[Module], list[Module]]:
+        """What a shard goes through, near and far."""
+        stores = {tier.kind: self.holdings.store(tier) for tier in tiers}
+        # A shard that does not go to some tier does not go through what follows it either.
+        there, modules = {"digest", *stores}, list[Module]()
+        for module in self.modules:
+            if getattr(module, "after", None) in (None, *there):
+                modules.append(module)
+                there.add(module.name)
+        return divided(arrange(stores, modules), {tier.kind for tier in tiers if tier.slow})
+
+    def report(self, ticket: Ticket, tiers: Sequence[Tier], module: Module, error: Exception | None) -> None:
+        """How a module ended."""
+        why = None
+        if error is not None:
+            why = failure_text(error) if isinstance(error, OSError | EvergradError) else str(error)
+            _log.error("%s: %s: %s", where(ticket), module.name, why)
+        if isinstance(module, Put):
+            self.note(ticket, module.name, why)
+        elif error is not None:
+            # Without digests nothing is stored; any other module is reported for itself.
+            for kind in [tier.kind for tier in tiers] if isinstance(module, Digest) else [module.name]:
+                self.note(ticket, kind, f"{module.name}: {why}")
+        self.evaluate()
+
+    def note(self, ticket: Ticket, tier: str, failure: str | None) -> None:
+        """A shard is in a tier, or never will be, and why."""
+        with self.lock:
+            self.completion.note(ticket.version, tier, ticket.rank, ticket.world_size, failure)
+
+
+def where(ticket: Ticket) -> str:
+    """Which shard a message is about."""
+    return f"{ticket.version}, rank {ticket.rank} of {ticket.world_size}"
+
+
+def failure_text(error: Exception) -> str:
+    """Return the reason of a failure for one line; too many open files are said with the limit."""
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{open_files_hint(error)}"
+    if not isinstance(error, EvergradError):
+        return f"{type(error).__name__}: {error}"
+    cause, text = error.__cause__, str(error)
+    if isinstance(cause, OSError) and text.endswith(what := reason(cause)):
+        return f"{text.removesuffix(what)}{open_files_hint(cause)}"
+    return text
+
+
+# Which arenas are done with: their trainer may write over them, or nobody needs their memory any more.
+
+
+class Freeing:
+    """The arenas of a node, or of one rank, as whoever finishes what is in them knows them. Thread-safe."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._ended: dict[tuple[int, int], Ticket] = {}
+        """(rank, index) → the ticket of the arena whose chain has ended."""
+
+    def end(self, files: ArenaFiles, ticket: Ticket) -> None:
+        """Nobody reads the arena any more."""
+        with self._desk.lock:
+            self._ended[files.rank, files.index] = ticket
+
+    def resume(self, files: ArenaFiles) -> None:
+        """The arena is read again."""
+        with self._desk.lock:
+            self._ended.pop((files.rank, files.index), None)
+
+    def has_ended(self, files: ArenaFiles, ticket: Ticket) -> bool:
+        """Whether that was said of what is in it now."""
+        ended = self._ended.get((files.rank, files.index))
+        return ended is not None and ended.generation == ticket.generation
+
+    def free(self, rank: int, attempt: int) -> dict[str, int]:
+        """The arenas of a rank that may be overwritten: what they held is finished, and is not all that there is.
+
+        The newest complete version stays, if memory is the only place that has it; so does one that other ranks are
+        still completing in memory.
+        """
+        free: dict[str, int] = {}
+        with self._desk.lock:
+            complete = self._desk.holdings.complete()
+            folder = self._desk.site.arenas
+            known = [ArenaFiles(folder, *key) for key in self._ended if key[0] == rank]
+            for files in dict.fromkeys((*find_arenas(folder, rank), *known)):
+                # Without a free descriptor no ticket can be read. A generation is used once: an old one does no harm.
+                ticket = files.read_ticket() or self._ended.get((files.rank, files.index))
+                if ticket is None or not ticket.captured:
+                    continue  # its trainer knows best
+                if self.has_ended(files, ticket) and not self._is_needed(ticket, complete, attempt):
+                    free[str(files.index)] = ticket.generation
+        return free
+
+    def clean(self) -> None:
+        """Give back the memory of arenas that nobody needs: unlocked, finished, and not a rank's newest version."""
+        with self._desk.lock:
+            self._desk.completion.refresh()
+            complete = self._desk.completion.complete("memory")
+            newest: dict[int, Version] = {}
+            tickets = [(files, files.read_ticket()) for files in find_arenas(self._desk.site.arenas, self._desk.rank)]
+            for files, ticket in tickets:
+                if ticket is not None and ticket.captured and any(tier["kind"] == "memory" for tier in ticket.tiers):
+                    newest[files.rank] = max(ticket.version, newest.get(files.rank, ticket.version), key=Version.age)
+            for files, ticket in tickets:
+                if ticket is not None and ticket.captured:
+                    kept = {newest.get(files.rank), complete[-1] if complete else None}
+                    flushed = any(tier.survives_reboot for tier in read_tiers(ticket.tiers))
+                    if ticket.version in kept or not flushed or self._desk.holdings.missing(ticket):
+                        continue
+                elif ticket is None and self.lost(files) is not None:
+                    continue  # a rest: without it the next restore would find nothing, and begin anew
+                files.remove_if_free()
+
+    def lost(self, files: ArenaFiles) -> Held | None:
+        """Return the newest version's remains in an arena without a sound ticket; None if a newer one is complete."""
+        held = held_by(files, self._desk.job.id)
+        complete = self._desk.holdings.complete()  # itself, too, if another process once noted it
+        is_newest = held is not None and not any(each.age() > held.version.age() for each in complete)
+        return held if is_newest else None
+
+    def _is_needed(self, ticket: Ticket, complete: list[Version], attempt: int) -> bool:
+        version = ticket.version
+        kinds = [tier["kind"] for tier in ticket.tiers]
+        if "memory" not in kinds:
+            return False
+        elsewhere = any(version in self._desk.holdings.complete(kind) for kind in kinds if kind != "memory")
+        if self._desk.completion.is_complete(version, "memory"):
+            return bool(complete) and version == complete[-1] and not elsewhere
+        overtaken = bool(complete) and complete[-1].age() > version.age()
+        failed = self._desk.completion.failure(version, "memory") is not None
+        return not (overtaken or failed or version.attempt < attempt)
+
+
+# The far part of finishing: shards go to slow tiers, and versions become visible there.
+#
+# One thread a rank, one shard after the other, from a copy on disk where there is one. Another thread commits.
+
+
+class Flushing:
+    """What is on its way to slow tiers."""
+
+    def __init__(
+        self, desk: Desk, end: Callable[[ArenaFiles, Ticket], None], forget: Callable[[Version, str], None]
+    ) -> None:
+        """`end` is called when an arena is not read any more, `forget` when a version was retired."""
+        self._desk, self._end, self._forget = desk, end, forget
+        self.workers = Workers("evergrad-flush")
+        self.shares = Shares(desk.job.run_dir)
+        self._flushing: set[tuple[Version, int]] = set()
+        self._away: set[int] = set()
+        """Ranks whose last flush failed."""
+        self._committing: set[tuple[Version, str]] = set()
+        self.gone: set[tuple[Version, str]] = set()
+        """Versions that somebody has noted in a shared tier where nothing of them is left."""
+
+    def later(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles | None = None) -> bool:
+        """Have a shard flushed from a copy, or from its arena; False if it is being flushed already."""
+        key = ticket.version, ticket.rank
+        with self._desk.lock:
+            if key in self._flushing:
+                return False
+            self._flushing.add(key)
+            if source is not None:
+                self._desk.holdings.needed.add(key)
+            arena = files or ArenaFiles(self._desk.site.arenas, ticket.rank, 0)
+            return self.workers.submit(ticket.rank, self._flush, ticket, manifest, source, arena)
+
+    def try_again(self) -> None:
+        """Leave nothing out because a flush before it has failed."""
+        with self._desk.lock:
+            self._away.clear()
+
+    def _flush(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles) -> None:
+        tiers = read_tiers(ticket.tiers)
+        slow = [tier for tier in tiers if tier.slow]
+        shard: Shard | None = None
+        try:
+            self._check_worth(ticket)
+            if source is not None:
+                shard = Shard(source, self._desk.job.id)
+                if wrong := shard.verify():
+                    raise TierError(f"{source.shard}: {wrong[0]} is not what was captured: it is not flushed")
+                view, manifest = shard.view, shard.manifest  # one that was found in passing has no digests
+            else:
+                view = self._desk.maps.view(files, ticket.size)
+            plain = replace(manifest, owed=(), generation=0)
+            given_up = lambda: any(self._failure(ticket, tier.kind) for tier in slow)  # noqa: E731
+            work = self.shares.divide(Work(ticket, files, view, self._desk.site, plain), given_up)
+            run_chain(self._desk.chain(tiers)[1], work, lambda *ended: self._desk.report(ticket, tiers, *ended))
+        except Exception as error:
+            why = failure_text(error)
+            _log.error("%s: not flushed: %s", where(ticket), why)
+            for tier in slow:
+                self._desk.note(ticket, tier.kind, why)
+        finally:
+            if shard is not None:
+                shard.close()
+            with self._desk.lock:
+                failed = any(self._desk.completion.failure(ticket.version, tier.kind) for tier in slow)
+                (self._away.add if failed else self._away.discard)(ticket.rank)
+                self._flushing.discard((ticket.version, ticket.rank))
+                self._desk.holdings.needed.discard((ticket.version, ticket.rank))
+            if source is None:
+                self._end(files, ticket)
+            self._desk.evaluate()
+
+    def _check_worth(self, ticket: Ticket) -> None:
+        """While a service is away only the newest version waits for it: the disk must not fill with all of them."""
+        with self._desk.lock:
+            waiting = [version for version, rank in self._flushing if rank == ticket.rank]
+            newest = max(waiting, key=Version.age, default=ticket.version)
+            if ticket.rank in self._away and newest.age() > ticket.version.age():
+                raise TierError(f"left out: the one before failed there, and {newest} waits for it")
+
+    def _failure(self, ticket: Ticket, kind: str) -> str | None:
+        with self._desk.lock:
+            return self._desk.completion.failure(ticket.version, kind)
+
+    @property
+    def is_committing(self) -> bool:
+        """True if a version is about to be made visible."""
+        return bool(self._committing)
+
+    def commit_later(self, version: Version, tier: Tier) -> None:
+        """Have a version made visible that is complete in a shared tier."""
+        with self._desk.lock:
+            if (version, tier.kind) not in self._committing:
+                self._committing.add((version, tier.kind))
+                if not self.workers.submit(-1, self._commit, version, tier):
+                    self._committing.discard((version, tier.kind))
+
+    def _commit(self, version: Version, tier: Tier) -> None:
+        """Make a version visible in a tier that all nodes share; every node does, and all say the same."""
+        world_size = self._desk.completion.world_size(version, tier.kind)
+        self.gone.discard((version, tier.kind))
+        try:
+            self._desk.holdings.store(tier).commit(version, world_size)
+            self._desk.holdings.show(version, tier.kind)
+            for old in self._desk.holdings.retain(shared=True):
+                with self._desk.lock:
+                    self._forget(*old)
+            self.shares.tidy(version)
+        except Exception as error:  # noted as failed, whatever it is: it would be tried again without end
+            why = failure_text(error)
+            _log.error("%s: not committed in tier %s: %s", version, tier.kind, why)
+            with self._desk.lock:
+                if isinstance(error, Gone):
+                    self.gone.add((version, tier.kind))
+                self._desk.completion.note(
+                    version, tier.kind, self._desk.rank or 0, world_size, f"not committed: {why}"
+                )
+        finally:
+            with self._desk.lock:
+                self._committing.discard((version, tier.kind))
+            self._desk.evaluate()
+
+
 _QUICK_S, _SLOW_S = 0.02, 1.0
 
 

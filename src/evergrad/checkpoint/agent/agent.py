@@ -32,10 +32,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from evergrad.checkpoint.agent.events import Alive, Attached, Event, Refused, Settled
+from evergrad.checkpoint.agent.pipeline import Engine, load_module
 from evergrad.checkpoint.arena import open_files_hint
-from evergrad.checkpoint.events import Alive, Attached, Event, Refused, Settled
-from evergrad.checkpoint.finish.chain import load_module
-from evergrad.checkpoint.finish.engine import Engine
 from evergrad.checkpoint.locks import Process, is_locked, open_lock, process, removal_advice
 from evergrad.checkpoint.run_folder import LOCK, Job, arena_folder, moved_to, open_run_folder, remove_orphans
 from evergrad.checkpoint.version import Version
