@@ -22,7 +22,7 @@ from evergrad.checkpoint.tiers.base import read_tiers
 from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.injection.faults import fault_of
-from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.schedule import Failure
 from evergrad.study.comparisons import compare_cells
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse, read_plan_text

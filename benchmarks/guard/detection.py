@@ -23,14 +23,11 @@ from torch.nn.functional import cross_entropy
 
 from evergrad.dtypes import DType
 from evergrad.records import Check
-from evergrad.recovery.gloo import GlooGroup
-from evergrad.recovery.guard.comparing import Checked, Guard
+from evergrad.recovery.guard.buffers import OwnGuard
 from evergrad.recovery.guard.norms import Norms, Ranges
-from evergrad.recovery.guard.own_guard import OwnGuard
-from evergrad.recovery.guard.replicas import replica_of
-from evergrad.recovery.guard.settings import GuardSettings
-from evergrad.recovery.own import Keeping, Own
-from evergrad.recovery.transport import Group
+from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, replica_of
+from evergrad.recovery.local_state import Keeping, Own
+from evergrad.recovery.process_group import GlooGroup, Group
 
 __all__ = ["PLACES", "Cell", "bit_classes", "detect"]
 

@@ -11,9 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import evergrad as eg
 from evergrad.errors import UsageError
-from evergrad.recovery.buckets import Layout
-from evergrad.recovery.gradients import Gradients
-from evergrad.recovery.transport import Group, Op, Ticket
+from evergrad.recovery.gradients import Gradients, Layout
+from evergrad.recovery.process_group import Group, Op, Ticket
 
 
 class Alike(Group):

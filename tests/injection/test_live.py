@@ -14,8 +14,8 @@ import evergrad as eg
 from evergrad.errors import UsageError
 from evergrad.injection.faults import fault_of
 from evergrad.injection.live_faults import flip
-from evergrad.recovery.failures.acts import LiveActs
-from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.injector import LiveActs
+from evergrad.recovery.failures.schedule import Failure
 from evergrad.state import flatten
 from evergrad.timeline import Recorder, read
 

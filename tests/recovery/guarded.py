@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from evergrad.recovery.gloo import GlooGroup
-from evergrad.recovery.transport import Group
+from evergrad.recovery.process_group import GlooGroup, Group
 
 LIMIT_S = 30.0
 

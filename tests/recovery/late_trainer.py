@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evergrad.recovery.engine import Engine
 from evergrad.recovery.membership import Point
-from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.process_group import GroupBroken
+from evergrad.recovery.step_barrier import Engine
 
 pass_point, passed = Engine.pass_point, Engine.passed
 happened: list[bool] = []

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
-from evergrad.recovery.failures.reaching import send
+from evergrad.recovery.failures.injector import send
 from evergrad.recovery.sealing import Secret
-from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
 from evergrad.recovery.membership import Keys, Plan, Point
-from evergrad.recovery.stores import PREFIX
+from evergrad.recovery.store import PREFIX
 
 out, attack = Path(sys.argv[1]), sys.argv[2]
 

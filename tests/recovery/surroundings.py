@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from evergrad.recovery.buckets import Layout
-from evergrad.recovery.transport import Group
+from evergrad.recovery.gradients import Layout
+from evergrad.recovery.process_group import Group
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from nursery import Nursery, Ran
 
 from evergrad import testing
-from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.schedule import Failure
 
 RANKS = 4
 STEPS = (3, 0, 7, 1, 5, 6, 11)

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from evergrad.errors import EvergradError, UsageError
-from evergrad.recovery.failures.failure import Failure
-from evergrad.recovery.failures.schedule import Failures
-from evergrad.recovery.failures.words import Phase
+from evergrad.recovery.failures.schedule import Failure, Failures, Phase
 
 # Distributions
 

@@ -14,11 +14,11 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from evergrad.errors import UsageError
+from evergrad.recovery import coordinator as endurance
 from evergrad.recovery import coordinator as module
-from evergrad.recovery import endurance
 from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
 from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
-from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.store import StoreClient
 
 SOON_S = 20.0
 _numbers = itertools.count()

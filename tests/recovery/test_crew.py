@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from evergrad.recovery.crew import Solo
-from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys, Plan, Point, Report
+from evergrad.recovery.process_group import GroupBroken
 from evergrad.recovery.sockets import Sockets
-from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.worker import Launched, Solo
 
 SOON_S = 20.0
 """Far more than is needed; who is not there by then waits for ever."""

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.errors import StateError
-from evergrad.recovery.books import Balance, Books
-from evergrad.recovery.dealing import Epoch
+from evergrad.recovery.elastic_sampler import Balance, Books, Epoch
 
 epochs = st.builds(
     Epoch,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from evergrad.recovery import endurance
-from evergrad.recovery.endurance import Endurance
+from evergrad.recovery import coordinator as endurance
+from evergrad.recovery.coordinator import Endurance
 from evergrad.recovery.membership import Plan
 
 FIRST = Plan(0, (0, 1))

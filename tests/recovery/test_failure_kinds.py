@@ -17,19 +17,16 @@ from typing import IO, Any
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.recovery.failures.acts import LiveActs, Pace
-from evergrad.recovery.failures.failure import Failure
-from evergrad.recovery.failures.schedule import Failures
-from evergrad.recovery.failures.triggers import Trigger, since_begun
-from evergrad.recovery.failures.words import Phase
+from evergrad.recovery.failures.injector import LiveActs, Pace, Trigger, since_begun
+from evergrad.recovery.failures.schedule import Failure, Failures, Phase
 
 MEMBERS, NODES = (10, 11), ("n0", "n0")
 
 VICTIM = """
 import signal, sys
-from evergrad.recovery.failures.acts import LiveActs
+from evergrad.recovery.failures.injector import LiveActs
 from evergrad.recovery.failures.schedule import Failures, Phase
-from evergrad.recovery.failures.triggers import Trigger
+from evergrad.recovery.failures.injector import Trigger
 others = [(10 + place, int(pid)) for place, pid in enumerate(sys.argv[2:])]
 import os
 acts = LiveActs(lambda event, **fields: print(event, fields, flush=True),
@@ -329,7 +326,7 @@ def test_the_clock_begins_with_the_job_or_else_with_the_process(monkeypatch: pyt
     assert 1000 <= since_begun()() < 1100
     monkeypatch.delenv("EVERGRAD_BEGUN")
     begun = time.monotonic()
-    code = "from evergrad.recovery.failures.triggers import since_begun; print(since_begun()())"
+    code = "from evergrad.recovery.failures.injector import since_begun; print(since_begun()())"
     found = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert 0 < found <= time.monotonic() - begun + 0.1  # the kernel counts in hundredths
 

@@ -17,11 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.recovery.failures.failure import Failure
-from evergrad.recovery.failures.schedule import Failures
-from evergrad.recovery.failures.sites import Sites
-from evergrad.recovery.failures.triggers import InjectedFailure, Trigger
-from evergrad.recovery.failures.words import Phase
+from evergrad.recovery.failures.injector import InjectedFailure, Sites, Trigger
+from evergrad.recovery.failures.schedule import Failure, Failures, Phase
 
 MEMBERS, NODES = (10, 11, 12, 13), ("n0", "n0", "n1", "n1")
 
@@ -563,7 +560,7 @@ def test_without_a_way_to_kill_others_each_rank_ends_itself_and_no_torch_is_need
     code = """
 import sys
 from evergrad.recovery.failures.schedule import Failures, Phase
-from evergrad.recovery.failures.triggers import Trigger
+from evergrad.recovery.failures.injector import Trigger
 assert "torch" not in sys.modules
 claims = {"fired/0/0": "0/10"}  # the other rank of the node was first
 trigger = Trigger(Failures().kill(node=0, step=7), claim=claims.setdefault)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from evergrad.recovery.gloo import GlooGroup
+from evergrad.recovery.process_group import GlooGroup
 
 
 class StandInWork:

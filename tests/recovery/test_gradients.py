@@ -13,9 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 
 from evergrad.errors import UsageError
-from evergrad.recovery.buckets import Bucket, flattened, shaped
-from evergrad.recovery.gradients import Gradients
-from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
+from evergrad.recovery.gradients import Bucket, Gradients, flattened, shaped
+from evergrad.recovery.process_group import Group, GroupBroken, Op, Ticket
 
 SMALL_MB = 0.0001
 

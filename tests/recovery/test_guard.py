@@ -13,11 +13,9 @@ from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
 from evergrad.records import Check
-from evergrad.recovery.guard.comparing import Checked, Guard
 from evergrad.recovery.guard.norms import Norms, Ranges, gradient_norm
-from evergrad.recovery.guard.replicas import replica_of
-from evergrad.recovery.guard.settings import GuardSettings
-from evergrad.recovery.transport import Alone, Group, GroupBroken
+from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, replica_of
+from evergrad.recovery.process_group import Alone, Group, GroupBroken
 
 
 class Fleet:
@@ -130,7 +128,7 @@ def test_several_wrong_ranks_are_healed_from_whoever_is_right_about_each() -> No
 
 
 def test_a_large_tensor_is_healed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evergrad.recovery.guard.comparing._CHUNK_BYTES", 64)
+    monkeypatch.setattr("evergrad.recovery.guard.replicas._CHUNK_BYTES", 64)
     fleet = Fleet(3)
     for element in (5, 60, 130):
         flip(fleet.net(0).conv.weight, element, 7)
@@ -197,14 +195,14 @@ def test_memory_that_does_not_hold_what_is_written_is_not_called_healed(monkeypa
     fleet = Fleet(3)
     weight = fleet.net(1).scale
     flip(weight, 0, 5)
-    receive = __import__("evergrad.recovery.guard.comparing", fromlist=["_receive"])._receive
+    receive = __import__("evergrad.recovery.guard.replicas", fromlist=["_receive"])._receive
 
     def stuck(group: Group, tensor: torch.Tensor, sender: int, heals: bool) -> Any:
         change = receive(group, tensor, sender, heals)
         flip(tensor, 0, 5)
         return change
 
-    monkeypatch.setattr("evergrad.recovery.guard.comparing._receive", stuck)
+    monkeypatch.setattr("evergrad.recovery.guard.replicas._receive", stuck)
     with gloo(3) as groups:
         checked = fleet.check(groups)
     assert checked.status is Check.FAILED

@@ -9,11 +9,9 @@ import torch
 from guarded import gloo, together
 
 from evergrad.records import Check
-from evergrad.recovery.guard.comparing import Checked, Guard
 from evergrad.recovery.guard.digests import contents_on_device, digest_tensors
 from evergrad.recovery.guard.norms import gradient_norm, magnitudes
-from evergrad.recovery.guard.replicas import Replica
-from evergrad.recovery.guard.settings import GuardSettings
+from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, Replica
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ from guarded import flip, gloo, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad.recovery.guard.digest_tree import DigestTree, gather_json, module_of
 from evergrad.recovery.guard.digests import contents_on_device, digest_tensors
+from evergrad.recovery.guard.replicas import DigestTree, gather_json, module_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2]
 

@@ -10,10 +10,10 @@ import torch
 from guarded import Net, flip, gloo, together, trained
 
 from evergrad.records import Check
-from evergrad.recovery.guard.comparing import Checked
-from evergrad.recovery.guard.own_guard import OwnGuard
-from evergrad.recovery.own import Keeping, Own
-from evergrad.recovery.transport import Alone, Group
+from evergrad.recovery.guard.buffers import OwnGuard
+from evergrad.recovery.guard.replicas import Checked
+from evergrad.recovery.local_state import Keeping, Own
+from evergrad.recovery.process_group import Alone, Group
 
 SIZE, POINT = 3, 7
 MEAN = "model/norm.running_mean"

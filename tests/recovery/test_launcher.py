@@ -29,7 +29,7 @@ from evergrad.recovery.launch.settings import LaunchSettings, Place, environment
 from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.membership import Keys, Plan, Point, Report
 from evergrad.recovery.sealing import Secret
-from evergrad.recovery.stores import PREFIX, Sealed
+from evergrad.recovery.store import PREFIX, Sealed
 from evergrad.timeline import read
 
 # A process that does nothing by itself: the test speaks for it, and tells it when to leave. It blocks that signal: with

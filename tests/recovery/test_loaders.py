@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery.loading import Batches, Order, Source, data_digests
+from evergrad.recovery.dataloader import Batches, Order, Source, data_digests
 
 
 class Noisy(Dataset[tuple[int, float]]):

@@ -21,12 +21,11 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery import nccl
-from evergrad.recovery.gloo import GlooGroup
-from evergrad.recovery.launched import Launched
 from evergrad.recovery.membership import Keys, Plan
 from evergrad.recovery.nccl import NcclGroup, Transport
-from evergrad.recovery.stores import PREFIX, StoreClient
-from evergrad.recovery.transport import Group, GroupBroken
+from evergrad.recovery.process_group import GlooGroup, Group, GroupBroken
+from evergrad.recovery.store import PREFIX, StoreClient
+from evergrad.recovery.worker import Launched
 
 GPU = torch.device("meta")
 LIMIT_S = 30.0

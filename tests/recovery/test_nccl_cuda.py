@@ -19,9 +19,9 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from evergrad.recovery.nccl import _ALONE, NcclGroup, Transport
+from evergrad.recovery.process_group import GroupBroken
 from evergrad.recovery.sealing import Secret
-from evergrad.recovery.stores import SealedStore
-from evergrad.recovery.transport import GroupBroken
+from evergrad.recovery.store import SealedStore
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from evergrad.recovery.heartbeat import Patience, Vital
 from evergrad.recovery.launch.nodes import Arrival, Departure, Nodes
 from evergrad.recovery.launch.posts import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
 from evergrad.recovery.launch.processes import Exit
 from evergrad.recovery.launch.settings import LaunchSettings, Place
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.pulse import Vital
 from evergrad.recovery.sealing import Secret
-from evergrad.recovery.stores import Sealed
-from evergrad.recovery.vigil import Patience
+from evergrad.recovery.store import Sealed
 
 PLACES = [Place(2, 1, 0, 2), Place(3, 1, 1, 3)]
 

@@ -18,9 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 import evergrad as eg
 from evergrad.errors import UsageError
 from evergrad.recovery.gradients import Gradients
-from evergrad.recovery.optimizers import Optimizers
-from evergrad.recovery.overlapping import PER_PARAMETER, Overlap, refuse_overlap
-from evergrad.recovery.transport import Alone, GroupBroken, Op, Ticket
+from evergrad.recovery.optimizer_overlap import PER_PARAMETER, Overlap, refuse_overlap
+from evergrad.recovery.process_group import Alone, GroupBroken, Op, Ticket
+from evergrad.recovery.rank_state import Optimizers
 
 SMALL_MB = 0.0001
 MANY = ["--bucket-mb", "0.0005"]

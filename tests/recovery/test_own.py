@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from evergrad.recovery.own import Draws, Keeping, Own, Randomness
-from evergrad.recovery.parcels import pack, receive_state, send_state, unpack
-from evergrad.recovery.snapshots import Snapshot, is_scaler
+from evergrad.recovery.local_state import Draws, Keeping, Own, Randomness, Snapshot, is_scaler
+from evergrad.recovery.process_group import Group, Op, Ticket
 from evergrad.recovery.sockets import Sockets
-from evergrad.recovery.transport import Group, Op, Ticket
+from evergrad.recovery.state_transfer import pack, receive_state, send_state, unpack
 
 
 def drawn() -> list[object]:
@@ -316,7 +315,7 @@ def test_a_parcel_holds_what_was_put_in(state: Any) -> None:
 
 
 def test_a_state_arrives_as_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evergrad.recovery.parcels._LOAD_BYTES", 40)  # several loads
+    monkeypatch.setattr("evergrad.recovery.state_transfer._LOAD_BYTES", 40)  # several loads
     first, second = ring(2)
     for state in STATES:
         sent, found = together(lambda state=state: send_state(first, state, 1), lambda: receive_state(second, 0))  # type: ignore[misc]

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from evergrad.errors import FileAccessError
 from evergrad.recovery.sealing import Forged, Secret
-from evergrad.recovery.stores import Sealed, SealedStore
+from evergrad.recovery.store import Sealed, SealedStore
 
 MINE, OTHERS = Secret(b"a" * 32), Secret(b"b" * 32)
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad.recovery import strategies as module
+from evergrad.recovery import decide as module
+from evergrad.recovery.decide import STRATEGIES, Stop, Strategy, decide, is_exact, is_rest, relaunched
 from evergrad.recovery.membership import Plan, Point, Report, Verdict
-from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, is_rest, relaunched
 
 BEGIN, STEP, END, JOIN = Point.BEGIN, Point.STEP, Point.END, Point.JOIN
 PROCEED, RETRY, REDO, REPAIR, RESTART, LEAVE = Verdict

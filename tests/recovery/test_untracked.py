@@ -18,7 +18,7 @@ from nursery import FOLDER, Nursery, Ran
 from test_joiners import ends, summary_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from evergrad.recovery.untracked import (
+from evergrad.recovery.untracked_state import (
     Untracked,
     _script_code,
     find_generators,

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import evergrad as eg
 from evergrad.errors import UsageError
+from evergrad.recovery.job import Unwrapped
 from evergrad.recovery.launch.settings import LaunchSettings, environment_of
 from evergrad.recovery.launch.summary import Summary
-from evergrad.recovery.usage import OptimizerCalls, refuse_model
-from evergrad.recovery.wrapping import Unwrapped
+from evergrad.recovery.usage_checks import OptimizerCalls, refuse_model
 from evergrad.testing import JobRun, run_job
 
 SCRIPT = Path(__file__).parent / "usage_trainer.py"

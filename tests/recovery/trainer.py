@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)

@@ -26,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 import evergrad as eg
 from evergrad.errors import UsageError
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.stores import StoreClient
+from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()
 parser.add_argument("what")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evergrad.recovery.books import Books
+from evergrad.recovery.elastic_sampler import Books
 from evergrad.testing import JobRun, Stuck
 from evergrad.timeline import Event
 

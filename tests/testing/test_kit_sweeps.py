@@ -8,7 +8,7 @@ import pytest
 from test_kit_assertions import epoch, job, weights, without
 
 from evergrad.errors import UsageError
-from evergrad.recovery.failures.failure import Failure
+from evergrad.recovery.failures.schedule import Failure
 from evergrad.testing import Case, JobRun, Script, sweep
 
 KILL = Failure.parse("kill rank=1 step=3")

@@ -121,10 +121,10 @@ def run(
     """Run a training script on several ranks, of this machine or of several; who survives a failure goes on."""
     from evergrad.errors import UsageError
     from evergrad.recovery.failures.schedule import Failures
+    from evergrad.recovery.heartbeat import Patience
     from evergrad.recovery.launch.hosts import stand
     from evergrad.recovery.launch.launcher import launch
     from evergrad.recovery.launch.settings import LaunchSettings, checked_strategy
-    from evergrad.recovery.vigil import Patience
 
     if not node and (node_rank is not None or host is not None):
         raise UsageError(f"{'--node-rank' if node_rank is not None else '--host'}: expected --node with it, found none")

@@ -16,8 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evergrad.recovery.failures.failure import Failure
-    from evergrad.recovery.failures.schedule import Failures
+    from evergrad.recovery.failures.schedule import Failure, Failures
     from evergrad.recovery.job import Job
     from evergrad.recovery.joining import join
 

@@ -6,13 +6,14 @@ calls `exited` as soon as a child is reaped; all the rest happens in a thread of
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol
@@ -21,15 +22,219 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import UsageError
-from evergrad.recovery.endurance import Endurance
+from evergrad.recovery.decide import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
 from evergrad.recovery.launch.summary import NO_FINGERPRINT, NOTHING_TO_COMPARE
-from evergrad.recovery.membership import LEFT_TOGETHER, Plan, Report, Verdict, first_difference
-from evergrad.recovery.notices import Notices
-from evergrad.recovery.roster import Roster
+from evergrad.recovery.membership import LEFT_TOGETHER, Fingerprint, Keys, Plan, Report, Verdict, first_difference
 from evergrad.recovery.sealing import Forged, Secret
-from evergrad.recovery.stores import PREFIX, Sealed
-from evergrad.recovery.strategies import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
+from evergrad.recovery.store import PREFIX, Sealed
 from evergrad.wording import meant
+
+__all__: list[str] = []
+
+# Every process of a job as its coordinator counts them: who lives, who is out, and what became of those.
+
+
+@dataclass(slots=True)
+class Roster:
+    """By uid; it only grows. Whoever changes it, or reads more than one thing of it, holds the coordinator's lock."""
+
+    uids: list[int] = field(default_factory=list)
+    """All that were ever started, in order."""
+    codes: dict[int, int] = field(default_factory=dict)
+    """Of those who are out: 0 has finished, anything else is dead (negative: the signal)."""
+    hows: dict[int, str] = field(default_factory=dict)
+    """What became of them, as in "rank 2 …"."""
+    left: set[int] = field(default_factory=set)
+    """Those who have left in good order, before the job's end."""
+
+    def copy(self) -> Roster:
+        """As it is now."""
+        return Roster(list(self.uids), dict(self.codes), dict(self.hows), set(self.left))
+
+    def count_out(self, uid: int, code: int, how: str) -> bool:
+        """Note that a process is out; whether that is news."""
+        if uid in self.codes:
+            return False
+        self.codes[uid], self.hows[uid] = code, how
+        return True
+
+    def spares(self, members: Collection[int]) -> list[int]:
+        """Those who live and are not among these members, in order."""
+        return [uid for uid in list(self.uids) if uid not in members and uid not in self.codes]
+
+    def finished(self, members: Collection[int]) -> set[int]:
+        """Of these members, those who have finished."""
+        return {uid for uid in members if self.codes.get(uid) == 0}
+
+    def dead(self, members: Collection[int]) -> set[int]:
+        """Of these members, those who are dead."""
+        return {uid for uid in members if self.codes.get(uid, 0) != 0}
+
+    def have_all(self, members: Collection[int], code: int) -> bool:
+        """Whether all of these are out, with this code."""
+        return all(self.codes.get(uid) == code for uid in members)
+
+    def fate(self, plan: Plan, uid: int) -> str:
+        """What became of a process, by the rank that it had."""
+        return f"rank {plan.rank_of(uid)} {self.hows[uid]}"
+
+    def fates(self, plan: Plan, uids: Collection[int]) -> str:
+        """The same of several."""
+        return ", ".join(self.fate(plan, uid) for uid in sorted(uids))
+
+
+# How often a job tries again before it is given up: what comes back every time is no accident.
+
+_FUTILE = 20
+"""So many generations in a row that lose nobody and come to no point are enough."""
+_RETURNS = 5
+"""So often a job goes back to the same version."""
+
+
+class Endurance:
+    """One job's."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._restarts = self._futile = 0
+        self._returns: Counter[str] = Counter()
+
+    @property
+    def no_restart(self) -> str:
+        """Why the job is not relaunched once more; empty if it may be."""
+        used = self._restarts >= self._max_restarts
+        return f"{self._restarts} of {self._max_restarts} were used" if used else ""
+
+    def restarted(self) -> None:
+        """The job is relaunched."""
+        self._restarts += 1
+
+    def objection(self, before: Plan, after: Plan) -> str:
+        """What speaks against going on from one plan to the next, which counts as tried; empty if nothing does."""
+        if after.dead or after.left or after.joiners or after.point > before.point:
+            self._futile = 0
+        else:
+            self._futile += 1
+            if self._futile >= _FUTILE:
+                return f"{self._futile} generations in a row came to no point; the last"
+        if after.version:
+            self._returns[after.version] += 1
+            if self._returns[after.version] > _RETURNS:
+                return f"the job has gone back {_RETURNS} times to {after.version}, and its ranks differ again"
+        return ""
+
+
+# The store as the coordinator sees it: what ranks have told, and what they are told.
+#
+# It only ever looks into the store and never waits in it: a wait that ends without result fills the terminal with
+# torch's warnings. Every call may raise `Forged`.
+
+_LEAVE = -1
+
+
+class Notices:
+    """Of one job, by generation and uid."""
+
+    def __init__(self, store: Sealed) -> None:
+        self._store = store
+
+    def ask(self) -> None:
+        """Ask anything, and return when there is an answer."""
+        self._store.store.check([Keys.fatal])
+
+    def fatal(self) -> str | None:
+        """Why nobody shall go on, if a rank says so."""
+        return self._store.find(Keys.fatal)
+
+    def misuse(self) -> str | None:
+        """Which calls the script leaves out, if a rank says so when it has finished."""
+        return self._store.find(Keys.misuse)
+
+    def progress(self) -> int:
+        """How many steps were applied, as far as ranks have told."""
+        progress = self._store.find(Keys.progress)
+        return 0 if progress is None else int(json.loads(progress).get("step", 0))
+
+    def has_joined(self, uid: int) -> bool:
+        """Whether this process has called `eg.join`."""
+        return self._store.has(Keys.joined(uid))
+
+    def has_waited(self, uid: int) -> bool:
+        """Return True if this process has come to its first `job.batches` as a spare."""
+        return self._store.has(Keys.waiting(uid))
+
+    def has_checkpointer(self, uid: int) -> bool:
+        """Whether it has joined with something to restart from."""
+        joined = self._store.find(Keys.joined(uid))
+        return joined is not None and bool(json.loads(joined).get("checkpointer"))
+
+    def can_be_called(self, uid: int) -> bool:
+        """Whether this spare waits, and nobody has called it."""
+        return self._store.has(Keys.waiting(uid)) and not self._store.has(Keys.called(uid))
+
+    def is_broken(self, plan: Plan) -> bool:
+        """Whether somebody knows that this generation is over."""
+        return self._store.has(Keys.broken(plan.generation))
+
+    def reason(self, plan: Plan) -> str:
+        """Why it is over, as the first who knew said; empty if nobody has."""
+        return str(json.loads(self._broken(plan)).get("reason", ""))
+
+    def report(self, plan: Plan, uid: int) -> Report | None:
+        """What a survivor saw of it, once it has told."""
+        text = self._store.find(Keys.report(plan.generation, uid))
+        return None if text is None else Report.from_json(text)
+
+    def diverged(self) -> str:
+        """The first difference between ranks after a process joined, unless it has been healed since."""
+        return self._store.find(Keys.diverged) or ""
+
+    def fingerprint(self, uid: int) -> Fingerprint | None:
+        """The fingerprint of what a process has trained, once it has ended its training."""
+        text = self._store.find(Keys.fingerprint(uid))
+        return None if text is None else Fingerprint.from_json(text)
+
+    def publish(self, plan: Plan) -> None:
+        """Say what the next generation is."""
+        self._store.set(Keys.plan(plan.generation), plan.to_json())
+
+    def break_off(self, plan: Plan, uid: int, reason: str) -> None:
+        """Say that a generation is over because of a member, or of nobody (-1); unless that is known already."""
+        text = json.dumps({"uid": uid, "reason": reason})
+        self._store.claim(Keys.broken(plan.generation), text)
+        self._wake(plan, text)
+
+    def spread_break(self, plan: Plan) -> None:
+        """Let all members know of what one of them has said."""
+        self._wake(plan, self._broken(plan))
+
+    def ask_for_change(self, plan: Plan, waiting: Sequence[int]) -> None:
+        """Ask everyone to stop before the next step: these wait to be let in."""
+        self._store.set(Keys.change(plan.generation), json.dumps({"uids": list(waiting)}))
+
+    def note_end(self, uid: int) -> None:
+        """Tell those who wait for this process between two epochs that it has ended its script."""
+        self._store.set(Keys.ended(uid), "1")
+
+    def call(self, uid: int, generation: int) -> None:
+        """Call a spare into a generation."""
+        self._store.set(Keys.called(uid), str(generation))
+
+    def dismiss(self, uid: int) -> None:
+        """Let a spare leave: the job has ended without a need for it."""
+        self._store.set(Keys.called(uid), str(_LEAVE))
+
+    def forbid(self, message: str) -> None:
+        """Let nobody go on."""
+        self._store.set(Keys.fatal, message)  # whatever is there: it may not be ours
+
+    def _broken(self, plan: Plan) -> str:
+        return self._store.find(Keys.broken(plan.generation)) or "{}"
+
+    def _wake(self, plan: Plan, text: str) -> None:
+        """Every member that may be waiting for someone who will never come."""
+        self._store.set_all({Keys.news(uid, plan.generation): text for uid in plan.members})
+
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.005

@@ -18,11 +18,10 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from evergrad.recovery.guard.digest_tree import gather_digests, gather_json
 from evergrad.recovery.guard.digests import digest_bytes
-from evergrad.recovery.guard.replicas import replica_of, shown_value
+from evergrad.recovery.guard.replicas import gather_digests, gather_json, replica_of, shown_value
 from evergrad.recovery.membership import Fingerprint, first_difference
-from evergrad.recovery.transport import Group
+from evergrad.recovery.process_group import Group
 
 RECORD_WEIGHTS = "EVERGRAD_RECORD_WEIGHTS"
 """The name in the environment."""

@@ -28,22 +28,21 @@ from torch.distributed import distributed_c10d
 from evergrad.checkpoint import Checkpointer
 from evergrad.checkpoint.ranks import Ranks, follow
 from evergrad.errors import UsageError
-from evergrad.recovery.crew import Crew, Solo, Static
-from evergrad.recovery.dealing import BatchMode
+from evergrad.recovery.decide import STRATEGIES
+from evergrad.recovery.elastic_sampler import BatchMode
+from evergrad.recovery.failures.injector import Sites
 from evergrad.recovery.failures.schedule import Failures
-from evergrad.recovery.failures.sites import Sites
+from evergrad.recovery.heartbeat import Page
 from evergrad.recovery.job import Job
-from evergrad.recovery.launched import Launched
+from evergrad.recovery.job_checkpoints import Saves
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.nccl import Transport
-from evergrad.recovery.pulse import Page
-from evergrad.recovery.saving import Saves
+from evergrad.recovery.process_group import Group
 from evergrad.recovery.sealing import Secret
-from evergrad.recovery.stores import StoreClient
-from evergrad.recovery.strategies import STRATEGIES
+from evergrad.recovery.store import StoreClient
 from evergrad.recovery.tracebacks import keep_in_log
-from evergrad.recovery.transport import Group
-from evergrad.recovery.usage import described, refusing_wrong_arguments
+from evergrad.recovery.usage_checks import described, refusing_wrong_arguments
+from evergrad.recovery.worker import Crew, Launched, Solo, Static
 from evergrad.timeline import Recorder
 from evergrad.wording import meant, shown
 

@@ -38,8 +38,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from evergrad.errors import RecoveryError, UsageError
-from evergrad.recovery.gloo import OPS, GlooGroup
-from evergrad.recovery.transport import Group, GroupBroken, Op, Ticket
+from evergrad.recovery.process_group import OPS, GlooGroup, Group, GroupBroken, Op, Ticket
 from evergrad.wording import meant
 
 _log = logging.getLogger(__name__)

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from evergrad.recovery.guard.digest_tree import DigestTree, module_of
 from evergrad.recovery.guard.norms import Magnitude, Norms, Ranges
-from evergrad.recovery.guard.replicas import replica_of
-from evergrad.recovery.guard.settings import GuardSettings
+from evergrad.recovery.guard.replicas import DigestTree, GuardSettings, module_of, replica_of
 from evergrad.study.probe import GUARD_EVERY, Watched, Watcher, Watchers, gathered
 from evergrad.study.trials import Series
 from evergrad.training.mechanisms.session import Session

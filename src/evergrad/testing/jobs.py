@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evergrad.errors import UsageError
-from evergrad.recovery.books import Balance
+from evergrad.recovery.elastic_sampler import Balance
 from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.fingerprints import RECORD_WEIGHTS
 from evergrad.testing.hang_report import ABORTED, Ending, Stuck

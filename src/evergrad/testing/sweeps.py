@@ -27,8 +27,7 @@ from os import PathLike
 from typing import overload
 
 from evergrad.errors import UsageError
-from evergrad.recovery.failures.failure import Failure
-from evergrad.recovery.failures.schedule import Failures
+from evergrad.recovery.failures.schedule import Failure, Failures
 from evergrad.recovery.launch.settings import checked_strategy
 from evergrad.testing.jobs import JobRun, RunJob, run_job
 

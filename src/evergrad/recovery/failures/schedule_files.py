@@ -20,8 +20,7 @@ from typing import Any
 
 from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason, said
 from evergrad.formats.data_file import read_small
-from evergrad.recovery.failures.failure import Failure
-from evergrad.recovery.failures.words import KINDS, TARGETS, WORDS, read_words
+from evergrad.recovery.failures.schedule import KINDS, TARGETS, WORDS, Failure, read_words
 from evergrad.wording import checked_choice, meant, shown
 
 _COLUMNS = ("kind", *(word for word in WORDS if word != "step"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from evergrad.recovery.heartbeat import innermost
 from evergrad.recovery.launch.status import Relay
-from evergrad.recovery.pulse import innermost
 from evergrad.timeline import Recorder
 from evergrad.wording import counted
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
+from evergrad.recovery.heartbeat import Vital
 from evergrad.recovery.launch.processes import Child
 from evergrad.recovery.launch.settings import Place
-from evergrad.recovery.pulse import Vital
 
 
 class Crowd(ABC):

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from evergrad.errors import UsageError
+from evergrad.recovery.heartbeat import Page, Vital
 from evergrad.recovery.launch.crowd import Crowd
 from evergrad.recovery.launch.processes import Child, Children, Exit, Happenings
 from evergrad.recovery.launch.settings import LaunchSettings, Place, environment_of
 from evergrad.recovery.launch.status import Relay
-from evergrad.recovery.pulse import Page, Vital
 from evergrad.timeline import Recorder
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.errors import EvergradError, UsageError
-from evergrad.recovery.addresses import LOOPBACK, listening
 from evergrad.recovery.launch.announcing import Announcer
 from evergrad.recovery.launch.crowd import Crowd, Everyone
 from evergrad.recovery.launch.forking import preload
@@ -42,6 +41,7 @@ from evergrad.recovery.launch.status import Relay, Status
 from evergrad.recovery.launch.summary import NOBODY_JOINED, Summary, make_folder, merge_timelines, write_record
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.sealing import Secret
+from evergrad.recovery.sockets import LOOPBACK, listening
 from evergrad.timeline import Recorder
 from evergrad.wording import counted
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
     from evergrad.recovery.launch.nodes import Nodes
     from evergrad.recovery.launch.reception import Reception
-    from evergrad.recovery.stores import Sealed
+    from evergrad.recovery.store import Sealed
 
 _LOOK_S = 0.5
 _DECIDES_WITHIN_S = 60.0
@@ -196,7 +196,7 @@ class _Launch:
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
             from evergrad.recovery.coordinator import Coordinator
-            from evergrad.recovery.stores import PREFIX, Sealed
+            from evergrad.recovery.store import PREFIX, Sealed
 
             fd = self._listener.detach()  # clients that have connected meanwhile wait there
             store = TCPStore(LOOPBACK, self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
@@ -225,7 +225,7 @@ class _Launch:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         from evergrad.recovery.launch.nodes import Nodes
-        from evergrad.recovery.stores import PREFIX, Sealed
+        from evergrad.recovery.store import PREFIX, Sealed
 
         ear = TCPStore(LOOPBACK, self._port, None, False, timedelta(seconds=60), False)
         nodes = Nodes(self._settings, store, Sealed(PrefixStore(PREFIX, ear), self._secret), self._children.poke)

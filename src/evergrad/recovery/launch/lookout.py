@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from evergrad.recovery.heartbeat import Finding, Vigil, Vital, innermost
 from evergrad.recovery.launch.crowd import Crowd
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.recovery.launch.status import Relay
-from evergrad.recovery.pulse import Vital, innermost
-from evergrad.recovery.vigil import Finding, Vigil
 from evergrad.timeline import Recorder
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evergrad.errors import UsageError
+from evergrad.recovery.heartbeat import Vital
 from evergrad.recovery.launch.crowd import Crowd
 from evergrad.recovery.launch.posts import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
 from evergrad.recovery.launch.processes import Child, Exit
 from evergrad.recovery.launch.settings import LaunchSettings, Place
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.pulse import Vital
 from evergrad.recovery.sealing import Forged
-from evergrad.recovery.stores import Sealed
+from evergrad.recovery.store import Sealed
 
 _LOOK_S = 0.01
 _BEGINS_WITHIN_S = 30.0

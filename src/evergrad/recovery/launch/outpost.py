@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.errors import RecoveryError, UsageError
+from evergrad.recovery.heartbeat import Vital
 from evergrad.recovery.launch.forking import preload
 from evergrad.recovery.launch.hosts import Head, await_head
 from evergrad.recovery.launch.household import Household
@@ -31,13 +32,12 @@ from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings
 from evergrad.recovery.launch.status import Relay
 from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.pulse import Vital
 from evergrad.recovery.sealing import Forged, Secret
 from evergrad.timeline import Recorder
 from evergrad.wording import counted, first_line
 
 if TYPE_CHECKING:
-    from evergrad.recovery.stores import StoreClient
+    from evergrad.recovery.store import StoreClient
 
 CUT_OFF = 5
 """The exit code of a launcher that has lost the head."""
@@ -330,7 +330,7 @@ def _connected(head: Head, run: Path, children: Children) -> StoreClient:
     while time.monotonic() < end_s:
         try:
             with socket.create_connection((head.host, head.port), timeout=5.0):
-                from evergrad.recovery.stores import StoreClient
+                from evergrad.recovery.store import StoreClient
 
                 return StoreClient(head.host, head.port, secret=Secret.read(run / "secret"))
         except (OSError, RuntimeError) as error:

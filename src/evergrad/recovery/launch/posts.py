@@ -25,10 +25,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from evergrad.recovery.heartbeat import Patience, Vital
 from evergrad.recovery.launch.settings import Place
-from evergrad.recovery.pulse import Vital
-from evergrad.recovery.stores import Sealed
-from evergrad.recovery.vigil import Patience
+from evergrad.recovery.store import Sealed
 
 _LEASE = 2.0
 

@@ -13,7 +13,7 @@ from evergrad.recovery.launch.processes import Exit
 from evergrad.recovery.launch.settings import LaunchSettings
 from evergrad.recovery.launch.status import Relay
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.stores import Sealed
+from evergrad.recovery.store import Sealed
 from evergrad.timeline import Recorder
 from evergrad.wording import counted
 

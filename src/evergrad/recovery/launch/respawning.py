@@ -12,7 +12,7 @@ from evergrad.recovery.membership import Keys
 
 if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator
-    from evergrad.recovery.stores import Sealed
+    from evergrad.recovery.store import Sealed
 
 _DEATHS_IN_PLACE = 3
 

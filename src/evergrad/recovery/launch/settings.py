@@ -21,11 +21,11 @@ from pathlib import Path
 
 from evergrad.errors import UsageError, nearest
 from evergrad.records import Json
-from evergrad.recovery.addresses import LOOPBACK
+from evergrad.recovery.decide import STRATEGIES, Strategy
 from evergrad.recovery.failures.schedule import Failures
+from evergrad.recovery.heartbeat import Patience
 from evergrad.recovery.launch.hosts import numbered
-from evergrad.recovery.strategies import STRATEGIES, Strategy
-from evergrad.recovery.vigil import Patience
+from evergrad.recovery.sockets import LOOPBACK
 
 AFTER_LOSS = ("shrink", "constant", "scale_lr")
 OPTION_OF = {

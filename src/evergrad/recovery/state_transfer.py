@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evergrad.recovery.transport import Group
+from evergrad.recovery.process_group import Group
 from evergrad.state import Skeleton, flatten, unflatten
 
 _LARGE_BYTES = 256 << 10

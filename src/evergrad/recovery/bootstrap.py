@@ -17,15 +17,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from evergrad.recovery.departure import Departure
-from evergrad.recovery.engine import Engine
-from evergrad.recovery.guard.guarding import Guarding
-from evergrad.recovery.launched import Launched
+from evergrad.recovery.data_position import Window
+from evergrad.recovery.guard.guard import Guarding
+from evergrad.recovery.job_checkpoints import Saves
 from evergrad.recovery.membership import Point, Report
-from evergrad.recovery.saving import Saves
-from evergrad.recovery.trained import Trained
-from evergrad.recovery.transport import GroupBroken
-from evergrad.recovery.window import Window
+from evergrad.recovery.process_group import GroupBroken
+from evergrad.recovery.rank_state import Trained
+from evergrad.recovery.step_barrier import Engine
+from evergrad.recovery.worker import Departure, Launched
 
 _ANY_ORDER = 2
 """As many ranks have the same sum in whatever order."""

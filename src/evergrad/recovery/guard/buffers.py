@@ -20,12 +20,10 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from evergrad.records import Check
-from evergrad.recovery.guard.comparing import Checked, Difference
-from evergrad.recovery.guard.digest_tree import SIZE, gather_json
 from evergrad.recovery.guard.digests import bytes_of, digest_bytes
-from evergrad.recovery.guard.replicas import change_between
-from evergrad.recovery.own import Keeping, Randomness
-from evergrad.recovery.transport import Group, swap
+from evergrad.recovery.guard.replicas import SIZE, Checked, Difference, change_between, gather_json
+from evergrad.recovery.local_state import Keeping, Randomness
+from evergrad.recovery.process_group import Group, swap
 
 _NOTHING, _ASK, _GIVE = 0, 1, 2
 

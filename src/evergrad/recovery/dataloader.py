@@ -40,7 +40,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery.dealing import Epoch
+from evergrad.recovery.elastic_sampler import Epoch
 
 # Batches come in the order of the books: `in_order` is left at its default, whatever the loader says.
 _PASSED_ON = (

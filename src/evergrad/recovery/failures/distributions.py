@@ -17,13 +17,13 @@ from typing import Any
 
 from evergrad.errors import UsageError
 from evergrad.injection.rng import Draws
-from evergrad.recovery.failures.failure import Failure
-from evergrad.recovery.failures.words import (
+from evergrad.recovery.failures.schedule import (
     KINDS,
     LEAST,
     LINES,
     ONLY_FOR,
     WORDS,
+    Failure,
     checked_node,
     checked_number,
     ended,

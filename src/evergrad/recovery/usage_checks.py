@@ -39,8 +39,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.errors import UsageError
-from evergrad.recovery.snapshots import is_scaler
-from evergrad.recovery.untracked import parts_of
+from evergrad.recovery.local_state import is_scaler
+from evergrad.recovery.untracked_state import parts_of
 from evergrad.wording import counted, listed, meant, shown
 
 _P = ParamSpec("_P")

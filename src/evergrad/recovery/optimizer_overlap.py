@@ -18,7 +18,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
-from evergrad.recovery.snapshots import is_scaler
+from evergrad.recovery.local_state import is_scaler
 
 PER_PARAMETER: tuple[type[Optimizer], ...] = (
     optim.ASGD,

@@ -7,9 +7,11 @@ begin ──▶ ( settle in ──▶ check ──▶ save ──▶ batch … b
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -19,22 +21,45 @@ import torch
 
 from evergrad.errors import UsageError
 from evergrad.records import Check
-from evergrad.recovery.arriving import Arrival
-from evergrad.recovery.engine import Engine
-from evergrad.recovery.failures.words import Phase
+from evergrad.recovery.bootstrap import Arrival
+from evergrad.recovery.data_position import Course, Given, Window
+from evergrad.recovery.dataloader import Source
+from evergrad.recovery.decide import is_rest
+from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.fingerprints import compare_ranks, fingerprint_of
-from evergrad.recovery.guard.guarding import Guarding
-from evergrad.recovery.launched import Launched
-from evergrad.recovery.loading import Source
+from evergrad.recovery.guard.guard import Guarding
+from evergrad.recovery.job_checkpoints import Saves
 from evergrad.recovery.membership import LEFT_TOGETHER, Fingerprint, Keys, Point, Verdict
-from evergrad.recovery.progress import Progress
-from evergrad.recovery.saving import Saves
-from evergrad.recovery.strategies import is_rest
-from evergrad.recovery.trained import Trained
-from evergrad.recovery.transport import GroupBroken
-from evergrad.recovery.untracked import KeptGradients, Untracked
-from evergrad.recovery.window import Given, Window
+from evergrad.recovery.process_group import GroupBroken
+from evergrad.recovery.rank_state import Trained
+from evergrad.recovery.step_barrier import Engine
+from evergrad.recovery.untracked_state import KeptGradients, Untracked
+from evergrad.recovery.worker import Crew, Launched
 from evergrad.wording import counted
+
+__all__: list[str] = []
+
+# What the launcher's status line knows of the job: a few times a second, by one rank.
+
+_EVERY_S = 0.2
+
+
+class Progress:
+    """Tells how far the job is, seldom enough to cost nothing."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def show(self, course: Course, crew: Crew, *, at_once: bool = False) -> None:
+        """A step was applied; or an epoch has ended, which is said at once."""
+        if not isinstance(crew, Launched) or crew.rank != 0:
+            return
+        now = time.monotonic()
+        if at_once or now >= self._next:
+            self._next = now + _EVERY_S
+            known = {"step": course.step, "epoch": course.epoch, "generation": crew.plan.generation}
+            crew.client.set(Keys.progress, json.dumps(known | {"world_size": crew.world_size}))
+
 
 _log = logging.getLogger(__name__)
 _ASKED = 128 + signal.SIGTERM

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from evergrad.checkpoint import Checkpointer, rng_state
 from evergrad.checkpoint.pending import Pending
 from evergrad.errors import UsageError
-from evergrad.recovery.course import Course
+from evergrad.recovery.data_position import Course
 
 
 class Later:

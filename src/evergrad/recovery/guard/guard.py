@@ -19,12 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.records import Check
-from evergrad.recovery.engine import Engine
-from evergrad.recovery.guard.comparing import Checked, Guard
+from evergrad.recovery.guard.buffers import OwnGuard
 from evergrad.recovery.guard.norms import Norms, Reading
-from evergrad.recovery.guard.own_guard import OwnGuard
-from evergrad.recovery.guard.replicas import replica_of
-from evergrad.recovery.guard.settings import GuardSettings
+from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, replica_of
+from evergrad.recovery.step_barrier import Engine
 
 _log = logging.getLogger(__name__)
 _SAID = 4

@@ -1,30 +1,158 @@
-"""A process that `evergrad run` has launched: after a loss it goes on, in the generation that the coordinator decides.
+"""This process among the others: which generation it is in, its group, and how it gets into the next one.
 
-    await_call (a spare) ─┐
-    begin (a rank) ───────┴▶ group ──broken──▶ next_plan: report, wait for the plan ──▶ group …
-
-The coordinator tells it through the store; a thread of its own, the watch, hears at once that a generation has broken,
-and interrupts whoever waits in the group for someone who will never come.
+A crew is one of three kinds: `Launched` by `evergrad run`, which goes on after losses, in `launched`; `Static`, under
+torchrun and its like, which ends with the first loss for someone else to start again; `Solo`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import cache
+from types import FrameType
 
 from evergrad.errors import RankLost, UsageError
-from evergrad.recovery.crew import FORMING, Crew
+from evergrad.recovery.heartbeat import Page, Pulse
 from evergrad.recovery.membership import Boundary, Keys, Plan, Report
 from evergrad.recovery.nccl import Transport
-from evergrad.recovery.pulse import Page, Pulse
+from evergrad.recovery.process_group import Alone, Group, GroupBroken
 from evergrad.recovery.sealing import Forged, Secret
-from evergrad.recovery.stores import StoreClient
-from evergrad.recovery.transport import Alone, Group, GroupBroken
+from evergrad.recovery.store import PREFIX, StoreClient
 from evergrad.wording import first_line
+
+__all__: list[str] = []
+
+FORMING = timedelta(minutes=30)
+"""How long a group may take to form, and a collective of it to end: somebody else knows sooner who is gone."""
+
+
+class Crew(ABC):
+    """Who is there, and how to talk to them."""
+
+    uid: int
+    plan: Plan
+    survives: bool
+    """Whether the job goes on, in this process, when a rank is lost."""
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether everyone is to stop before the next step: somebody waits to join."""
+        return False
+
+    def is_current(self) -> bool:
+        """Whether the generation that this rank is in is the present one: nothing may be written in an old one."""
+        return True
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the present generation."""
+        rank = self.plan.rank_of(self.uid)
+        assert rank is not None, "this process is not in the present generation"
+        return rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.plan.world_size
+
+    def meet(self, here: Boundary) -> None:  # noqa: B027 (a crew that ends with its first loss needs none)
+        """Wait for all ranks where an epoch begins or ends; `GroupBroken` if one is lost meanwhile.
+
+        `UsageError` if another rank takes this point for one of another kind.
+        """
+
+    @abstractmethod
+    def group(self) -> Group:
+        """The group of the present generation, formed when it is first asked for; `GroupBroken` if it cannot be."""
+
+    @abstractmethod
+    def next_plan(self, report: Report) -> Plan:
+        """Tell what was seen of the broken generation, and get into the next one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Twice is fine."""
+
+
+class Solo(Crew):
+    """Nobody else, ever."""
+
+    survives = False
+
+    def __init__(self) -> None:
+        self.uid, self.plan, self._group = 0, Plan(0, (0,)), Alone()
+
+    def group(self) -> Group:
+        """Nobody."""
+        return self._group
+
+    def next_plan(self, report: Report) -> Plan:
+        """Never needed."""
+        raise AssertionError("a group of one does not break")
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class Static(Crew):
+    """As many ranks as someone else has started. A loss ends all of them; whoever started them starts them again."""
+
+    survives = False
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        attempt: str,
+        *,
+        hosts: bool,
+        transport: Transport = Transport(),  # noqa: B008 (frozen)
+    ) -> None:
+        """Meet at a store: someone else's, or where there is none the one that this rank `hosts`."""
+        self.uid, self.plan = rank, Plan(0, tuple(range(world_size)))
+        self._client = StoreClient(host, port, secret=None, prefix=f"{PREFIX}/{attempt}", hosts=hosts)
+        self._group: Group | None = None
+        self._transport = transport
+
+    def group(self) -> Group:
+        """All ranks that were started."""
+        if self._group is None:
+            self._group = Alone() if self.world_size == 1 else self._form()
+        return self._group
+
+    def next_plan(self, report: Report) -> Plan:
+        """There is none."""
+        raise RankLost(
+            f"rank {self.rank} of {self.world_size}: another rank was lost at step {report.step} ({report.reason}). "
+            "Here only a restart helps: torchrun does that with --max-restarts; under 'evergrad run' survivors go on."
+        )
+
+    def close(self) -> None:
+        """Let go of the group."""
+        if self._group is not None:
+            self._group.close()
+
+    def _form(self) -> Group:
+        form, host = self._transport.former(), self._client.host
+        return form(self._client.meeting("group"), self.rank, self.world_size, host=host, timeout=FORMING)
+
+
+# A process that `evergrad run` has launched: after a loss it goes on, in the generation that the coordinator decides.
+#
+#     await_call (a spare) ─┐
+#     begin (a rank) ───────┴▶ group ──broken──▶ next_plan: report, wait for the plan ──▶ group …
+#
+# The coordinator tells it through the store; a thread of its own, the watch, hears at once that a generation has
+# broken, and interrupts whoever waits in the group for someone who will never come.
 
 _GLANCE_S = 0.05
 _STUCK = 70
@@ -360,3 +488,71 @@ class _Watch:
                 return
             if not self._is_closed:
                 self._heard(seen, str(why.get("reason", "")))
+
+
+# SIGTERM, the notice of a preemption: heeded between two steps, so that a rank leaves with its work done.
+#
+# The script keeps a handler of its own, if it has one. Where a rank waits for a decision of the launcher it could not
+# heed the notice: there the signal does what it always did, and ends the process.
+
+
+class Departure:
+    """Whether this process has been asked to leave."""
+
+    def __init__(self, asked: Callable[[int], None]) -> None:
+        """`asked` is called with the signal's number, in the main thread."""
+        self._asked = asked
+        self._watches = False
+
+    def watch(self) -> None:
+        """Heed the signal from now on; nothing happens where somebody else does, or outside of the main thread."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._watches and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._watches = True
+            signal.signal(signal.SIGTERM, self._heed)
+            _shield_forks()
+
+    def close(self) -> None:
+        """Heed it no more. Twice is fine."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._watches and signal.getsignal(signal.SIGTERM) == self._heed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._watches = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside of this the signal ends the process, as it does by default."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not (is_main and self._watches and signal.getsignal(signal.SIGTERM) == self._heed):
+            yield
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, self._heed)
+
+    def _heed(self, number: int, frame: FrameType | None) -> None:
+        self._asked(number)
+
+
+@cache
+def _shield_forks() -> None:
+    """What the script forks (a data loader's workers) was never asked to leave with its work done: it just ends.
+
+    The signal is held back around a fork: Python forgets, in the child, one that comes in the midst of it.
+    """
+
+    def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def become_ordinary() -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if isinstance(getattr(handler, "__self__", None), Departure):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        let_go()
+
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=become_ordinary)

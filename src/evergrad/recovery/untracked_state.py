@@ -44,8 +44,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from evergrad.recovery.course import OPENING
-from evergrad.recovery.snapshots import is_scaler
+from evergrad.recovery.data_position import OPENING
+from evergrad.recovery.local_state import is_scaler
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MANY_OBJECTS = 40_000

@@ -18,16 +18,15 @@ from typing import Any
 import torch
 
 from evergrad.errors import UsageError
-from evergrad.recovery.course import Course
-from evergrad.recovery.crew import Crew
-from evergrad.recovery.failures.words import Phase
+from evergrad.recovery.data_position import Course
+from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.gradients import Gradients
-from evergrad.recovery.launched import Launched
+from evergrad.recovery.local_state import Draws, Keeping, Own
 from evergrad.recovery.membership import Boundary, Keys, Plan, Point, Report, Verdict
-from evergrad.recovery.own import Draws, Keeping, Own
-from evergrad.recovery.parcels import receive_state, send_state
+from evergrad.recovery.process_group import Group
+from evergrad.recovery.state_transfer import receive_state, send_state
 from evergrad.recovery.tracebacks import keep_in_log
-from evergrad.recovery.transport import Group
+from evergrad.recovery.worker import Crew, Launched
 from evergrad.wording import counted
 
 _POSTED_BYTES = 16 << 20
