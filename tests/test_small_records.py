@@ -15,7 +15,7 @@ from evergrad import timeline
 from evergrad.errors import EvergradError
 from evergrad.injection import InjectionLog
 from evergrad.injection.log import logs_of
-from evergrad.recovery.launch.hosts import Head
+from evergrad.recovery.launch.rendezvous import Head
 from evergrad.recovery.sealing import Secret
 from evergrad.report.run_model import read_run
 from evergrad.study.executors.slurm_worker import Order

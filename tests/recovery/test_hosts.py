@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import FileAccessError, UsageError
-from evergrad.recovery.launch.hosts import Head, await_head, expanded, stand
-from evergrad.recovery.launch.placing import Places
-from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings, Place
+from evergrad.recovery.launch.rendezvous import Head, await_head, expanded, stand
+from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings, Place, Places
 from evergrad.recovery.sockets import address_towards, listening, own_address
 
 SLURM = {

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import HashStore
 
 from evergrad.recovery.heartbeat import Patience, Vital
-from evergrad.recovery.launch.nodes import Arrival, Departure, Nodes
-from evergrad.recovery.launch.posts import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
+from evergrad.recovery.launch.head import Arrival, Departure, Nodes
+from evergrad.recovery.launch.node_protocol import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
 from evergrad.recovery.launch.processes import Exit
 from evergrad.recovery.launch.settings import LaunchSettings, Place
 from evergrad.recovery.membership import Keys

@@ -14,7 +14,7 @@ import pytest
 
 from evergrad.errors import UsageError
 from evergrad.recovery.heartbeat import Finding, Page, Patience, Pulse, Vigil, Vital, innermost, is_stopped
-from evergrad.recovery.launch.lookout import Questions
+from evergrad.recovery.launch.launcher import Questions
 
 WELL = Vital(0, beats=9, silent_s=0.1, is_stopped=False, asks_s=0.0, asks_beats=0, waits_s=0.0, waited_s=0.0, waits=0)
 PATIENCE = Patience(silent_s=1.0, late_s=5.0, hung_s=60.0)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from evergrad.recovery.launch.output import Relay, Status
 from evergrad.recovery.launch.processes import Child
-from evergrad.recovery.launch.status import Relay, Status
 
 STATUS = Status(step=120, ranks=3, num_ranks=4, spares=1, failures=2, generation=2)
 

@@ -122,8 +122,8 @@ def run(
     from evergrad.errors import UsageError
     from evergrad.recovery.failures.schedule import Failures
     from evergrad.recovery.heartbeat import Patience
-    from evergrad.recovery.launch.hosts import stand
     from evergrad.recovery.launch.launcher import launch
+    from evergrad.recovery.launch.rendezvous import stand
     from evergrad.recovery.launch.settings import LaunchSettings, checked_strategy
 
     if not node and (node_rank is not None or host is not None):

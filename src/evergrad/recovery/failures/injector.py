@@ -23,7 +23,7 @@ from torch import nn
 from evergrad.errors import UsageError
 from evergrad.recovery.failures import network
 from evergrad.recovery.failures.schedule import At, Failure, Failures, Phase
-from evergrad.recovery.launch.posts import NodeKeys
+from evergrad.recovery.launch.node_protocol import NodeKeys
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.store import Sealed
 from evergrad.recovery.worker import Crew, Launched

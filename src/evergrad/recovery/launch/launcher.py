@@ -18,26 +18,23 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad.errors import EvergradError, UsageError
-from evergrad.recovery.launch.announcing import Announcer
-from evergrad.recovery.launch.crowd import Crowd, Everyone
+from evergrad.recovery.heartbeat import Finding, Vigil, Vital, innermost
 from evergrad.recovery.launch.forking import preload
-from evergrad.recovery.launch.hosts import Head
-from evergrad.recovery.launch.household import Household
-from evergrad.recovery.launch.lookout import Lookout
-from evergrad.recovery.launch.outpost import attend
-from evergrad.recovery.launch.placing import Places
-from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children, Exit, Happenings
-from evergrad.recovery.launch.respawning import Respawning
-from evergrad.recovery.launch.settings import LaunchSettings, Place
-from evergrad.recovery.launch.status import Relay, Status
+from evergrad.recovery.launch.local_processes import Household
+from evergrad.recovery.launch.node import attend
+from evergrad.recovery.launch.output import Announcer, Relay, Status
+from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children, Crowd, Everyone, Exit, Happenings
+from evergrad.recovery.launch.rendezvous import Head
+from evergrad.recovery.launch.settings import LaunchSettings, Place, Places
 from evergrad.recovery.launch.summary import NOBODY_JOINED, Summary, make_folder, merge_timelines, write_record
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.sealing import Secret
@@ -47,9 +44,162 @@ from evergrad.wording import counted
 
 if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
-    from evergrad.recovery.launch.nodes import Nodes
-    from evergrad.recovery.launch.reception import Reception
+    from evergrad.recovery.launch.head import Nodes, Reception
     from evergrad.recovery.store import Sealed
+
+__all__: list[str] = []
+
+# A new spare for each process that is gone, where that is wanted and may help.
+
+_DEATHS_IN_PLACE = 3
+
+
+class Respawning:
+    """For the main thread of the launcher."""
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        places: Places,
+        relay: Relay,
+        *,
+        is_here: Callable[[int], bool],
+        start: Callable[[Place], None],
+    ) -> None:
+        """`is_here` tells whether processes can be started on a node; `start` starts one."""
+        self._settings, self._places, self._relay = settings, places, relay
+        self._is_here, self._start = is_here, start
+        self._replaced: set[int] = set()
+        self._died_at: dict[tuple[int, int], tuple[int, int]] = {}
+        """By node and device: the step at which processes there died, and how often."""
+
+    def replace(self, uid: int, coordinator: Coordinator, store: Sealed) -> None:
+        """A process is gone, while the job goes on: start a spare, unless one was started for it already.
+
+        Not for one that never joined, or for who dies at the same step again.
+        """
+        is_new = uid not in self._replaced  # one that was lost may end later
+        self._replaced.add(uid)
+        if not is_new or not self._settings.respawn or coordinator.outcome is not None:
+            return
+        before = self._places[uid]
+        if not store.has(Keys.joined(uid)):
+            self._relay.say(f"{before.label} is not started again: it ended before it joined the job")
+            return
+        step = coordinator.step
+        times = self._count(before, step)
+        if times >= _DEATHS_IN_PLACE:
+            self._relay.say(f"{before.label} is not started again: {times} died in its place at step {step}")
+            return
+        if not self._is_here(before.node):  # it may come back, and bring its own
+            return
+        place = self._places.add(before.node, before.device)
+        coordinator.started(place.uid)
+        self._start(place)
+
+    def _count(self, place: Place, step: int) -> int:
+        """How many have died in this place at this step, one after the other."""
+        where = place.node, place.device
+        last, times = self._died_at.get(where, (-1, 0))
+        times = times + 1 if last == step else 1
+        self._died_at[where] = step, times
+        return times
+
+
+# Who lives and is not there all the same: looks at what processes show of themselves, and tells the coordinator.
+
+_BEATS = 2
+"""For so many of its own beats a process waits for an answer before the store is put to the test, and then again."""
+
+
+class Questions:
+    """The store's part in what processes ask of it: who waits for an answer is cut off only if the store gives answers.
+
+    The store is in the launcher's process. On a machine with too much to do it gets no processor for a while, and then
+    nobody has an answer. It answers in order: once it has answered us, it has answered whatever had reached it before.
+    """
+
+    def __init__(self) -> None:
+        self._tested: dict[int, tuple[int, int]] = {}
+        """By uid, the beat at which a process asked, and its beat when the store was known to answer after that."""
+
+    def unanswered(self, vitals: Mapping[int, Vital], test: Callable[[], None]) -> dict[int, Vital]:
+        """The same, but that nobody waits for an answer that the store may owe; `test` returns when it has answered."""
+        has_tested, found = False, dict(vitals)
+        for uid, vital in vitals.items():
+            asked_at = vital.beats - vital.asks_beats
+            known_at, beats = self._tested.get(uid, (-1, 0))
+            if not vital.asks_s or (known_at == asked_at and vital.beats - beats >= _BEATS):
+                continue
+            found[uid] = replace(vital, asks_s=0.0, asks_beats=0)
+            if known_at != asked_at and vital.asks_beats >= _BEATS:
+                if not has_tested:
+                    test()
+                    has_tested = True
+                self._tested[uid] = asked_at, vital.beats
+        return found
+
+
+class Lookout:
+    """Watches all processes of a job; in the launcher's main thread."""
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        crowd: Crowd,
+        relay: Relay,
+        recorder: Recorder,
+        *,
+        label_of: Callable[[int], str],
+        forsake: Callable[[int], None],
+    ) -> None:
+        """`forsake` is told of a process that is lost and that nobody kills."""
+        self._settings, self._crowd, self._relay, self._recorder = settings, crowd, relay, recorder
+        self._label_of, self._forsake = label_of, forsake
+        self._vigil, self._questions = Vigil(settings.patience), Questions()
+        self._next_s = 0.0
+        self._last_s = time.monotonic()
+
+    def look(self, coordinator: Coordinator | None) -> None:
+        """Once a beat, while the job goes on."""
+        now = time.monotonic()
+        if coordinator is None or coordinator.outcome is not None or now < self._next_s:
+            return
+        patience, last_s, self._last_s = self._settings.patience, self._last_s, now
+        self._next_s = now + patience.beat_s
+        if now - last_s > max(1.0, 4 * patience.beat_s):
+            # It is this process that was not there, and with it the store: let everyone show itself first.
+            self._next_s = now + patience.silent_s + 1.0
+            self._last_s = self._next_s
+            return
+        generation, members = coordinator.membership
+        vitals = {uid: vital for uid, vital in self._crowd.vitals().items() if not coordinator.is_out(uid)}
+        vitals = self._questions.unanswered(vitals, coordinator.await_store)
+        for finding in self._vigil.judge(vitals, members, generation, now):
+            self._act_on(finding, coordinator)
+
+    def _act_on(self, finding: Finding, coordinator: Coordinator) -> None:
+        uid, why, label = finding.uid, finding.why, self._label_of(finding.uid)
+        if finding.kind == "all wait":
+            self._recorder.record("all wait", generation=coordinator.generation, why=why)
+            coordinator.interrupt(why)
+            return
+        stack = self._crowd.stack(uid)
+        if not finding.is_lost:
+            rank = coordinator.rank_of(uid)
+            who = label if rank is None else f"rank {rank}"
+            generation = coordinator.generation
+            self._recorder.record(finding.kind, uid=uid, rank=rank, why=why, stack=stack, generation=generation)
+            self._relay.say(f"{who} {why}; it is in\n{innermost(stack)}")
+            return
+        coordinator.lost(uid, why, stack=stack)
+        if self._settings.keep_stopped:
+            pid = next((child.pid for child in self._crowd.living if child.uid == uid), 0)
+            self._relay.say(f"{label} (process {pid}) is left as it is: if it goes on it ends by itself")
+            self._forsake(uid)
+        else:
+            self._crowd.send(signal.SIGKILL, {uid})
+
 
 _LOOK_S = 0.5
 _DECIDES_WITHIN_S = 60.0
@@ -224,7 +374,7 @@ class _Launch:
         """Let the launchers of other nodes come."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        from evergrad.recovery.launch.nodes import Nodes
+        from evergrad.recovery.launch.head import Nodes
         from evergrad.recovery.store import PREFIX, Sealed
 
         ear = TCPStore(LOOPBACK, self._port, None, False, timedelta(seconds=60), False)
@@ -237,7 +387,7 @@ class _Launch:
     def _opened(self, store: Sealed, coordinator: Coordinator, nodes: Nodes | None) -> None:
         self._store, self._coordinator, self._nodes = store, coordinator, nodes
         if nodes is not None:
-            from evergrad.recovery.launch.reception import Reception
+            from evergrad.recovery.launch.head import Reception
 
             self._reception = Reception(
                 self._settings,

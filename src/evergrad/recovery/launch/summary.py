@@ -169,7 +169,7 @@ def write_record(run: Path, settings: LaunchSettings, started_s: float, summary:
 
 def _found_in(run: Path) -> str:
     """What is in a folder that should be empty."""
-    from evergrad.recovery.launch.hosts import Head
+    from evergrad.recovery.launch.rendezvous import Head
 
     head = None
     with suppress(FileAccessError):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from evergrad.errors import UsageError
 from evergrad.recovery.heartbeat import Page, Vital
-from evergrad.recovery.launch.crowd import Crowd
-from evergrad.recovery.launch.processes import Child, Children, Exit, Happenings
+from evergrad.recovery.launch.output import Relay
+from evergrad.recovery.launch.processes import Child, Children, Crowd, Exit, Happenings
 from evergrad.recovery.launch.settings import LaunchSettings, Place, environment_of
-from evergrad.recovery.launch.status import Relay
 from evergrad.timeline import Recorder
 
 

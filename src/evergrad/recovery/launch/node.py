@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery.heartbeat import Vital
 from evergrad.recovery.launch.forking import preload
-from evergrad.recovery.launch.hosts import Head, await_head
-from evergrad.recovery.launch.household import Household
+from evergrad.recovery.launch.local_processes import Household
+from evergrad.recovery.launch.output import Relay
 from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children
+from evergrad.recovery.launch.rendezvous import Head, await_head
 from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings
-from evergrad.recovery.launch.status import Relay
 from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.sealing import Forged, Secret
@@ -110,7 +110,7 @@ class _Outpost:
         ended: Callable[[str, int, str], Summary],
     ) -> None:
         """`ended` makes the summary of this node, from outcome, exit code and message."""
-        from evergrad.recovery.launch.posts import NodeKeys, Outbox, lease_s
+        from evergrad.recovery.launch.node_protocol import NodeKeys, Outbox, lease_s
 
         assert settings.node_rank is not None
         self._settings, self._head, self._name, self._client = settings, head, name, client
@@ -137,7 +137,7 @@ class _Outpost:
 
     def stay(self, answer: dict[str, Any], poke: Callable[[], None]) -> Summary:
         """Until the head says that it is over, or cannot say anything any more."""
-        from evergrad.recovery.launch.posts import Start
+        from evergrad.recovery.launch.node_protocol import Start
 
         starts = [Start.from_json(one) for one in answer["starts"]]
         count = counted(len(starts), "process", "processes")
@@ -196,7 +196,7 @@ class _Outpost:
         return threads
 
     def _await_orders(self, client: StoreClient, poke: Callable[[], None]) -> None:
-        from evergrad.recovery.launch.posts import Inbox, NodeKeys
+        from evergrad.recovery.launch.node_protocol import Inbox, NodeKeys
 
         orders = Inbox(client, NodeKeys.orders(self._node, self._attempt))
         try:
@@ -211,7 +211,7 @@ class _Outpost:
             pass
 
     def _beat(self, client: StoreClient, poke: Callable[[], None]) -> None:
-        from evergrad.recovery.launch.posts import Beat, NodeKeys
+        from evergrad.recovery.launch.node_protocol import Beat, NodeKeys
 
         key, number = NodeKeys.beat(self._node, self._attempt), 0
         try:
@@ -245,7 +245,7 @@ class _Outpost:
         self.last = f"{what}: {count} killed. Where the head still runs, this node may be started again"
 
     def _obey(self, order: dict[str, Any]) -> None:
-        from evergrad.recovery.launch.posts import Start
+        from evergrad.recovery.launch.node_protocol import Start
 
         what = order["do"]
         if what == "start":
@@ -346,7 +346,7 @@ def _connected(head: Head, run: Path, children: Children) -> StoreClient:
 
 def _said_hello(client: StoreClient, settings: LaunchSettings, children: Children) -> tuple[int, dict[str, Any]]:
     """Say that this node is there; the number of this attempt, and what the head wants it to start."""
-    from evergrad.recovery.launch.posts import NodeKeys
+    from evergrad.recovery.launch.node_protocol import NodeKeys
 
     node, attempt, pause = settings.node_rank or 0, 0, _pausing(children)
     about = {"machine": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)}
