@@ -19,10 +19,10 @@ _WRAPPED = {
     "sample": ("injector.sample",),
     "plan: bits, old and new": ("injector.plan",),
     "addresses, checksums": ("injector.prepare",),
-    "blocks: read": ("execution._prepare", "patches.Patch.read"),
+    "blocks: read": ("injector._prepare", "patches.Patch.read"),
     "blocks: digests": ("patches.Patch.digest",),
     "log: format": ("log.InjectionLog._lines",),
-    "log: write": ("execution._keep",),
+    "log: write": ("injector._keep",),
     "apply": ("patches.Patch.write",),
 }
 """What is wrapped, by phase; time in a function that is wrapped itself counts there alone."""

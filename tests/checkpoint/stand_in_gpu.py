@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from evergrad.checkpoint.capture import cuda
-from evergrad.checkpoint.capture import cuda as pinned
-from evergrad.checkpoint.capture import cuda as settled
 from evergrad.checkpoint.capture.capture import Sources
 
 NOW, BESIDE = "now", "beside"
@@ -116,11 +114,11 @@ def install(monkeypatch: pytest.MonkeyPatch, is_on_gpu: Callable[[torch.Tensor],
     monkeypatch.setattr(Sources, "__init__", init)
     monkeypatch.setattr(cuda, "Device", StandIn)
     monkeypatch.setattr(cuda, "_devices", {})
-    monkeypatch.setattr(pinned, "_register", driver.register)
-    monkeypatch.setattr(pinned, "_unregister", driver.unregister)
-    monkeypatch.setattr(pinned, "_told", set())
-    monkeypatch.setattr(settled.gate, "held", ())
-    monkeypatch.setattr(settled.gate, "replayed", False)
+    monkeypatch.setattr(cuda, "_register", driver.register)
+    monkeypatch.setattr(cuda, "_unregister", driver.unregister)
+    monkeypatch.setattr(cuda, "_told", set())
+    monkeypatch.setattr(cuda.gate, "held", ())
+    monkeypatch.setattr(cuda.gate, "replayed", False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: StandIn.recording)
     monkeypatch.setattr(StandIn, "broken", "")

@@ -23,7 +23,7 @@ from small_job import until
 
 import evergrad as eg
 from evergrad.checkpoint.agent import agent as serving
-from evergrad.checkpoint.agent import client as link
+from evergrad.checkpoint.agent import client
 from evergrad.checkpoint.agent.agent import SOCKET, socket_address
 from evergrad.checkpoint.agent.client import AgentLink
 from evergrad.checkpoint.agent.events import Committed
@@ -356,7 +356,7 @@ def test_an_agent_that_left_because_its_start_took_too_long_is_started_again(
 ) -> None:
     late, start = [0.0], AgentLink._start
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
-    monkeypatch.setattr(link, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
 
     def slowly(self: AgentLink) -> None:
         late[0] += 100.0

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import evergrad as eg
-from evergrad.checkpoint.capture import cuda as pinned
-from evergrad.checkpoint.capture import cuda as settled
+from evergrad.checkpoint.capture import cuda
 from evergrad.checkpoint.capture.capture import Copying, Plan, Target
 from evergrad.checkpoint.capture.cuda import Pinned, device_of
 from evergrad.dtypes import DType
@@ -34,10 +33,10 @@ WIDE, BATCH = 4096, 32
 
 @pytest.fixture(autouse=True)
 def open_gate() -> Iterator[None]:
-    settled.gate.replayed = False
+    cuda.gate.replayed = False
     yield
     torch.cuda.synchronize()
-    settled.gate.replayed = False
+    cuda.gate.replayed = False
 
 
 class Net(nn.Module):
@@ -157,12 +156,12 @@ def test_every_step_is_captured_as_it_was(options: dict[str, bool]) -> None:
     assert plan.layout.size > 400e6
     for number, shot in enumerate(shots):
         assert shot.wrong() == [], f"step {number}"
-    assert settled.gate.held == ()
+    assert cuda.gate.held == ()
 
 
 def test_without_the_gate_these_tests_would_see_a_tear(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(1024)
-    monkeypatch.setattr(settled.gate, "hold", lambda *_: None)
+    monkeypatch.setattr(cuda.gate, "hold", lambda *_: None)
     shot = Shot(training.state())
     training.step()
     assert "model/a.weight" in shot.wrong()
@@ -268,7 +267,7 @@ def test_many_small_tensors_are_captured() -> None:
 
 def test_a_refusal_of_the_driver_stays_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     torch.zeros(1, device="cuda")
-    pinned._told.clear()
+    cuda._told.clear()
     buffer = mmap.mmap(-1, 1 << 20)
     first = Pinned(buffer, torch.device("cuda", 0))
     with caplog.at_level(logging.WARNING):
@@ -285,13 +284,13 @@ def test_a_refusal_of_the_driver_stays_where_it_is(caplog: pytest.LogCaptureFixt
 
 def test_versions_losses_and_registrations_of_a_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[int] = []
-    real = pinned._register
+    real = cuda._register
 
     def register(address: int, size: int, device: torch.device) -> str | None:
         registered.append(size)
         return real(address, size, device)
 
-    monkeypatch.setattr(pinned, "_register", register)
+    monkeypatch.setattr(cuda, "_register", register)
     alone = Training(512, fused=True)
     for _ in range(6):
         alone.step()
@@ -313,7 +312,7 @@ def test_versions_losses_and_registrations_of_a_whole_training(tmp_path: Path, m
 
 
 def test_training_goes_on_where_arenas_cannot_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_register", lambda *_: "2: out of memory")
+    monkeypatch.setattr(cuda, "_register", lambda *_: "2: out of memory")
     training = Training(512)
     with eg.Checkpointer(tmp_path, [eg.Memory(), eg.Local(keep=8)], agent=False) as ck:
         for number in range(3):

@@ -11,7 +11,7 @@ import torch
 from small_job import until
 
 import evergrad as eg
-from evergrad.checkpoint.tiers import persistent as persistent_store
+from evergrad.checkpoint.tiers import persistent
 from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.errors import RestoreError
 from living_agents import agents_of
@@ -58,7 +58,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         commit(store, version, world_size)
 
     monkeypatch.setattr(PersistentStore, "commit", noted)
-    monkeypatch.setattr(persistent_store, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(persistent, "_PATIENCE_S", 0.1)
     return found
 
 

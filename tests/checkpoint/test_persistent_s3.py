@@ -19,8 +19,7 @@ from s3_server import SECRET, Fault, Proxy, s3_server
 
 from evergrad.checkpoint.agent.pipeline import Digest
 from evergrad.checkpoint.restore.shards import Shard
-from evergrad.checkpoint.tiers import Persistent, Site, Tier, Work, persistent
-from evergrad.checkpoint.tiers import object_store as retry
+from evergrad.checkpoint.tiers import Persistent, Site, Tier, Work, object_store, persistent
 from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.checkpoint.tiers.s3 import PARALLEL_PARTS, Upload
 from evergrad.checkpoint.version import Version
@@ -43,7 +42,7 @@ def s3(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     """The server, as new; small parts, and little waiting between two tries."""
     server.reset()
     monkeypatch.setattr(persistent, "MIN_PART_BYTES", PART)
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.01)
     return server
 
 
@@ -55,7 +54,7 @@ def counted_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     def pause(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(persistent, "Retry", partial(retry.Retry, clock=lambda: now[0], sleep=pause))
+    monkeypatch.setattr(persistent, "Retry", partial(object_store.Retry, clock=lambda: now[0], sleep=pause))
 
 
 def tier(s3: Proxy, folder: Path, **settings: Any) -> Persistent:

@@ -17,7 +17,7 @@ import pytest
 from small_job import holds, state, until
 
 import evergrad as eg
-from evergrad.checkpoint.agent import client as link_module
+from evergrad.checkpoint.agent import client
 from evergrad.checkpoint.agent.agent import agent_process
 from evergrad.checkpoint.agent.client import AgentLink
 from evergrad.checkpoint.locks import holder, locked, process
@@ -211,7 +211,7 @@ def test_the_first_save_is_not_taken_for_one_of_an_earlier_process_by_an_agent_t
 def test_one_that_cannot_be_ended_is_an_error_that_names_it_until_it_goes_on(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "end_agent", lambda _: False)
+    monkeypatch.setattr(client, "end_agent", lambda _: False)
     with eg.Checkpointer(tmp_path, linger_s=30) as ck:
         ck.save(1, state(1)).wait(timeout=SECONDS)
         (agent,) = agents_of(shm)

@@ -14,12 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad import doctor as disk
-from evergrad import doctor as environment
-from evergrad import doctor as machine
-from evergrad import doctor as shared_memory
-from evergrad import doctor as software
-from evergrad import doctor as torch_probe
+from evergrad import doctor
 from evergrad.cli import main
 from evergrad.doctor import Check, examine, worst
 from evergrad.wording import install_hint
@@ -39,11 +34,11 @@ SOUND = {
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """As if torch had answered so; it is imported once, in the test of the probe itself."""
 
-    measure = disk.measure
-    monkeypatch.setattr(disk, "measure", lambda folder: measure(folder, most_bytes=1 << 22))
+    measure = doctor.measure
+    monkeypatch.setattr(doctor, "measure", lambda folder: measure(folder, most_bytes=1 << 22))
 
     def answer(**parts: dict[str, object]) -> None:
-        monkeypatch.setattr(torch_probe, "probe_torch", lambda: SOUND | parts)
+        monkeypatch.setattr(doctor, "probe_torch", lambda: SOUND | parts)
 
     answer()
     return answer
@@ -54,10 +49,10 @@ def named(checks: list[Check], name: str) -> Check:
 
 
 def test_torch_is_asked_in_another_process() -> None:
-    found = torch_probe.probe_torch()
+    found = doctor.probe_torch()
     assert found["torch"]["version"]
     assert found["gloo"] == {"works": True}
-    assert {check.verdict for check in torch_probe.look_at_torch(found) if check.name in ("gloo", "nccl")} == {"ok"}
+    assert {check.verdict for check in doctor.look_at_torch(found) if check.name in ("gloo", "nccl")} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -73,27 +68,27 @@ def test_a_torch_that_crashes_or_hangs_is_told_and_not_caught(body: str, why: st
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{body}\n")
     python.chmod(0o755)
-    found = torch_probe.probe_torch(str(python), limit_s=0.3 if "sleep" in body else 60)
+    found = doctor.probe_torch(str(python), limit_s=0.3 if "sleep" in body else 60)
     assert why in found["torch"]["error"]
-    assert named([*software.look_at_software(found)], "torch").verdict == "failed"
-    assert named([*torch_probe.look_at_torch(found)], "gloo").verdict == "unknown"
+    assert named([*doctor.look_at_software(found)], "torch").verdict == "failed"
+    assert named([*doctor.look_at_torch(found)], "gloo").verdict == "unknown"
     assert ("error" in found["numpy"]) is ("numpy" not in body)
 
 
 def test_without_an_interpreter_it_is_told(tmp_path: Path) -> None:
-    assert "no process could be started" in torch_probe.probe_torch(str(tmp_path / "none"))["torch"]["error"]
+    assert "no process could be started" in doctor.probe_torch(str(tmp_path / "none"))["torch"]["error"]
 
 
 def test_every_extra_for_users_is_explained() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     ours = {"bench", "rivals", "docs", "test", "dev"}
-    assert set(software.EXTRAS) == set(project["optional-dependencies"]) - ours
+    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - ours
 
 
 def test_a_missing_extra_says_what_it_is_for_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["rich>=13", 'nosuchthing>=1; extra == "hdf5"', 'rich>=999; extra == "s3"', 'rich>=1; extra == "zstd"']
-    monkeypatch.setattr(software, "_required", lambda: lines)
-    found = [*software.look_at_extras()]
+    monkeypatch.setattr(doctor, "_required", lambda: lines)
+    found = [*doctor.look_at_extras()]
     missing = named(found, "hdf5")
     assert (missing.verdict, missing.todo) == ("degraded", install_hint("hdf5"))
     assert missing.found == "nosuchthing is missing (HDF5 files: Keras, Chainer, PyTorch)"
@@ -103,7 +98,7 @@ def test_a_missing_extra_says_what_it_is_for_and_how_to_get_it(monkeypatch: pyte
 
 
 def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
-    found = disk.measure(tmp_path, most_bytes=1 << 22)
+    found = doctor.measure(tmp_path, most_bytes=1 << 22)
     assert found["intact"]
     assert found["written_bytes"] == 1 << 22
     assert min(found["write_bytes_per_s"], found["read_bytes_per_s"], found["durable_write_s"]) > 0
@@ -112,21 +107,21 @@ def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_a_kill_in_the_measurement_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom evergrad.doctor import disk\n"
-        "os.fsync = lambda fd: os.kill(os.getpid(), 9)\ndisk.measure(Path(sys.argv[1]))"
+        "import os, sys\nfrom pathlib import Path\nfrom evergrad import doctor\n"
+        "os.fsync = lambda fd: os.kill(os.getpid(), 9)\ndoctor.measure(Path(sys.argv[1]))"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == -9
     assert os.listdir(tmp_path) == []
 
 
 def test_a_disk_that_gives_back_other_bytes_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_read_back", lambda *_: -1)
-    assert next(disk.look_at_disk(tmp_path)).verdict == "failed"
+    monkeypatch.setattr(doctor, "_read_back", lambda *_: -1)
+    assert next(doctor.look_at_disk(tmp_path)).verdict == "failed"
 
 
 def test_a_folder_that_may_not_be_written_has_failed(unprivileged: Unprivileged) -> None:
     with unprivileged:
-        found = next(disk.look_at_disk(unprivileged.folder))
+        found = next(doctor.look_at_disk(unprivileged.folder))
     assert found.verdict == "failed"
     assert "cannot be written: permission denied" in found.found
     assert "--folder" in found.todo
@@ -134,8 +129,8 @@ def test_a_folder_that_may_not_be_written_has_failed(unprivileged: Unprivileged)
 
 def test_a_slow_or_full_disk_is_degraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {"write_bytes_per_s": 1e6, "read_bytes_per_s": 1e9, "durable_write_s": 0.2, "skew_s": -90.0, "direct": False}
-    monkeypatch.setattr(disk, "measure", lambda folder: {**slow, "intact": True, "written_bytes": 1})
-    verdicts = {check.name: (check.verdict, check.found) for check in disk.look_at_disk(tmp_path)}
+    monkeypatch.setattr(doctor, "measure", lambda folder: {**slow, "intact": True, "written_bytes": 1})
+    verdicts = {check.name: (check.verdict, check.found) for check in doctor.look_at_disk(tmp_path)}
     assert verdicts["disk"][0] == "degraded"
     assert verdicts["disk's clock"] == ("degraded", "90 s behind this machine's")
 
@@ -144,16 +139,16 @@ def test_a_small_shared_memory_is_degraded_and_says_for_how_large_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path))
-    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 64_000_000)
-    monkeypatch.setattr(shared_memory, "filesystem_of", lambda place: "tmpfs")
-    (found,) = shared_memory.look_at_shared_memory()
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 64_000_000)
+    monkeypatch.setattr(doctor, "filesystem_of", lambda place: "tmpfs")
+    (found,) = doctor.look_at_shared_memory()
     assert found.verdict == "degraded"
     assert "a state of up to 32.0 MB, or 4.0 MB on each of 8 ranks" in found.found
     assert "--shm-size" in found.todo
-    monkeypatch.setattr(shared_memory, "filesystem_of", lambda place: "ext4")
-    assert "it is on ext4, not in memory" in next(shared_memory.look_at_shared_memory()).found
+    monkeypatch.setattr(doctor, "filesystem_of", lambda place: "ext4")
+    assert "it is on ext4, not in memory" in next(doctor.look_at_shared_memory()).found
     monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path / "none"))
-    assert next(shared_memory.look_at_shared_memory()).verdict == "failed"
+    assert next(doctor.look_at_shared_memory()).verdict == "failed"
 
 
 def test_arenas_that_others_can_open_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,39 +156,39 @@ def test_arenas_that_others_can_open_have_failed(tmp_path: Path, monkeypatch: py
     own = tmp_path / f"evergrad-{os.getuid()}"
     own.mkdir()
     own.chmod(0o755)
-    assert "is not yours alone" in next(shared_memory.look_at_shared_memory()).found
+    assert "is not yours alone" in next(doctor.look_at_shared_memory()).found
     own.chmod(stat.S_IRWXU)
-    assert next(shared_memory.look_at_shared_memory()).verdict != "failed"
+    assert next(doctor.look_at_shared_memory()).verdict != "failed"
 
 
 def test_the_file_system_is_that_of_the_innermost_mount() -> None:
     mounts = "a / ext4 rw 0 0\nb /dev tmpfs rw 0 0\nc /dev/shm tmpfs rw 0 0\nd /my\\040disk nfs4 rw 0 0\nshort\n"
-    assert shared_memory.filesystem_of(Path("/nowhere/at/all"), mounts) == "ext4"
-    assert shared_memory.filesystem_of(Path("/my disk/x"), mounts) == "nfs4"
-    assert shared_memory.filesystem_of(Path("/nowhere"), "") == ""
+    assert doctor.filesystem_of(Path("/nowhere/at/all"), mounts) == "ext4"
+    assert doctor.filesystem_of(Path("/my disk/x"), mounts) == "nfs4"
+    assert doctor.filesystem_of(Path("/nowhere"), "") == ""
 
 
 def test_limits_of_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text("3000000000\n")
     (tmp_path / "memory.current").write_text("1000000000\n")
-    assert machine.cgroup_cores(tmp_path) == 1.5
-    assert machine.cgroup_memory(tmp_path) == (3_000_000_000, 1_000_000_000)
+    assert doctor.cgroup_cores(tmp_path) == 1.5
+    assert doctor.cgroup_memory(tmp_path) == (3_000_000_000, 1_000_000_000)
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.cgroup_cores(tmp_path) is None
-    assert machine.cgroup_memory(tmp_path) is None
-    assert machine.cgroup_cores(tmp_path / "none") is None
-    monkeypatch.setattr(machine, "cgroup_cores", lambda: 1.0)
-    monkeypatch.setattr(machine, "cgroup_memory", lambda: (10**9, 10**9 - 5))
-    verdicts = {check.name: check.verdict for check in machine.look_at_machine()}
+    assert doctor.cgroup_cores(tmp_path) is None
+    assert doctor.cgroup_memory(tmp_path) is None
+    assert doctor.cgroup_cores(tmp_path / "none") is None
+    monkeypatch.setattr(doctor, "cgroup_cores", lambda: 1.0)
+    monkeypatch.setattr(doctor, "cgroup_memory", lambda: (10**9, 10**9 - 5))
+    verdicts = {check.name: check.verdict for check in doctor.look_at_machine()}
     assert (verdicts["cores"], verdicts["memory"]) == ("degraded", "degraded")
-    assert machine.available_bytes() == 5
+    assert doctor.available_bytes() == 5
 
 
 def test_few_open_files_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
-    found = named([*machine.look_at_machine()], "open files")
+    found = named([*doctor.look_at_machine()], "open files")
     assert (found.verdict, found.todo) == ("degraded", "ulimit -n 1024")
 
 
@@ -201,8 +196,8 @@ def test_few_open_files_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
     ("there", "verdict"), [(set(), "ok"), ({"sbatch"}, "degraded"), ({"sbatch", "squeue", "scancel", "srun"}, "ok")]
 )
 def test_slurm_counts_only_as_a_whole(there: set[str], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
-    assert named([*environment.look_at_environment(Path())], "slurm").verdict == verdict
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
+    assert named([*doctor.look_at_environment(Path())], "slurm").verdict == verdict
 
 
 def test_the_cgroup_that_leaves_least_counts_and_the_page_cache_does_not(tmp_path: Path) -> None:
@@ -215,21 +210,21 @@ def test_the_cgroup_that_leaves_least_counts_and_the_page_cache_does_not(tmp_pat
     (job.parent / "memory.stat").write_text("anon 400\ninactive_file 8000\n")
     (job / "cpu.max").write_text("max 100000\n")
     (job.parent / "cpu.max").write_text("400000 100000\n")
-    assert machine.cgroup_memory(tmp_path, own) == (8_000, 7_000)
-    assert machine.cgroup_cores(tmp_path, own) == 4
+    assert doctor.cgroup_memory(tmp_path, own) == (8_000, 7_000)
+    assert doctor.cgroup_cores(tmp_path, own) == 4
     (job / "memory.stat").write_text("inactive_file 6900\n")
-    assert machine.cgroup_memory(tmp_path, own) == (8_000, 100)
+    assert doctor.cgroup_memory(tmp_path, own) == (8_000, 100)
 
 
 def test_a_clock_that_was_never_set_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.time, "time", lambda: 86_400.0)
-    assert named([*environment.look_at_environment(Path())], "clock").verdict == "failed"
+    monkeypatch.setattr(doctor.time, "time", lambda: 86_400.0)
+    assert named([*doctor.look_at_environment(Path())], "clock").verdict == "failed"
 
 
 def test_secrets_in_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERGRAD_SECRET", "hush")
     monkeypatch.setenv("EVERGRAD_LINGER", "7")
-    told = named([*environment.look_at_environment(Path())], "settings").found
+    told = named([*doctor.look_at_environment(Path())], "settings").found
     assert "hush" not in told
     assert "EVERGRAD_LINGER=7" in told
 
@@ -247,8 +242,8 @@ def test_secrets_in_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_that_torch_cannot_use_is_told(
     cuda: dict[str, object], there: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_probe, "_has_gpu", lambda: there)
-    assert next(torch_probe.look_at_torch(SOUND | {"cuda": cuda})).verdict == verdict
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: there)
+    assert next(doctor.look_at_torch(SOUND | {"cuda": cuda})).verdict == verdict
 
 
 def test_a_check_that_crashes_is_unknown_and_the_others_go_on(
@@ -257,8 +252,8 @@ def test_a_check_that_crashes_is_unknown_and_the_others_go_on(
     def crash(*_: object) -> None:
         raise RuntimeError("boom")
 
-    for module, name in ((disk, "_look"), (machine, "_cores"), (environment, "_clock"), (software, "_system")):
-        monkeypatch.setattr(module, name, crash)
+    for name in ("_look_disk", "_cores", "_clock", "_system"):
+        monkeypatch.setattr(doctor, name, crash)
     found = dict(examine(tmp_path))
     assert named(found["machine"], "cores").found == "the check itself failed (RuntimeError: boom)"
     assert named(found["storage"], "disk").verdict == "unknown"
@@ -302,7 +297,7 @@ def test_json_has_every_check_and_a_failure_is_exit_code_1(
 
 def test_the_doctor_does_not_import_torch_itself() -> None:
     code = (
-        "import sys\nfrom evergrad.doctor import examine, torch_probe\nfrom pathlib import Path\n"
+        "import sys\nfrom evergrad.doctor import examine\nfrom pathlib import Path\n"
         "torch_probe.probe = lambda: {n: {'error': 'x'} for n in "
         "('numpy', 'xxhash', 'torch', 'cuda', 'transports', 'gloo')}\n"
         "list(examine(Path(sys.argv[1])))\nassert not {'torch', 'numpy'} & set(sys.modules)"

@@ -17,7 +17,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnknownFormat, UnsupportedContent
-from evergrad.formats import pickle_reader as opcodes
+from evergrad.formats import pickle_reader
 
 LIST = """
 import evergrad as eg
@@ -175,7 +175,7 @@ def test_a_bomb_stays_small(name: str, pickled: bytes, tmp_path: Path, limited: 
 
 
 def test_the_number_of_opcodes_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opcodes, "MAX_OPCODES", 1000)
+    monkeypatch.setattr(pickle_reader, "MAX_OPCODES", 1000)
     refused(torch_zip(tmp_path / "a.pt", b"N0" * 1000 + b"N."), DamagedFile, "opcodes")
 
 

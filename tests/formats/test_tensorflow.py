@@ -17,8 +17,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
-from evergrad.formats import checksums as castagnoli
-from evergrad.formats import tensorflow as sstable
+from evergrad.formats import checksums, tensorflow
 from evergrad.formats.tensorflow import slice_key
 from evergrad.records import Check
 from evergrad.testing import FormatContract, raw_bytes
@@ -155,23 +154,23 @@ def test_the_crc_without_a_library_is_castagnolis(length: int) -> None:
         slow ^= byte
         for _ in range(8):
             slow = slow >> 1 ^ (0x82F63B78 if slow & 1 else 0)
-    assert castagnoli.fold(data[:6000]) == slow ^ 0xFFFFFFFF
-    whole = castagnoli.fold(data)
-    assert whole == castagnoli.fold(data[length // 3 :], castagnoli.fold(data[: length // 3]))
-    assert castagnoli.unmasked(castagnoli.masked(whole)) == whole
-    assert castagnoli.fold(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
+    assert checksums.fold(data[:6000]) == slow ^ 0xFFFFFFFF
+    whole = checksums.fold(data)
+    assert whole == checksums.fold(data[length // 3 :], checksums.fold(data[: length // 3]))
+    assert checksums.unmasked(checksums.masked(whole)) == whole
+    assert checksums.fold(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
 
 
 def test_an_installed_crc32c_is_used_if_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def right(data: bytes, value: int = 0) -> int:
-        return castagnoli.fold(np.frombuffer(data, np.uint8), value)
+        return checksums.fold(np.frombuffer(data, np.uint8), value)
 
     for package in (right, lambda data, value=0: 7):
         monkeypatch.setitem(sys.modules, "crc32c", SimpleNamespace(crc32c=package))
-        castagnoli._library.cache_clear()
-        assert (castagnoli._library() is package) == (package is right)
-        assert castagnoli.crc32c(b"123456789") == 0xE3069283
-    castagnoli._library.cache_clear()
+        checksums._library.cache_clear()
+        assert (checksums._library() is package) == (package is right)
+        assert checksums.crc32c(b"123456789") == 0xE3069283
+    checksums._library.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def varint(value: int) -> bytes:
 def block(entries: list[tuple[bytes, bytes]], kind: int = 0) -> bytes:
     body = b"".join(b"\0" + varint(len(key)) + varint(len(value)) + key + value for key, value in entries)
     body += struct.pack("<2L", 0, 1) + bytes([kind])
-    return body + struct.pack("<L", castagnoli.masked(castagnoli.crc32c(body)))
+    return body + struct.pack("<L", checksums.masked(checksums.crc32c(body)))
 
 
 def table(entries: list[tuple[bytes, bytes]], kind: int = 0) -> bytes:
@@ -211,7 +210,7 @@ def table(entries: list[tuple[bytes, bytes]], kind: int = 0) -> bytes:
     meta = block([])
     index = block([(b"\xff", b"\0" + varint(len(data) - 5))])
     footer = varint(len(data)) + varint(len(meta) - 5) + varint(len(data) + len(meta)) + varint(len(index) - 5)
-    return data + meta + index + footer.ljust(40, b"\0") + sstable.MAGIC
+    return data + meta + index + footer.ljust(40, b"\0") + tensorflow.MAGIC
 
 
 def entry(dtype: int = 1, shape: tuple[int, ...] = (2,), shard: int = 0, offset: int = 0, size: int = 8) -> bytes:
@@ -269,8 +268,8 @@ def test_big_endian_data_is_read_and_altered(tmp_path: Path) -> None:
         (table([(b"", b"\x08\x02"), (b"a", entry())]), FileAccessError, "not there"),
         (table([HEADER], kind=1), UnsupportedContent, "snappy"),
         (table([HEADER, (b"k" * 20_000, entry())]), DamagedFile, "a key of 20000 bytes"),
-        (bytes(40) + sstable.MAGIC, DamagedFile, "outside"),
-        (b"\xff" * 40 + sstable.MAGIC, DamagedFile, "does not end"),
+        (bytes(40) + tensorflow.MAGIC, DamagedFile, "outside"),
+        (b"\xff" * 40 + tensorflow.MAGIC, DamagedFile, "does not end"),
     ],
 )
 def test_a_bad_index_is_refused_in_one_line(index: bytes, kind: type[FormatError], word: str, tmp_path: Path) -> None:
@@ -283,7 +282,7 @@ def test_keys_that_grow_out_of_nothing_are_refused(tmp_path: Path) -> None:
     data = body + struct.pack("<2L", 0, 1) + bytes(5)
     index = block([(b"\xff", b"\0" + varint(len(data) - 5))])
     footer = varint(0) + varint(len(data) - 5) + varint(len(data)) + varint(len(index) - 5)
-    refused(written(tmp_path, data + index + footer.ljust(40, b"\0") + sstable.MAGIC), LimitExceeded, "keys of more")
+    refused(written(tmp_path, data + index + footer.ljust(40, b"\0") + tensorflow.MAGIC), LimitExceeded, "keys of more")
 
 
 def test_missing_and_foreign_files_are_told(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import torch
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.injection import Draws
-from evergrad.injection import injector as workplace
+from evergrad.injection import Draws, injector
 from evergrad.injection.injector import exclusive
 
 
@@ -77,7 +76,7 @@ def test_a_copy_that_is_in_its_place_keeps_its_log(path: Path, monkeypatch: pyte
         if place.is_dir():
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(workplace, "fsync", fails)
+    monkeypatch.setattr(injector, "fsync", fails)
     with pytest.raises(FileAccessError, match="input/output error"):
         eg.inject(path, eg.BitFlip(), count=1, out=out)
     assert out.exists()

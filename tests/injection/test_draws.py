@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import evergrad as eg
-from evergrad.injection import rng as module
+from evergrad.injection import rng
 from evergrad.injection.rng import Draws
 
 BIG = 2**64 + 5
@@ -209,7 +209,7 @@ def test_others_are_what_is_left_and_all_alike() -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 0.05, 1.0, 7.5, 300.0])
 def test_poisson_counts_have_their_mean_and_their_variance(mean: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH", 64)  # many small batches: less to draw, and the seams are tried too
+    monkeypatch.setattr(rng, "_BATCH", 64)  # many small batches: less to draw, and the seams are tried too
     draws, trials = Draws(1), 2_000 if mean < 100 else 500
     counts = np.array([draws.poisson(mean) for _ in range(trials)])
     assert abs(counts.mean() - mean) <= 5 * math.sqrt(mean / trials)
@@ -233,7 +233,7 @@ def test_each_of_a_population_is_hit_with_the_probability(probability: float) ->
 
 def test_how_many_are_drawn_at_a_time_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     hits, count = Draws(6).hits(5_000, 0.3), Draws(6).poisson(1_000)
-    monkeypatch.setattr(module, "_BATCH", 17)
+    monkeypatch.setattr(rng, "_BATCH", 17)
     assert Draws(6).hits(5_000, 0.3).tolist() == hits.tolist()
     assert Draws(6).poisson(1_000) == count
 
@@ -263,7 +263,7 @@ def test_the_logarithm_is_the_logarithm() -> None:
         ]
     )
     expected = np.array([math.log(point) for point in points])
-    found = module._ln(points)
+    found = rng._ln(points)
     assert (np.abs(found - expected) <= 1e-15 * np.abs(expected)).all()
 
 

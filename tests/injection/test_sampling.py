@@ -14,7 +14,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import UnknownTensor, UsageError
-from evergrad.injection import rng as draws
+from evergrad.injection import rng
 
 SIZES = {"model/small.weight": 500, "model/large.weight": 3_500, "optimizer/state/0/exp_avg": 6_000}
 TOTAL = sum(SIZES.values())
@@ -114,7 +114,7 @@ def test_fraction_is_of_the_selected_elements(path: Path, fraction: float, expec
 
 
 def test_a_rate_is_fit_per_megabit_over_hours(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "_BATCH", 128)  # less to draw for counts as small as these
+    monkeypatch.setattr(rng, "_BATCH", 128)  # less to draw for counts as small as these
     expected = 1e9 * (TOTAL * 32 / 2**20) * 100 / 1e9
     counts = np.array([drawn(path, rate=1e9, hours=100, seed=seed).attempts for seed in range(150)])
     assert abs(counts.mean() - expected) < 5 * math.sqrt(expected / len(counts))

@@ -14,8 +14,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from evergrad.errors import UsageError
-from evergrad.recovery import coordinator as endurance
-from evergrad.recovery import coordinator as module
+from evergrad.recovery import coordinator
 from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
 from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
 from evergrad.recovery.store import StoreClient
@@ -115,7 +114,7 @@ def jobs(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """Makes the job of a test; the names of its keys are its own."""
     made: list[Job] = []
     prefix = f"job-{next(_numbers)}"
-    monkeypatch.setattr(module, "PREFIX", f"{module.PREFIX}/{prefix}")
+    monkeypatch.setattr(coordinator, "PREFIX", f"{coordinator.PREFIX}/{prefix}")
 
     def make(num_ranks: int, spares: int = 0, **settings: Any) -> Job:
         own = copy.copy(client)
@@ -224,7 +223,7 @@ def test_one_that_dies_while_the_plan_is_written_is_not_forgotten(
     jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = jobs(3)
-    decided = module.decide
+    decided = coordinator.decide
 
     def slowly(*args: Any, **known: Any) -> Any:
         plan = decided(*args, **known)
@@ -232,7 +231,7 @@ def test_one_that_dies_while_the_plan_is_written_is_not_forgotten(
             job.coordinator.exited(1, -9)
         return plan
 
-    monkeypatch.setattr(module, "decide", slowly)
+    monkeypatch.setattr(coordinator, "decide", slowly)
     first = job.begin()
     job.coordinator.exited(0, -9)
     job.all_report(first, 0)
@@ -298,7 +297,7 @@ def test_a_generation_that_broke_by_itself_is_made_again(jobs: Callable[..., Job
 
 
 def test_a_job_that_comes_to_no_point_ends(jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endurance, "_FUTILE", 3)
+    monkeypatch.setattr(coordinator, "_FUTILE", 3)
     job = jobs(2)
     plan = job.begin()
     for generation in range(3):
@@ -488,7 +487,7 @@ def test_a_launcher_that_cannot_start_a_process_ends_the_job(jobs: Callable[...,
 def test_a_survivor_that_is_late_is_named_once_and_waited_for(
     jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LATE_S", 0.0)
+    monkeypatch.setattr(coordinator, "_LATE_S", 0.0)
     job = jobs(3)
     first = job.begin()
     job.coordinator.exited(0, -9)

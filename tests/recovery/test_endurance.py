@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evergrad.recovery import coordinator as endurance
+from evergrad.recovery import coordinator
 from evergrad.recovery.coordinator import Endurance
 from evergrad.recovery.membership import Plan
 
@@ -14,7 +14,7 @@ FIRST = Plan(0, (0, 1))
 
 
 def test_generations_that_come_to_no_point_are_enough_only_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endurance, "_FUTILE", 3)
+    monkeypatch.setattr(coordinator, "_FUTILE", 3)
     job, again = Endurance(0), Plan(1, (0, 1))
     for _ in range(2):
         assert job.objection(FIRST, again) == ""
@@ -27,7 +27,7 @@ def test_generations_that_come_to_no_point_are_enough_only_in_a_row(monkeypatch:
 
 def test_a_job_goes_back_to_one_version_a_few_times_and_to_another_as_often() -> None:
     job, further = Endurance(0), replace(FIRST, point=1)
-    for _ in range(endurance._RETURNS):
+    for _ in range(coordinator._RETURNS):
         for version in ("v10", "v20"):
             assert job.objection(FIRST, replace(further, version=version)) == ""
     objection = job.objection(FIRST, replace(further, version="v10"))

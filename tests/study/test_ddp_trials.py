@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evergrad.errors import EvergradError
-from evergrad.study import tasks as work
+from evergrad.study import tasks
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.rank_group import warm_group
 from evergrad.study.tasks import hit_ranks, perform, rank_seed
@@ -33,7 +33,7 @@ def ranked(first_trial: MakeTrial) -> Iterator[MakeTrial]:
         return replace(trial, training=training, ranks=corrupt, flips=flips)
 
     yield make
-    work.end_groups()
+    tasks.end_groups()
 
 
 def run(folder: Path, trial: Trial) -> Observation:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from evergrad.errors import StudyError, UsageError
-from evergrad.study import checkpoint_cost as measuring
-from evergrad.study import tasks as work
+from evergrad.study import checkpoint_cost, tasks
 from evergrad.study.checkpoint_cost import perform_saving
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import Golden, read_golden
@@ -48,11 +47,11 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Gold
     folder = tmp_path_factory.mktemp("study")
     trial = saved("root")
     perform(folder, golden_work(trial, []))
-    work.end_groups()
+    tasks.end_groups()
     golden = read_golden(folder, trial.training.key)
     assert golden is not None
     yield folder, golden
-    work.end_groups()
+    tasks.end_groups()
 
 
 def check_same(seen: Observation, golden: Golden) -> None:
@@ -93,13 +92,13 @@ def test_a_training_that_is_killed_after_every_epoch_is_the_same_training(
 
 
 def test_saving_that_changes_a_training_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "bb"}))
+    monkeypatch.setattr(checkpoint_cost, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "bb"}))
     with pytest.raises(StudyError, match=r"saving by root changes the training of .*: with saves its weights are aa"):
         perform_saving(tmp_path, saved("root"), _nobody())
 
 
 def test_the_slowest_rank_counts_for_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "aa"}))
+    monkeypatch.setattr(checkpoint_cost, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "aa"}))
     costs = perform_saving(tmp_path, saved("root"), _nobody()).costs
     assert costs["blocked_s"] == (3.0, 4.0)
     assert costs["own_s"] == (2.5, 3.0)
@@ -108,7 +107,7 @@ def test_the_slowest_rank_counts_for_each_save(tmp_path: Path, monkeypatch: pyte
 
 def test_which_block_comes_first_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = _Answers({"with": "aa", "without": "aa"})
-    monkeypatch.setattr(measuring, "warm_group", lambda *_, **__: group)
+    monkeypatch.setattr(checkpoint_cost, "warm_group", lambda *_, **__: group)
     for repetition in (0, 1):
         perform_saving(tmp_path, saved("root", repetition), _nobody())
     assert group.orders == [["without", "with"], ["with", "without"]]

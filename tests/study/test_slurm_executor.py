@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 
 from evergrad.errors import EvergradError, UsageError
-from evergrad.study.executors import base as feeding
-from evergrad.study.executors import listener as reception
-from evergrad.study.executors import slurm
-from evergrad.study.executors import slurm as slurm_jobs
+from evergrad.study.executors import base, listener, slurm
 from evergrad.study.executors.base import Ended, Fate, Task
 from evergrad.study.executors.listener import Reception, Wire
 from evergrad.study.executors.slurm import SlurmCluster
@@ -104,7 +101,7 @@ def test_a_job_that_slurm_does_not_take_is_told_in_its_words(slurm_says: Any, tm
 def test_jobs_that_never_get_ready_are_given_up_with_what_slurm_says(
     slurm_says: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, said: str
 ) -> None:
-    monkeypatch.setattr(feeding, "FAILED_STARTS", 1)
+    monkeypatch.setattr(base, "FAILED_STARTS", 1)
     told = slurm_says(sbatch="echo Submitted batch job 7", squeue=f"echo '7|{row}'")
     with SlurmCluster(tmp_path / "out", REHEARSAL, cpus=3, options={"account": "physics"}) as executor:
         (ended,) = run(executor, ECHO)
@@ -172,7 +169,7 @@ def test_without_slurm_or_submitit_what_is_missing_is_named(tmp_path: Path, monk
         SlurmCluster(tmp_path, REHEARSAL)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UsageError, match=r"pip install .*\[slurm\]"):
-        slurm_jobs.Jobs(tmp_path, slurm_jobs.Wanted())
+        slurm.Jobs(tmp_path, slurm.Wanted())
 
 
 def wires(secret: bytes = b"s", other: bytes = b"s") -> tuple[Wire, Wire]:
@@ -270,7 +267,7 @@ def test_a_stranger_gets_nothing_but_a_nonce_and_not_for_long(monkeypatch: pytes
     strangers[1].sendall(b"x" * 5000)
     while len(hall._since) != 1 or hall._since.keys() != quiet(hall, strangers[2]):
         assert hall.wait(10) == ([], [])
-    monkeypatch.setattr(reception, "_STRANGER_S", 0.0)
+    monkeypatch.setattr(listener, "_STRANGER_S", 0.0)
     assert hall.wait(0.0) == ([], [])
     assert not hall._since
     for stranger in strangers:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evergrad.errors import UsageError
-from evergrad.study import tasks as work
+from evergrad.study import tasks
 from evergrad.study.golden import read_golden
 from evergrad.study.observe import Course, observe
 from evergrad.study.plan import Plan
@@ -164,7 +164,7 @@ def test_ranks_learn_what_one_of_them_has(tmp_path: Path, first_trial: MakeTrial
         weight = run(tmp_path, replace(trial, where="role:model"))
         clean = run(tmp_path, replace(trial, ranks=0))
     finally:
-        work.end_groups()
+        tasks.end_groups()
     # A flipped momentum is one rank's until its weights have made other gradients, which all ranks get.
     assert values(moment, "ranks")[:3] == pytest.approx((0, 1 / 3, 1), rel=1e-5)
     assert values(moment, "elements")[:2] == pytest.approx((0, 1 / 74 / 3), rel=1e-5)

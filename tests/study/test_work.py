@@ -14,7 +14,7 @@ import torch
 import evergrad as eg
 from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.injection.faults import fault_of
-from evergrad.study import sessions as warming
+from evergrad.study import sessions
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.observe import observe
 from evergrad.study.sessions import warm
@@ -28,7 +28,7 @@ MakeTrial = Callable[..., Trial]
 
 def cold() -> None:
     """Forget what is loaded, as a fresh worker would not know it."""
-    warming._warm.clear()
+    sessions._warm.clear()
 
 
 def run(folder: Path, trial: Trial) -> Observation:

@@ -21,16 +21,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from evergrad import __version__
-from evergrad.cli import checkpoints, demo, inject, run, study
-from evergrad.cli import files as convert
-from evergrad.cli import files as diff
-from evergrad.cli import files as inspect
-from evergrad.cli import files as verify
-from evergrad.cli import inject as replay
-from evergrad.cli import inject as undo
-from evergrad.cli import node as agent
-from evergrad.cli import node as doctor
-from evergrad.cli import run as timeline
+from evergrad.cli import checkpoints, demo, files, inject, node, run, study
 from evergrad.cli.output import check_shell, parser_line, printable, safe_streams
 from evergrad.errors import EvergradError, reason
 
@@ -72,17 +63,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
-app.command("inspect", epilog=inspect.EPILOG_INSPECT)(inspect.inspect)
-app.command("verify", epilog=verify.EPILOG_VERIFY)(verify.verify)
-app.command("diff", epilog=diff.EPILOG_DIFF)(diff.diff)
-app.command("convert", epilog=convert.EPILOG_CONVERT)(convert.convert)
+app.command("inspect", epilog=files.EPILOG_INSPECT)(files.inspect)
+app.command("verify", epilog=files.EPILOG_VERIFY)(files.verify)
+app.command("diff", epilog=files.EPILOG_DIFF)(files.diff)
+app.command("convert", epilog=files.EPILOG_CONVERT)(files.convert)
 app.command("inject", epilog=inject.EPILOG)(inject.inject)
-app.command("undo", epilog=undo.EPILOG_UNDO)(undo.undo)
-app.command("replay", epilog=replay.EPILOG_REPLAY)(replay.replay)
+app.command("undo", epilog=inject.EPILOG_UNDO)(inject.undo)
+app.command("replay", epilog=inject.EPILOG_REPLAY)(inject.replay)
 app.command("run", epilog=run.EPILOG, context_settings=run.CONTEXT)(run.run)
-app.command("timeline", epilog=timeline.EPILOG_TIMELINE)(timeline.timeline)
-app.command("doctor", epilog=doctor.EPILOG_DOCTOR)(doctor.doctor)
-app.command("agent", epilog=agent.EPILOG_AGENT)(agent.agent)
+app.command("timeline", epilog=run.EPILOG_TIMELINE)(run.timeline)
+app.command("doctor", epilog=node.EPILOG_DOCTOR)(node.doctor)
+app.command("agent", epilog=node.EPILOG_AGENT)(node.agent)
 app.add_typer(checkpoints.app)
 app.add_typer(study.app)
 

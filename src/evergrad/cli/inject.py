@@ -175,9 +175,9 @@ def report(log: InjectionLog, as_json: bool, out: Path) -> None:
         f"{log.attempts:,} attempted, {log.injected:,} injected, {log.changed:,} changed, "
         f"{log.nonfinite:,} non-finite; {how}, seed {settings.get('seed')}"
     )
-    for reason, names in log.left_out.items():
+    for why, names in log.left_out.items():
         shown = ", ".join(_short(printable(name)) for name in names[:3]) + (" …" if len(names) > 3 else "")
-        print(f"left out, {reason}: {len(names)} tensor{'s' if len(names) != 1 else ''} ({shown})")
+        print(f"left out, {why}: {len(names)} tensor{'s' if len(names) != 1 else ''} ({shown})")
     if log.path is None:
         print("dry run: nothing was changed")
     else:

@@ -21,7 +21,7 @@ from evergrad.formats import Checkpoint
 from evergrad.formats.bitcast import finite, values
 from evergrad.formats.checkpoint import Bits
 from evergrad.injection.faults import Fault, field_of, width
-from evergrad.injection.rng import Draws
+from evergrad.injection.rng import Draws, Integers
 from evergrad.injection.sampling import Population, Sampling, Sites, split
 from evergrad.records import Json, TensorInfo
 
@@ -177,8 +177,6 @@ def _value(bits: int, dtype: DType) -> float | int:
     found: float | int = values(np.array([bits], dtype.bits), dtype)[0].item()
     return found
 
-
-Integers = npt.NDArray[np.int64]
 
 _BIT_ROUNDS = 64
 _SITE_ROUNDS = 16

@@ -20,6 +20,7 @@ from evergrad.errors import DamagedFile, FileAccessError
 from evergrad.formats.data_file import Changes, file_errors, open_file
 from evergrad.formats.durable import replacing
 from evergrad.injection.log import FileChange, Image
+from evergrad.injection.rng import Integers
 
 __all__: list[str] = []
 
@@ -28,7 +29,6 @@ WITNESSES = 64
 WHOLE_BYTES = 1 << 22
 """A file of up to this size is digested whole."""
 
-Integers = npt.NDArray[np.int64]
 Octets = npt.NDArray[np.uint8]
 
 _READ_BYTES = 1 << 22

@@ -14,7 +14,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.formats import Checkpoint
 from evergrad.injection.faults import Fault, width
-from evergrad.injection.rng import Draws
+from evergrad.injection.rng import Draws, Integers
 from evergrad.records import Json, TensorInfo
 from evergrad.state import select
 from evergrad.state.selection import Where
@@ -28,7 +28,6 @@ __all__: list[str] = []
 # A *number* is an element, or one part of a complex element; they are counted through all tensors of the selection,
 # in file order. Tensors that lie in the same bytes (tied weights, views) are hit under one name only.
 
-Indices = npt.NDArray[np.int64]
 _PIECE = 1 << 18  # elements whose addresses are looked at together
 
 Starts: TypeAlias = "Integers | int"
@@ -45,7 +44,7 @@ class Population:
     """Why tensors of the selection cannot be hit → their names."""
 
     @property
-    def sizes(self) -> Indices:
+    def sizes(self) -> Integers:
         """Places in each tensor at which a fault may begin."""
         return np.array([n if isinstance(n, int) else len(n) for n in self.starts], np.int64)
 
@@ -54,7 +53,7 @@ class Population:
         """Bits of all tensors that may be hit."""
         return sum(8 * info.nbytes for info in self.tensors)
 
-    def numbers(self, tensor: int, places: Indices) -> Indices:
+    def numbers(self, tensor: int, places: Integers) -> Integers:
         """From places in a tensor to numbers in it."""
         starts = self.starts[tensor]
         return places if isinstance(starts, int) else starts[places]
@@ -168,18 +167,18 @@ def _byte_by_byte(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[
     return found
 
 
-def _claimed(taken: npt.NDArray[np.bool_], where: Indices, size: int) -> Indices:
+def _claimed(taken: npt.NDArray[np.bool_], where: Integers, size: int) -> Integers:
     """The elements whose bytes are free, of those in the same bytes the first; their bytes are taken from then on."""
     rows = np.flatnonzero(~taken[where])
     rows = rows[np.sort(np.unique(where[rows], return_index=True)[1])]
     bytes_of = where[rows][:, None] + np.arange(size)
     free = ~taken[bytes_of].any(axis=1)
     taken[bytes_of[free]] = True
-    claimed: Indices = rows[free]
+    claimed: Integers = rows[free]
     return claimed
 
 
-def _addresses(ck: Checkpoint, info: TensorInfo) -> Iterator[tuple[Indices, Indices]]:
+def _addresses(ck: Checkpoint, info: TensorInfo) -> Iterator[tuple[Integers, Integers]]:
     """Pieces of a tensor: elements, and the byte at which each begins; in a row, if the format cannot tell.
 
     Along an axis that an expanded tensor repeats, the first element stands for all others in its bytes.
@@ -245,7 +244,6 @@ def _few(names: list[str]) -> str:
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-Integers = npt.NDArray[np.int64]
 Sampling: TypeAlias = Literal["element", "tensor"]
 
 _MEGABIT = 1 << 20

@@ -645,7 +645,8 @@ def _spread(results: Results, table: Table) -> list[Block]:
                 {
                     "type": "scatter", "mode": "lines+markers", "name": cell or "all", "legendgroup": cell,
                     "x": [_at(table, row, "steps") for row, _ in found], "y": [value.value for _, value in found],
-                    "error_y": _errors_watched([value for _, value in found]), "text": [str(value) for _, value in found],
+                    "error_y": _errors_watched([value for _, value in found]),
+                    "text": [str(value) for _, value in found],
                     "hovertemplate": f"{cell}<br>after %{{x}} steps: %{{text}} %<extra></extra>",
                     "line": {"color": series_colour(index), "dash": _DASHES[index % len(_DASHES)]},
                     "marker": {"size": 7, "symbol": _SYMBOLS_WATCHED[index % len(_SYMBOLS_WATCHED)]},

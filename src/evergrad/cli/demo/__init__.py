@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.demo import chapters as demo_checkpoints
-from evergrad.cli.demo import chapters as demo_files
-from evergrad.cli.demo import chapters as demo_recovery
-from evergrad.cli.demo import chapters as demo_study
+from evergrad.cli.demo import chapters
 from evergrad.cli.output import JsonOption, console, print_json
 from evergrad.errors import FileAccessError, UsageError, nearest, reason
 
@@ -37,20 +34,20 @@ class Chapter:
 
 
 CHAPTERS = (
-    Chapter("files", "flip bits of a checkpoint, find and undo them", demo_files.tell_of_files),
+    Chapter("files", "flip bits of a checkpoint, find and undo them", chapters.tell_of_files),
     Chapter(
         "checkpoints",
         "kill and preempt trainers, and go on",
-        demo_checkpoints.tell_of_checkpoints,
-        demo_checkpoints.PROCESSES_CHECKPOINTS,
+        chapters.tell_of_checkpoints,
+        chapters.PROCESSES_CHECKPOINTS,
     ),
     Chapter(
         "recovery",
         "lose ranks in the middle of training",
-        demo_recovery.tell_of_recovery,
-        demo_recovery.PROCESSES_RECOVERY,
+        chapters.tell_of_recovery,
+        chapters.PROCESSES_RECOVERY,
     ),
-    Chapter("study", "what flipped bits do to training, with intervals", demo_study.tell_of_studies),
+    Chapter("study", "what flipped bits do to training, with intervals", chapters.tell_of_studies),
 )
 
 EPILOG = (
