@@ -297,8 +297,8 @@ def test_json_has_every_check_and_a_failure_is_exit_code_1(
 
 def test_the_doctor_does_not_import_torch_itself() -> None:
     code = (
-        "import sys\nfrom evergrad.doctor import examine\nfrom pathlib import Path\n"
-        "torch_probe.probe = lambda: {n: {'error': 'x'} for n in "
+        "import sys\nfrom evergrad import doctor\nfrom evergrad.doctor import examine\nfrom pathlib import Path\n"
+        "doctor.probe_torch = lambda: {n: {'error': 'x'} for n in "
         "('numpy', 'xxhash', 'torch', 'cuda', 'transports', 'gloo')}\n"
         "list(examine(Path(sys.argv[1])))\nassert not {'torch', 'numpy'} & set(sys.modules)"
     )

@@ -532,7 +532,7 @@ def test_the_batches_of_one_call_are_one_epoch_and_a_second_loop_over_them_is_re
     with pytest.raises(UsageError, match=r"Call job\.batches\(loader\) anew for each epoch"):
         list(batches)
     with pytest.raises(TypeError):
-        len(batches)  # type: ignore[arg-type] (not known before the epoch begins, and other after a loss)
+        len(batches)  # its length is not known before the epoch begins, and differs after a loss
 
 
 def test_batches_that_are_taken_in_parts_may_be_asked_once_too_often(job: Job) -> None:

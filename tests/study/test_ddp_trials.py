@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from evergrad.errors import EvergradError
-from evergrad.study import tasks
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.rank_group import warm_group
+from evergrad.study.rank_group import end_groups, warm_group
 from evergrad.study.tasks import hit_ranks, perform, rank_seed
 from evergrad.study.trials import End, Observation, Outcome, Trial, golden_work, judge, replay_work, trial_work
 from evergrad.training.settings import Training
@@ -33,7 +32,7 @@ def ranked(first_trial: MakeTrial) -> Iterator[MakeTrial]:
         return replace(trial, training=training, ranks=corrupt, flips=flips)
 
     yield make
-    tasks.end_groups()
+    end_groups()
 
 
 def run(folder: Path, trial: Trial) -> Observation:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from evergrad.errors import StudyError, UsageError
-from evergrad.study import checkpoint_cost, tasks
+from evergrad.study import checkpoint_cost
 from evergrad.study.checkpoint_cost import perform_saving
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import Golden, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
 from evergrad.study.probe_tables import cost_table, median_interval
+from evergrad.study.rank_group import end_groups
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_formats import Quantity
 from evergrad.study.tasks import perform
@@ -47,11 +48,11 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Gold
     folder = tmp_path_factory.mktemp("study")
     trial = saved("root")
     perform(folder, golden_work(trial, []))
-    tasks.end_groups()
+    end_groups()
     golden = read_golden(folder, trial.training.key)
     assert golden is not None
     yield folder, golden
-    tasks.end_groups()
+    end_groups()
 
 
 def check_same(seen: Observation, golden: Golden) -> None:

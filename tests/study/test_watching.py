@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from evergrad.errors import UsageError
-from evergrad.study import tasks
 from evergrad.study.golden import read_golden
 from evergrad.study.observe import Course, observe
 from evergrad.study.plan import Plan
@@ -19,6 +18,7 @@ from evergrad.study.plan_files import parse
 from evergrad.study.probe import GUARDS
 from evergrad.study.probe_tables import guard_table, spread_table, watched_to_json
 from evergrad.study.probes import Guards, make_watchers
+from evergrad.study.rank_group import end_groups
 from evergrad.study.results import Cell, Results
 from evergrad.study.sessions import warm
 from evergrad.study.table_formats import Quantity, Table
@@ -164,7 +164,7 @@ def test_ranks_learn_what_one_of_them_has(tmp_path: Path, first_trial: MakeTrial
         weight = run(tmp_path, replace(trial, where="role:model"))
         clean = run(tmp_path, replace(trial, ranks=0))
     finally:
-        tasks.end_groups()
+        end_groups()
     # A flipped momentum is one rank's until its weights have made other gradients, which all ranks get.
     assert values(moment, "ranks")[:3] == pytest.approx((0, 1 / 3, 1), rel=1e-5)
     assert values(moment, "elements")[:2] == pytest.approx((0, 1 / 74 / 3), rel=1e-5)

@@ -1,16 +1,4 @@
-"""
-
-What became of every unit of an epoch: used, lost, dropped, or not yet used.
-
-One byte a unit, written when a step has been applied and never before: a step that is rolled back leaves no trace.
-The books do not ask how units were dealt. They are told which places of the dealt sequence went into a step, and count
-for themselves, so that they can contradict the dealing.
-
-    >>> books = Books(5)
-    >>> books.enter(0, 6)  # five units for two ranks: unit 0 comes again as padding
-    >>> print(books.summary())
-    5 units: 5 used once, 0 lost, 0 dropped, 0 unused; 1 padding, 0 idle, 0 twice
-Which units of an epoch go to which rank in which batch, and how what is left is dealt again after a loss.
+"""The elastic sampler: which units of an epoch go to which rank in which batch, also after the number of ranks changes.
 
 A *unit* is a position in the epoch's order: a sample, or a whole batch of the user's own batch sampler. The sequence
 that is dealt is 0, 1, …, units-1, from the beginning again where it is padded. Each step takes the next *block* of it,
@@ -31,6 +19,17 @@ another block size and another N:
     >>> epoch.use(1, 4)
     >>> epoch.books.summary().is_complete
     True
+
+The accounting of samples: what became of every unit of an epoch: used, lost, dropped, or not yet used.
+
+One byte a unit, written when a step has been applied and never before: a step that is rolled back leaves no trace.
+The books do not ask how units were dealt. They are told which places of the dealt sequence went into a step, and count
+for themselves, so that they can contradict the dealing.
+
+    >>> books = Books(5)
+    >>> books.enter(0, 6)  # five units for two ranks: unit 0 comes again as padding
+    >>> print(books.summary())
+    5 units: 5 used once, 0 lost, 0 dropped, 0 unused; 1 padding, 0 idle, 0 twice
 """
 
 from __future__ import annotations

@@ -643,4 +643,4 @@ class Job:
 
     def _site(self, phase: Phase, bucket: int | None = None, at: Any = None) -> None:
         if self._sites.is_armed(self._course.step):
-            self._sites.reach(phase, self._course.step, self._crew, bucket, at)
+            self._sites.reach(phase, self._course.step, bucket, at)

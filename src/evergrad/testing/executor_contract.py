@@ -111,7 +111,7 @@ class ExecutorContract:
         )
         assert found["ours"] == Ended("ours", Fate.BROKEN, None, "no such layer")
         assert found["other"].fate is Fate.BROKEN
-        for part in ("ValueError", "rehearsal.py:", r"bad\nshape"):
+        for part in ("ValueError", "selftest.py:", r"bad\nshape"):
             assert part in found["other"].reason
         assert found["fine"].fate is Fate.DONE
 

@@ -20,6 +20,8 @@ from evergrad.errors import FileAccessError, UsageError, nearest, reason
 if TYPE_CHECKING:
     from evergrad.records import Json
 
+__all__ = ["demo"]
+
 
 @dataclass(frozen=True, slots=True)
 class Chapter:

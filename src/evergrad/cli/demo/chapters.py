@@ -394,7 +394,7 @@ def _run(run: Path, options: tuple[str, ...], say: Callable[[str], None]) -> _Ru
 
     command = ["run", "-n", str(_RANKS), *options]
     say(f"\n[bold]$ evergrad {shlex.join(command)} demo_job.py[/bold]")
-    script = Path(__file__).with_name("demo_job.py")
+    script = Path(__file__).with_name("job.py")
     environment = {"EVERGRAD_RECORD_WEIGHTS": "1", "EVERGRAD_AWAITED": str(_RANKS) if "--spares" in options else ""}
     job = start(_launch, [*command, "--fork", "--out", str(run), str(script)], environment, is_heard=True)
     lines = []

@@ -15,18 +15,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from evergrad.errors import UsageError
 from evergrad.recovery.failures import network
 from evergrad.recovery.failures.schedule import At, Failure, Failures, Phase
 from evergrad.recovery.launch.node_protocol import NodeKeys
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.store import Sealed
-from evergrad.recovery.worker import Crew, Launched
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from evergrad.recovery.store import Sealed
+    from evergrad.recovery.worker import Crew, Launched
 
 __all__: list[str] = []
 
@@ -425,6 +427,8 @@ class Sites:
     """This rank's sites; without a schedule none of them costs anything."""
 
     def __init__(self, failures: Failures, crew: Crew, nodes: Sequence[str], tell: Callable[..., None]) -> None:
+        from evergrad.recovery.worker import Launched  # it brings torch along, which triggers do without
+
         self._nodes = nodes
         self._trigger: Trigger | None = None
         self._acts: LiveActs | None = None
@@ -451,11 +455,11 @@ class Sites:
             return False
         return self._acts.pace is not None or self._trigger.is_armed(step, self._crew.plan.generation)
 
-    def reach(self, phase: Phase, step: int, crew: Crew, bucket: int | None = None, at: At | None = None) -> None:
+    def reach(self, phase: Phase, step: int, bucket: int | None = None, at: At | None = None) -> None:
         """This rank is at a site; it may not come back from there."""
         assert self._trigger is not None
         assert self._acts is not None
-        assert isinstance(crew, Launched)
+        crew = self._crew
         generation = crew.plan.generation
         if self._trigger.is_armed(step, generation):
             nodes = [self._node_of(crew, uid) for uid in crew.plan.members]
@@ -481,6 +485,8 @@ class Sites:
         """
         if self._trigger is None:
             return
+        import torch
+
         syncs: Any = module
 
         def trains() -> bool:
