@@ -49,10 +49,10 @@ def damages(data: bytes, seed: str) -> Iterator[tuple[str, bytes]]:
 
 def record_events(folder: Path) -> Path:
     with timeline.Recorder(folder / "timeline.jsonl", "launcher") as recorder:
-        recorder.record("begin", pid=1)
+        recorder.record("launcher_started", pid=1)
         for step in range(3):
             recorder.record("step", step=step)
-        recorder.record("end")
+        recorder.record("launcher_ended")
     (folder / "run.json").write_text('{"schema_version": 1, "command": ["python", "train.py"], "host": "n1"}\n')
     return folder / "timeline.jsonl"
 
@@ -126,7 +126,7 @@ def test_a_damaged_record_is_one_line(kind: str, tmp_path: Path) -> None:
 def test_one_event_of_another_schema_does_not_hide_the_others(line: int, tmp_path: Path) -> None:
     path = record_events(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
-    lines[line] = lines[line].replace(b'"schema_version": 1', b'"schema_version": 3')  # one bit
+    lines[line] = lines[line].replace(b'"schema_version": 2', b'"schema_version": 3')  # one bit
     path.write_bytes(b"".join(lines))
     damaged: list[int] = []
     assert len(list(timeline.read(path, damaged))) == 4

@@ -53,7 +53,7 @@ def launch(name: str, folder: Path, width: int, blocks: int) -> list[Sample]:
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / "logs").glob("*.json"))]
     assert len(ranks) == RANKS, f"{len(ranks)} of {RANKS} ranks have written what they measured"
     samples: list[Sample] = [{"time_s": statistics.median(block)} for block in zip(*ranks, strict=True)]
-    checks = [event for event in read(folder / "run" / "timeline.jsonl") if event.event == "checked"]
+    checks = [event for event in read(folder / "run" / "timeline.jsonl") if event.event == "guard_check"]
     if VARIANTS[name]:
         wrong = [event for event in checks if event.fields["status"] != "ok"]
         assert checks, "the guard has checked nothing"

@@ -97,7 +97,7 @@ def evergrad(scenario: Scenario, sites: Sequence[Site], size: Size, folder: Path
     unasked = [
         f"process {event.fields['uid']} died of {event.fields['how']}, which nobody had asked for"
         for event in read(timeline)
-        if event.event == "death" and event.fields["uid"] not in killed
+        if event.event == "process_lost" and event.fields["uid"] not in killed
     ]
     return Found(recoveries(lines, kills), unasked, phases(lines, timeline, kills))
 

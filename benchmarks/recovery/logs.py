@@ -54,8 +54,8 @@ def kills_of(lines: Iterable[Line], timeline: Path | None = None) -> list[Kill]:
     for event in read(timeline):
         if event.event == "plan":
             generation = _number(event, "generation")
-        elif event.event == "killing":
-            found.append(Kill(event.mono, int(event.who.split()[-1]), generation))
+        elif event.event == "kill_injected":
+            found.append(Kill(event.monotonic, int(event.source.split()[-1]), generation))
     return found
 
 
@@ -112,15 +112,21 @@ def phases(lines: Sequence[Line], timeline: Path, kills: Sequence[Kill]) -> list
     events = list(read(timeline))
     found: list[Sample] = []
     for kill, end in zip(kills, [*(kill.t for kill in kills[1:]), float("inf")], strict=True):
-        within = [event for event in events if kill.t <= event.mono < end]
+        within = [event for event in events if kill.t <= event.monotonic < end]
         old, new = kill.generation, kill.generation + 1
-        of_old = {name: _times(within, name, old) for name in ("death", "report")}
-        of_new = {name: _times(within, name, new) for name in ("plan", "verdict", "going on")}
+        of_old = {name: _times(within, name, old) for name in ("process_lost", "report")}
+        of_new = {name: _times(within, name, new) for name in ("plan", "verdict", "recovered")}
         if not all(of_old.values()) or not all(of_new.values()):
             continue
         again = [line.t for line in lines if line.event == "again" and kill.t < line.t < end]
-        marks = [kill.t, max(of_old["report"]), max(of_old["death"]), max(of_new["plan"]), max(of_new["verdict"])]
-        marks += [max(again) if again else marks[-1], max(of_new["going on"])]
+        marks = [
+            kill.t,
+            max(of_old["report"]),
+            max(of_old["process_lost"]),
+            max(of_new["plan"]),
+            max(of_new["verdict"]),
+        ]
+        marks += [max(again) if again else marks[-1], max(of_new["recovered"])]
         for index in range(1, len(marks)):  # what came before it was its turn takes no time of its own
             marks[index] = max(marks[index], marks[index - 1])
         found.append({name: b - a for name, a, b in zip(PHASES, marks[:-1], marks[1:], strict=True)})
@@ -128,7 +134,7 @@ def phases(lines: Sequence[Line], timeline: Path, kills: Sequence[Kill]) -> list
 
 
 def _times(events: Iterable[Event], name: str, generation: int) -> list[float]:
-    return [event.mono for event in events if event.event == name and _number(event, "generation") == generation]
+    return [event.monotonic for event in events if event.event == name and _number(event, "generation") == generation]
 
 
 def _number(event: Event, name: str) -> int:

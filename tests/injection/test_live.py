@@ -125,7 +125,7 @@ def test_what_was_hit_is_in_the_timeline(tmp_path: Path) -> None:
     failure = Failure.parse("flip rank=1 step=7 where=model/** bits=exponent-msb count=2")
     acts.flip(1, failure, 5)
     acts.flip(1, Failure.parse("flip rank=1 step=7 fault=setvalue:value=nan"), 6)
-    *flips, last = [event.fields for event in read(tmp_path / "timeline.jsonl") if event.event == "flipped"]
+    *flips, last = [event.fields for event in read(tmp_path / "timeline.jsonl") if event.event == "bit_flip_injected"]
     assert len(flips) == 2
     for told in flips:
         assert told["rank"] == 1

@@ -79,22 +79,22 @@ def main() -> int:
 def report(ran: JobRun, epochs: int) -> str:
     """What happened, in numbers and a line for each generation."""
     counts = Counter(event.event for event in ran.timeline)
-    shown = ("killing", "stopping", "slowed", "cut", "flipped", "asked to leave", "death", "corrupted", "goes back",
-             "restored", "begins anew", "change", "plan")  # fmt: skip
+    shown = ("kill_injected", "stop_injected", "slowdown_injected", "network_cut_injected", "bit_flip_injected",
+             "leave_injected", "leave_requested", "process_lost", "corruption_found", "rollback_to_version",
+             "restored", "process_restarted", "change_requested", "plan")  # fmt: skip
     lines = [", ".join(f"{name} {counts[name]}" for name in shown)]
-    begun = ran.timeline[0].mono
+    begun = ran.timeline[0].monotonic
     for event in ran.timeline:
+        at_s = event.monotonic - begun
         fields = event.fields
         if event.event == "plan":
             lines.append(
-                f"{event.mono - begun:7.2f} s  generation {fields['generation']:3}: {len(fields['members'])} ranks, "  # type: ignore[arg-type]
+                f"{at_s:7.2f} s  generation {fields['generation']:3}: {len(fields['members'])} ranks, "  # type: ignore[arg-type]
                 f"{fields['verdicts']}, dead {fields['dead']}, left {fields['left']}, joined {fields['joiners']}"
                 + (", from a checkpoint" if fields["restart"] else "")
             )
-        elif event.event == "death":
-            lines.append(
-                f"{event.mono - begun:7.2f} s  process {fields['uid']} (rank {fields['rank']}): {fields['how']}"
-            )
+        elif event.event == "process_lost":
+            lines.append(f"{at_s:7.2f} s  process {fields['uid']} (rank {fields['rank']}): {fields['how']}")
     lines += [f"epoch {epoch} of {epochs}: {books}" for epoch, books in ran.books.items()]
     return "\n".join(lines)
 

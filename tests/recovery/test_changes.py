@@ -27,7 +27,7 @@ def assert_whole(ran: Ran, epochs: int) -> None:
 def test_a_rank_that_is_asked_to_leave_leaves_between_two_steps(launch: Launch, strategy: str) -> None:
     ran = launch("-n", 4, "--strategy", strategy, "--fail", "leave rank=2 step=3", arguments=["--epochs", 2])
     assert ran.code == 0, ran.said
-    assert not ran.events("death")
+    assert not ran.events("process_lost")
     (plan,) = [event for event in ran.events("plan") if event["generation"] == 1]
     assert plan["left"] == [2]
     assert plan["kind"] == "join"
@@ -81,7 +81,7 @@ def test_all_leave_together_with_a_last_checkpoint_and_the_next_run_goes_on_ther
     undisturbed = launch("-n", 2, name="undisturbed", arguments=["--epochs", 2])
     first = launch("-n", 2, "--fail", "leave random=2 step=4", name="first", arguments=checkpoints)
     assert (first.code, first.results) == (75, {}), first.said
-    left = first.events("leaves")
+    left = first.events("rank_left")
     assert {event["step"] for event in left} == {5}
     second = launch("-n", 2, name="second", arguments=checkpoints)
     assert second.code == 0, second.said

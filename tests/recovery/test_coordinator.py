@@ -157,7 +157,7 @@ def test_all_finish_and_spares_are_sent_home(jobs: Callable[..., Job]) -> None:
     outcome = job.finish(plan)
     assert (outcome.kind, outcome.exit_code, outcome.failures_survived) == ("finished", 0, 0)
     assert job.called(2) == -1
-    assert job.event("finished")["step"] == job.coordinator.step == 41
+    assert job.event("job_finished")["step"] == job.coordinator.step == 41
     job.coordinator.started(9)  # too late
     assert job.called(9) == -1
 
@@ -173,8 +173,8 @@ def test_after_a_death_the_others_redo_the_step(jobs: Callable[..., Job]) -> Non
     assert (plan.members, plan.verdicts, plan.dead) == ((0, 2), {0: REDO, 2: REDO}, (1,))
     outcome = job.finish(plan)
     assert (outcome.kind, outcome.failures_survived) == ("finished", 1)
-    assert job.event("death") == {"uid": 1, "rank": 1, "code": -9, "how": "SIGKILL", "generation": 0}
-    assert job.event("broken")["reason"] == "rank 1 ended with SIGKILL"
+    assert job.event("process_lost") == {"uid": 1, "rank": 1, "code": -9, "how": "SIGKILL", "generation": 0}
+    assert job.event("generation_broken")["reason"] == "rank 1 ended with SIGKILL"
     told = [fields for event, fields in job.events if event == "plan"]
     assert told[1]["verdicts"] == {"redo": 2}
     assert (told[0]["exact"], told[1]["exact"], told[1]["strategy"]) == (True, False, "rollback")
@@ -292,7 +292,7 @@ def test_a_generation_that_broke_by_itself_is_made_again(jobs: Callable[..., Job
     job.all_report(first)
     plan = job.plan(1)
     assert (plan.members, plan.dead) == ((0, 1), ())
-    assert job.event("broken")["reason"] == "connection reset"
+    assert job.event("generation_broken")["reason"] == "connection reset"
     assert job.finish(plan).failures_survived == 0
 
 
@@ -342,7 +342,7 @@ def test_too_few_ranks_end_the_job_and_everyone_is_told(jobs: Callable[..., Job]
         "No restart: no process can be started. "
         "Start it again with more spares or a lower --min-ranks; with a checkpointer it goes on where it saved."
     )
-    assert job.event("too-few")["message"] == outcome.message
+    assert job.event("job_too_few")["message"] == outcome.message
     assert job.store.find(Keys.fatal) == outcome.message
     assert job.called(3) == -1
 
@@ -413,7 +413,7 @@ def test_a_relaunch_starts_what_is_missing(jobs: Callable[..., Job]) -> None:
     assert asked == [SpawnRequest(1, 1, 1), SpawnRequest(3, 1, 3)]
     assert [job.called(uid) for uid in (4, 50, 51)] == [1, 1, 1]
     assert job.coordinator.alive == 4
-    assert [fields["uid"] for event, fields in job.events if event == "spawn"] == [50, 51]
+    assert [fields["uid"] for event, fields in job.events if event == "process_spawned"] == [50, 51]
     assert job.finish(plan).failures_survived == 3
 
 
@@ -492,9 +492,9 @@ def test_a_survivor_that_is_late_is_named_once_and_waited_for(
     first = job.begin()
     job.coordinator.exited(0, -9)
     job.report(first, 1, 3)
-    assert 2 in job.event("late")["uids"]
+    assert 2 in job.event("reports_late")["uids"]
     with job.told:
-        assert not job.told.wait_for(lambda: sum(event == "late" for event, _ in job.events) > 1, 0.05)
+        assert not job.told.wait_for(lambda: sum(event == "reports_late" for event, _ in job.events) > 1, 0.05)
     job.report(first, 2, 3)
     assert job.plan(1).members == (1, 2)
 
@@ -518,7 +518,7 @@ def test_an_exit_is_told_once_and_not_after_the_end(jobs: Callable[..., Job]) ->
     job.finish(job.plan(1))
     job.coordinator.close()
     job.coordinator.exited(99, -15)
-    assert [fields["uid"] for event, fields in job.events if event == "death"] == [0]
+    assert [fields["uid"] for event, fields in job.events if event == "process_lost"] == [0]
     assert job.outcome().kind == "finished"
 
 

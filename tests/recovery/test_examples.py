@@ -24,7 +24,7 @@ def test_the_wrapped_loop_prints_the_losses_of_the_plain_one_also_when_a_rank_is
     plain = losses(launch("-n", 2, name="plain", script=EXAMPLES / "ddp_plain.py"))
     assert losses(launch("-n", 2, name="wrapped", script=EXAMPLES / "ddp_evergrad.py")) == plain
     killed = launch("-n", 2, "--spares", 1, "--fail", "kill rank=1 step=9", script=EXAMPLES / "ddp_evergrad.py")
-    assert len(killed.events("killing")) == 1
+    assert len(killed.events("kill_injected")) == 1
     assert losses(killed) == plain
 
 
@@ -32,5 +32,5 @@ def test_the_guarded_loop_prints_the_same_losses_with_a_flipped_bit(launch: Call
     undisturbed = losses(launch("-n", 3, name="undisturbed", script=EXAMPLES / "guarded.py"))
     fault = "flip rank=1 step=9 phase=optimizer where=model/2.weight bits=mantissa"
     flipped = launch("-n", 3, "--fail", fault, script=EXAMPLES / "guarded.py")
-    assert [event["path"] for event in flipped.events("corrupted")] == ["model/2.weight"]
+    assert [event["path"] for event in flipped.events("corruption_found")] == ["model/2.weight"]
     assert losses(flipped) == undisturbed

@@ -103,7 +103,7 @@ def open_files(pid: int) -> set[str]:
 
 def test_a_stopped_rank_stands_still_and_whoever_wakes_it_up_is_nothing_of_it() -> None:
     with process(VICTIM, "stop rank=1 step=0 for=600") as victim:
-        assert line(victim) == "stopping {'ranks': [1], 'uids': [], 'for_s': 600.0}"
+        assert line(victim) == "stop_injected {'ranks': [1], 'uids': [], 'for_s': 600.0}"
         await_stop(victim)
         assert state(victim) == "T"
         (waker,) = children(victim.pid)
@@ -116,7 +116,7 @@ def test_a_stopped_rank_stands_still_and_whoever_wakes_it_up_is_nothing_of_it() 
 
 def test_a_stopped_rank_goes_on_when_its_time_is_over() -> None:
     with process(VICTIM, "stop rank=1 step=0 for=0.2") as victim:
-        assert line(victim) == "stopping {'ranks': [1], 'uids': [], 'for_s': 0.2}"
+        assert line(victim) == "stop_injected {'ranks': [1], 'uids': [], 'for_s': 0.2}"
         assert line(victim) == "goes on"
         assert line(victim) == "after"
         assert children(victim.pid) == [], "who woke it up is gone"
@@ -148,20 +148,20 @@ def test_the_ranks_of_a_node_stop_and_go_on_together() -> None:
     with process(IDLE) as other:
         assert line(other) == "there"
         with process(VICTIM, "stop node=0 step=0 for=0.2", str(other.pid)) as first:
-            assert line(first) == "stopping {'ranks': [0, 1], 'uids': [10, 11], 'for_s': 0.2}"
+            assert line(first) == "stop_injected {'ranks': [0, 1], 'uids': [10, 11], 'for_s': 0.2}"
             assert [line(other), line(first)] == ["goes on"] * 2
 
 
 def test_who_leaves_is_asked_to_by_sigterm() -> None:
     with process(VICTIM, "leave rank=1 step=0") as victim:
-        assert line(victim) == "asked to leave {'ranks': [1], 'uids': []}"
+        assert line(victim) == "leave_injected {'ranks': [1], 'uids': []}"
         assert line(victim) == "asked"
         assert line(victim) == "after"
 
 
 def test_who_is_killed_says_so_first() -> None:
     with process(VICTIM, "kill rank=1 step=0") as victim:
-        assert line(victim) == "killing {'ranks': [1], 'uids': []}"
+        assert line(victim) == "kill_injected {'ranks': [1], 'uids': []}"
         assert victim.wait() == -signal.SIGKILL
         assert line(victim) == ""
 
@@ -228,7 +228,7 @@ def test_a_slow_rank_says_so() -> None:
     acts.slow(1, 3.0, None)
     assert acts.pace is not None
     assert not acts.pace.is_over
-    assert told == [("slowed", {"rank": 1, "by": 3.0, "for_s": None})]
+    assert told == [("slowdown_injected", {"rank": 1, "by": 3.0, "for_s": None})]
 
 
 # Failures that come at a time

@@ -68,7 +68,7 @@ def test_replicas_that_are_alike_are_ok_and_one_small_message_says_so(monkeypatc
     assert checked.status is Check.OK
     assert checked.is_verified
     assert sent == [4 * 16], "16 bytes of each rank"
-    assert [event for event, _ in fleet.told] == ["checked"]
+    assert [event for event, _ in fleet.told] == ["guard_check"]
 
 
 def test_a_flipped_bit_is_named_to_the_bit_and_healed() -> None:
@@ -85,7 +85,7 @@ def test_a_flipped_bit_is_named_to_the_bit_and_healed() -> None:
         assert (one.change.count, one.change.first, one.change.bits) == (1, 17, 1 << 30)
         assert one.change.expected == str(fleet.net(0).conv.weight.flatten()[17].item())
         assert fleet.digests(1) == right
-        assert ("corrupted", 1) in [(event, fields.get("rank")) for event, fields in fleet.told]
+        assert ("corruption_found", 1) in [(event, fields.get("rank")) for event, fields in fleet.told]
         assert fleet.check(groups).status is Check.OK
 
 

@@ -25,10 +25,10 @@ def test_a_guard_changes_nothing_and_finds_nothing_where_nothing_is_wrong(launch
     unguarded = launch("-n", 4, arguments=EPOCH)
     assert undisturbed.code == 0, undisturbed.said
     assert ends(unguarded, "state") == ends(undisturbed, "state")
-    checks = undisturbed.events("checked")
+    checks = undisturbed.events("guard_check")
     assert [(check["step"], check["status"]) for check in checks] == [(2, "ok"), (4, "ok"), (6, "ok")][: len(checks)]
     assert len(checks) >= 2
-    assert not undisturbed.events("suspicious")
+    assert not undisturbed.events("step_suspicious")
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_a_flip_on_one_rank_is_found_named_and_healed(launch: Launch, undisturbe
     fault = f"flip rank={rank} step=3 phase=optimizer where={where} bits=mantissa"
     ran = launch("-n", 4, "--fail", fault, arguments=[*EPOCH, "--guard", 2])
     assert ran.code == 0, ran.said
-    assert ran.events("flipped")
-    found = ran.events("corrupted")  # what the optimizer has wrong it has put into the weights by then
+    assert ran.events("bit_flip_injected")
+    found = ran.events("corruption_found")  # what the optimizer has wrong it has put into the weights by then
     assert where in {each["path"] for each in found}
     assert {(each["rank"], each["step"], each["healed"]) for each in found} == {(rank, 4, True)}
     assert ends(ran) == ends(undisturbed)
@@ -59,8 +59,8 @@ def test_a_wild_gradient_is_noticed_before_the_step_and_the_step_done_again(laun
     fault = "flip rank=1 step=12 phase=forward where=model/8.weight bits=exponent-msb"
     ran = launch("-n", 3, "--fail", fault, arguments=arguments)
     assert ran.code == 0, ran.said
-    assert ran.events("suspicious"), ran.said
-    (found,) = ran.events("corrupted")
+    assert ran.events("step_suspicious"), ran.said
+    (found,) = ran.events("corruption_found")
     assert (found["path"], found["rank"], found["healed"]) == ("model/8.weight", 1, True)
     assert ends(ran) == ends(undisturbed)
     assert ends(ran, "state") == ends(undisturbed, "state")
@@ -72,8 +72,8 @@ def test_without_a_majority_all_go_back_to_what_was_verified(launch: Launch, tmp
     fault = "flip rank=1 step=5 phase=optimizer where=model/0.weight bits=exponent"
     ran = launch("-n", 2, "--fail", fault, arguments=arguments)
     assert ran.code == 0, ran.said
-    assert "no majority" in ran.events("checked")[2]["why"], ran.said
-    assert {event["version"][:11] for event in ran.events("goes back")} == {"v0000000004"}
+    assert "no majority" in ran.events("guard_check")[2]["reason"], ran.said
+    assert {event["version"][:11] for event in ran.events("rollback_to_version")} == {"v0000000004"}
     assert [event["step"] for event in ran.events("restored") if event["step"]] == [4, 4]
     assert ends(ran) == ends(undisturbed)
 
@@ -94,5 +94,5 @@ def test_a_rank_lost_at_a_check_is_survived(launch: Launch, undisturbed: Ran) ->
         arguments=[*EPOCH, "--guard", 2, "--await-spare", 4],
     )  # fmt: skip
     assert ran.code == 0, ran.said
-    assert {check["status"] for check in ran.events("checked")} == {"ok"}
+    assert {check["status"] for check in ran.events("guard_check")} == {"ok"}
     assert len(ends(ran)) == 1

@@ -112,7 +112,7 @@ def test_a_bit_flipped_in_a_buffer_is_named_and_healed(keeps: bool) -> None:
         assert change is not None
         assert (change.count, change.first, change.bits) == (1, 2, 1 << 23)
         assert torch.equal(mean(owners.nets[1]), right)
-        assert [each["event"] for each in owners.told] == ["corrupted"]
+        assert [each["event"] for each in owners.told] == ["corruption_found"]
         assert owners.check().status is Check.OK, "it can be judged again"
 
 

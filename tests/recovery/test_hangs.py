@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "hanging_trainer.py"
 
 
 def lost(ran: Ran) -> list[tuple[int, str]]:
-    return [(event["uid"], event["how"]) for event in ran.events("death")]
+    return [(event["uid"], event["how"]) for event in ran.events("process_lost")]
 
 
 def weights(ran: Ran) -> set[str]:
@@ -41,7 +41,7 @@ def test_a_stopped_rank_is_noticed_replaced_and_named_with_its_stack(launch: Lau
         arguments=["--epochs", 1, "--await-spare", 3],
     )
     assert ran.code == 0, ran.said
-    (death,) = ran.events("death")
+    (death,) = ran.events("process_lost")
     assert death["uid"] == 1
     assert "has been stopped" in death["how"]
     assert "trainer.py" in death["stack"], "where its script was"
@@ -68,7 +68,7 @@ def test_who_is_resumed_after_it_was_declared_dead_ends_without_doing_anything(l
     assert [uid for uid, _ in lost(ran)] == [1]
     assert "taken for dead" in ran.stderr, ran.said
     assert 1 not in ran.results
-    wrote = [event for event in ran.events() if event["who"] == "uid 1" and event["event"] == "not saved"]
+    wrote = [event for event in ran.events() if event["source"] == "uid 1" and event["event"] == "save_skipped"]
     assert wrote, "it knew that nothing of it counts"
     assert len(weights(ran)) == 1
 
@@ -90,7 +90,7 @@ def test_a_hung_rank_is_reported_and_then_replaced(launch: Launch) -> None:
     ran = launch("-n", 3, "--late", 0.5, "--hung", 2, script=SCRIPT)
     assert ran.code == 0, ran.said
     # On a busy machine others may be late too, for a moment.
-    (late,) = [event for event in ran.events("late") if event.get("rank") == 1 and event["generation"] == 0]
+    (late,) = [event for event in ran.events("rank_late") if event.get("rank") == 1 and event["generation"] == 0]
     assert "wait_for_nothing" in late["stack"]
     ((uid, how),) = lost(ran)
     assert uid == 1
@@ -128,5 +128,5 @@ def test_a_launcher_that_was_stopped_itself_loses_nobody(tmp_path: Path) -> None
         process.kill()
         process.wait()
     assert process.returncode == 0, stderr
-    assert '"death"' not in timeline.read_text()
+    assert '"process_lost"' not in timeline.read_text()
     assert len(list((tmp_path / "out").glob("*.json"))) == 2

@@ -23,7 +23,7 @@ def test_a_spare_on_a_gpu_ends_with_the_undisturbed_weights(launch: Callable[...
     assert {one["rank"]: one["state"] for one in ran.results.values()} == {
         one["rank"]: one["state"] for one in clean.results.values()
     }
-    assert ran.events("joined")[0]["exact"]
+    assert ran.events("rank_joined")[0]["exact"]
 
 
 @pytest.mark.parametrize("strategy", ["rollback", "forward"])

@@ -51,7 +51,7 @@ def assert_finished(ran: Ran, *, ranks: int, deaths: int = 0) -> None:
     assert ran.code == 0, ran.said
     assert len(ran.results) == ranks, ran.said
     assert len({result["weights"] for result in ran.results.values()}) == 1, ran.said
-    assert sum(event["rank"] is not None for event in ran.events("death")) == deaths, ran.said
+    assert sum(event["rank"] is not None for event in ran.events("process_lost")) == deaths, ran.said
 
 
 def assert_balanced(ran: Ran, epochs: int = 2) -> None:
@@ -231,7 +231,7 @@ def test_restart_without_a_checkpointer_is_refused_at_the_start(launch: Launch) 
     ran = launch("-n", 2, "--strategy", "restart", script=RICH)
     assert ran.code == 2, ran.said
     assert "fatal: eg.join: strategy 'restart' goes back to the newest checkpoint, and there is no" in ran.stderr
-    assert not ran.events("killing")
+    assert not ran.events("kill_injected")
 
 
 def test_too_few_ranks_and_no_checkpointer_end_the_job_and_say_what_to_do(launch: Launch) -> None:
@@ -274,7 +274,9 @@ def test_a_process_that_is_started_for_a_dead_one_takes_the_place_of_the_next(la
     )  # fmt: skip
     assert_finished(ran, ranks=2, deaths=2)
     assert ran.results.keys() == {2, 3}
-    assert [(event["who"], event["rank"], event["exact"]) for event in ran.events("joined")] == [("uid 3", 0, True)]
+    assert [(event["source"], event["rank"], event["exact"]) for event in ran.events("rank_joined")] == [
+        ("uid 3", 0, True)
+    ]
 
 
 @pytest.fixture(scope="session")

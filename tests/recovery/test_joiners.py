@@ -56,7 +56,7 @@ def ends(ran: Ran) -> dict[int, tuple[Any, ...]]:
 
 def assert_exact(ran: Ran, golden: Ran) -> None:
     assert ran.code == 0, ran.said
-    assert ran.events("joined") or ran.events("restored"), ran.said
+    assert ran.events("rank_joined") or ran.events("restored"), ran.said
     assert ends(ran) == ends(golden), ran.said
     assert summary_of(ran)["exact"] is True, ran.said
 
@@ -105,7 +105,7 @@ def test_a_rank_that_joins_later_sets_its_own_learning_rate(launch: Launch, how:
     assert ran.code == 0, ran.said
     assert len({(result["weights"], result["optimizer"]) for result in ran.results.values()}) == 1, ran.said
     assert summary_of(ran)["exact"] is False, ran.said
-    assert [event["generation"] for event in ran.events("joined")][-1] == generation, ran.said
+    assert [event["generation"] for event in ran.events("rank_joined")][-1] == generation, ran.said
     *_, first, second = (result["rates"] for result in ran.results.values())
     common = first.keys() & second.keys()
     assert len(common) >= 12
@@ -237,14 +237,14 @@ def test_ranks_that_differ_after_a_join_are_named_and_the_job_does_not_end_well(
     assert (ran.code, summary["outcome"], summary["exact"]) == (6, "diverged", False), ran.said
     assert path in summary["message"], summary
     assert path in summary["inexact"], summary
-    assert [event["path"] for event in ran.events("ranks differ")] != [], ran.said
+    assert [event["path"] for event in ran.events("ranks_differ")] != [], ran.said
 
 
 def test_what_the_guard_heals_makes_a_run_inexact(launch: Launch) -> None:
     fail = "flip rank=1 step=5 phase=optimizer where=model/** bits=mantissa"
     ran = launch("-n", 3, "--fail", fail, script=HYPER, arguments=["--guard", "1"])
     assert ran.code == 0, ran.said
-    assert [event["healed"] for event in ran.events("corrupted")] == [True], ran.said
+    assert [event["healed"] for event in ran.events("corruption_found")] == [True], ran.said
     summary = summary_of(ran)
     assert summary["exact"] is False
     assert "healed" in summary["inexact"], summary

@@ -69,7 +69,7 @@ class Jobs:
         try:
             act()
         except BaseException:  # its processes would wait for ever
-            for event in self.events("start"):
+            for event in self.events("process_started"):
                 with suppress(ProcessLookupError):
                     os.kill(event["pid"], signal.SIGKILL)
             raise
@@ -165,9 +165,9 @@ def test_output_logs_timeline_and_record_of_a_run(jobs: Jobs, capfd: pytest.Capt
     assert str(summary).startswith("finished: no rank called eg.join: ran as under torchrun (")
     assert (summary.outcome, summary.exit_code) == ("finished", 0)
     names = [event.event for event in read(summary.timeline)]
-    assert (names[0], names[-1]) == ("begin", "end")
-    assert sorted(event["label"] for event in jobs.events("start")) == ["rank 0", "rank 1"]
-    assert [event["code"] for event in jobs.events("exit")] == [0, 0]
+    assert (names[0], names[-1]) == ("launcher_started", "launcher_ended")
+    assert sorted(event["label"] for event in jobs.events("process_started")) == ["rank 0", "rank 1"]
+    assert [event["code"] for event in jobs.events("process_exited")] == [0, 0]
     record = json.loads((jobs.run / "run.json").read_text())
     assert record["command"][1:] == ["-u", str(jobs.folder / "train.py"), "--lr", "0.1"]
     assert record["summary"]["outcome"] == "finished"
@@ -201,7 +201,7 @@ def test_a_script_that_fails_ends_the_others_and_is_named(jobs: Jobs, capfd: pyt
     )
     assert (summary.outcome, summary.exit_code) == ("failed", 1)
     assert "rank 1 ended with exit code 7" in capfd.readouterr().err.splitlines()[-1]
-    assert {event["uid"]: event["code"] for event in jobs.events("exit")} == {0: -signal.SIGTERM, 1: 7}
+    assert {event["uid"]: event["code"] for event in jobs.events("process_exited")} == {0: -signal.SIGTERM, 1: 7}
 
 
 def test_a_signal_reaches_every_process_once(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
@@ -224,9 +224,9 @@ def test_a_signal_reaches_every_process_once(jobs: Jobs, capfd: pytest.CaptureFi
     assert (summary.outcome, summary.exit_code) == ("interrupted", 143)
     told = "evergrad: SIGTERM: passed on to 2 processes; those that still run in 60 s are killed\n"
     assert told in capfd.readouterr().err
-    assert {event["uid"]: event["code"] for event in jobs.events("exit")} == {0: 0, 1: 0}
+    assert {event["uid"]: event["code"] for event in jobs.events("process_exited")} == {0: 0, 1: 0}
     assert [jobs.log(uid) for uid in range(2)] == ["ready\nseen 1\n"] * 2
-    assert jobs.events("death") == []  # who leaves because it was asked to is no failure
+    assert jobs.events("process_lost") == []  # who leaves because it was asked to is no failure
     assert json.loads((jobs.run / "run.json").read_text())["summary"]["exit_code"] == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -248,7 +248,10 @@ def test_who_does_not_leave_within_the_grace_is_killed(jobs: Jobs) -> None:
         grace_s=0.5,
     )
     assert (summary.outcome, summary.exit_code) == ("interrupted", 143)
-    assert {event["uid"]: event["code"] for event in jobs.events("exit")} == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
+    assert {event["uid"]: event["code"] for event in jobs.events("process_exited")} == {
+        0: -signal.SIGKILL,
+        1: -signal.SIGKILL,
+    }
 
 
 def test_ctrl_c_reaches_processes_through_the_launcher_alone(jobs: Jobs) -> None:
@@ -335,7 +338,7 @@ def test_a_stopped_reader_does_not_hide_a_death(jobs: Jobs, monkeypatch: pytest.
     seen = []
 
     def read_late() -> None:
-        wait_until(lambda: bool(jobs.events("failed")))  # nobody has read a line so far
+        wait_until(lambda: bool(jobs.events("job_failed")))  # nobody has read a line so far
         with os.fdopen(reader) as lines:
             seen.extend(lines)
 
@@ -380,7 +383,7 @@ def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(
     assert (summary.steps, summary.failures_survived, summary.generations) == (12, 1, 2)
     assert "evergrad: rank 1 died (SIGKILL): generation 1 goes on with 1 rank (rollback)\n" in error
     assert "[spare 2] " in out
-    assert [event["uid"] for event in jobs.events("death")] == [1]
+    assert [event["uid"] for event in jobs.events("process_lost")] == [1]
 
 
 def test_a_rank_that_never_joined_is_not_started_again(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
@@ -389,13 +392,13 @@ def test_a_rank_that_never_joined_is_not_started_again(jobs: Jobs, capfd: pytest
         ranks.join(0)
         ranks.told(2)
         ranks.send(2, signal.SIGKILL)
-        wait_until(lambda: len(jobs.events("exit")) == 1)
+        wait_until(lambda: len(jobs.events("process_exited")) == 1)
         ranks.send(0, signal.SIGUSR1)
         ranks.send(1, signal.SIGUSR1)
 
     assert jobs.launch(_PUPPET, meanwhile=play, num_spares=1, respawn=True).outcome == "finished"
     assert "spare 2 is not started again: it ended before it joined the job\n" in capfd.readouterr().err
-    assert len(jobs.events("start")) == 3
+    assert len(jobs.events("process_started")) == 3
 
 
 def test_whoever_dies_at_the_same_step_again_and_again_is_not_started_for_ever(
@@ -408,14 +411,14 @@ def test_whoever_dies_at_the_same_step_again_and_again_is_not_started_for_ever(
             ranks.told(uid)
             ranks.join(uid)
             ranks.send(uid, signal.SIGKILL)
-        wait_until(lambda: len(jobs.events("exit")) == 3)
+        wait_until(lambda: len(jobs.events("process_exited")) == 3)
         ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=0).to_json())
         ranks.plan(1)
         ranks.send(0, signal.SIGUSR1)
 
     assert jobs.launch(_PUPPET, meanwhile=play, respawn=True).exit_code == 0
     assert "spare 3 is not started again: 3 died in its place at step 0\n" in capfd.readouterr().err
-    assert len(jobs.events("start")) == 4
+    assert len(jobs.events("process_started")) == 4
 
 
 def test_a_relaunch_starts_who_is_missing(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
@@ -441,7 +444,10 @@ def test_too_few_ranks_and_nothing_to_restart_from(jobs: Jobs) -> None:
 
     summary = jobs.launch(_PUPPET, meanwhile=play, min_ranks=2)
     assert (summary.outcome, summary.exit_code) == ("too-few", 4)
-    assert {event["uid"]: event["code"] for event in jobs.events("exit")} == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
+    assert {event["uid"]: event["code"] for event in jobs.events("process_exited")} == {
+        0: -signal.SIGTERM,
+        1: -signal.SIGKILL,
+    }
 
 
 def test_with_json_the_summary_is_all_that_is_on_stdout(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:

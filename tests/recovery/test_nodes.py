@@ -32,7 +32,7 @@ def started(machines: Machines, node: str) -> dict[int, int]:
     """What a node's launcher has started: process numbers by uid."""
     lines = (machines.folder / "run" / f"timeline-{node}.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    return {event["uid"]: event["pid"] for event in events if event["event"] == "start"}
+    return {event["uid"]: event["pid"] for event in events if event["event"] == "process_started"}
 
 
 def is_gone(pid: int) -> bool:
@@ -56,7 +56,7 @@ def test_a_rank_that_dies_on_another_node_is_replaced_there(machines: Machines) 
     os.kill(started(machines, "n1")[3], signal.SIGKILL)
     machines.open_gate(5)
     machines.at_gate(10, 0, 1, 2)
-    machines.until(lambda: machines.events("change"))  # the new one waits
+    machines.until(lambda: machines.events("change_requested"))  # the new one waits
     machines.open_gate(10)
     finished_alike(machines, head, other)
     results = machines.results()
@@ -65,10 +65,10 @@ def test_a_rank_that_dies_on_another_node_is_replaced_there(machines: Machines) 
     place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "EVERGRAD_NODE": "n1"}
     assert results[4]["told"] == place
     assert results[1]["told"] == place | {"GROUP_RANK": "0", "EVERGRAD_NODE": "n0"}
-    [death] = machines.events("death")
+    [death] = machines.events("process_lost")
     assert (death["uid"], death["how"]) == (3, "SIGKILL")
     # All of it is one timeline in the end, and the secret is gone.
-    assert {event["who"] for event in machines.events("exit")} == {"launcher", "launcher n1"}
+    assert {event["source"] for event in machines.events("process_exited")} == {"launcher", "launcher n1"}
     left = {path.name for path in (machines.folder / "run").iterdir()}
     assert left == {"head.json", "logs", "run.json", "timeline.jsonl"}
 
@@ -79,12 +79,12 @@ def test_a_rank_that_is_stopped_on_another_node_is_lost_and_killed_there(machine
     machines.at_gate(5, 0, 1, 2)
     there = started(machines, "n1")
     os.kill(there[2], signal.SIGSTOP)
-    machines.until(lambda: machines.events("death"))
+    machines.until(lambda: machines.events("process_lost"))
     machines.until(lambda: is_gone(there[2]))
     machines.open_gate(5)
     finished_alike(machines, head, other)
     assert sorted(machines.results()) == [0, 1]
-    [death] = machines.events("death")
+    [death] = machines.events("process_lost")
     assert (death["uid"], death["how"][:21]) == (2, "has been stopped for ")
     assert "node_trainer.py" in death["stack"]
 
@@ -99,7 +99,7 @@ def test_a_node_that_dies_is_survived_and_the_job_grows_when_it_comes_back(machi
     machines.open_gate(5)
     machines.at_gate(10, 0, 1)
     again = machines.start(1, *options, arguments=arguments)
-    machines.until(lambda: machines.events("change"))
+    machines.until(lambda: machines.events("change_requested"))
     machines.open_gate(10)
     finished_alike(machines, head, again)
     assert sorted(machines.results()) == [0, 1, 4, 5]
@@ -115,7 +115,7 @@ def test_a_node_that_is_stopped_is_lost_and_ends_itself_when_it_wakes(machines: 
     machines.at_gate(5, 0, 1, 2)
     [rank] = started(machines, "n1").values()
     os.kill(second.pid, signal.SIGSTOP)
-    machines.until(lambda: machines.events("node gone"))
+    machines.until(lambda: machines.events("node_left"))
     machines.open_gate(5)
     assert (head.wait(), third.wait()) == (0, 0), head.said
     assert {result["world_size"] for result in machines.results().values()} == {2}
@@ -129,7 +129,7 @@ def test_the_heads_death_ends_every_node_and_the_job_resumes_when_it_is_started_
     arguments = ("--gate", 8, "--steps", 12, "--checkpoints", machines.folder / "checkpoints")
     head, other = (machines.start(rank, "-n", 2, arguments=arguments) for rank in range(2))
     machines.at_gate(8, 0, 1)
-    ranks = [event["pid"] for event in machines.events("start")] + [*started(machines, "n1").values()]
+    ranks = [event["pid"] for event in machines.events("process_started")] + [*started(machines, "n1").values()]
     head.kill()
     assert other.wait() == 5
     assert "is gone: 1 process killed" in other.said
@@ -147,7 +147,7 @@ def test_a_scheduled_failure_reaches_ranks_of_other_nodes(machines: Machines) ->
     head, other = (machines.start(rank, "-n", 4, arguments=arguments) for rank in range(2))
     finished_alike(machines, head, other)
     assert sorted(machines.results()) == [0, 3]
-    assert {event["uid"]: event["code"] for event in machines.events("exit")} == {0: 0, 1: -9, 2: -9, 3: 0}
+    assert {event["uid"]: event["code"] for event in machines.events("process_exited")} == {0: 0, 1: -9, 2: -9, 3: 0}
 
 
 def test_a_whole_node_is_killed_with_its_launcher_and_its_spares(machines: Machines) -> None:
@@ -182,7 +182,7 @@ def test_a_node_that_is_asked_to_leave_does_and_the_others_go_on(machines: Machi
     os.kill(other.pid, signal.SIGTERM)
     machines.until(lambda: "SIGTERM: passed on to 1 process" in other.said)
     machines.open_gate(5)
-    machines.until(lambda: machines.events("node gone"))
+    machines.until(lambda: machines.events("node_left"))
     machines.open_gate(8)
     assert (head.wait(), other.wait()) == (0, 143), head.said
     assert machines.results()[0]["world_size"] == 1

@@ -73,7 +73,7 @@ def test_a_node_whose_cable_is_pulled_ends_itself_and_must_come_anew(
     assert "head at 10.77.9.1:" in other.said
     machines.open_gate(5)
     inside(cable[1], "ip", "link", "set", "eth0", "down")
-    machines.until(lambda: machines.events("node gone"))
+    machines.until(lambda: machines.events("node_left"))
     assert other.wait() == 5
     assert "does not answer for" in other.said
     assert "2 processes killed" in other.said
@@ -81,7 +81,7 @@ def test_a_node_whose_cable_is_pulled_ends_itself_and_must_come_anew(
     inside(cable[1], "ip", "link", "set", "eth0", "up")
     # What its kernel still has to send, it sends now: none of that counts. A launcher that is started anew does.
     again = machines.start(1, "-n", 4, net=cable[1], arguments=arguments)
-    machines.until(lambda: machines.events("change"))
+    machines.until(lambda: machines.events("change_requested"))
     machines.open_gate(60)
     assert (head.wait(), again.wait()) == (0, 0), head.said
     results = machines.results()

@@ -51,8 +51,8 @@ def test_notices_that_come_one_after_the_other_let_all_leave_in_good_order(tmp_p
     more = ["--checkpoints", "{folder}/ck"] if saves else []
     ran = odd("asked one after the other", *more, folder=tmp_path, ranks=2)
     assert ran.exit_code == 75, ran.stderr
-    assert not ran.events("death"), ran.stderr
-    assert [event["reason"] for event in ran.events("leaves")] == [
+    assert not ran.events("process_lost"), ran.stderr
+    assert [event["reason"] for event in ran.events("rank_left")] == [
         "the others go on without it",
         "all ranks were asked to",
     ]
@@ -66,34 +66,34 @@ def test_who_leaves_a_job_that_is_too_small_then_leaves_all_the_same(tmp_path: P
     )  # fmt: skip
     ran.assert_finished()
     assert "Traceback" not in ran.stderr
-    assert not ran.events("death")
+    assert not ran.events("process_lost")
 
 
 def test_one_rank_alone_heeds_a_notice_too(tmp_path: Path) -> None:
     ran = odd("alone and asked", "--checkpoints", "{folder}/ck", "--every", 100, folder=tmp_path, ranks=1)
     assert ran.exit_code == 75, ran.stderr
-    (left,) = ran.events("leaves")
+    (left,) = ran.events("rank_left")
     assert left["step"] == 6
 
 
 def test_a_rank_that_dies_as_all_leave_does_not_start_the_job_again(tmp_path: Path) -> None:
     ran = odd("dies as it saves", "--checkpoints", "{folder}/ck", "--every", 100, folder=tmp_path, ranks=2)
     assert ran.exit_code == 75, ran.stderr
-    assert not ran.events("spawn")
+    assert not ran.events("process_spawned")
 
 
 def test_processes_that_the_script_has_forked_can_be_ended(tmp_path: Path) -> None:
     ran = odd("ends a process", folder=tmp_path, ranks=2)
     ran.assert_finished()
     assert re.findall(r"ended with (\S+)", ran.stdout) == ["-15", "-15"]
-    assert not ran.events("asked to leave")
+    assert not ran.events("leave_requested")
 
 
 def test_a_forward_pass_after_the_step_is_no_corruption(tmp_path: Path) -> None:
     ran = odd("looks at the loss", "--guard", 4, folder=tmp_path, ranks=3)
     ran.assert_finished()
-    assert ran.events("checked")
-    assert not ran.events("corrupted")
+    assert ran.events("guard_check")
+    assert not ran.events("corruption_found")
 
 
 def test_a_job_whose_loaders_only_know_their_own_place_does_not_grow(tmp_path: Path) -> None:
@@ -115,4 +115,4 @@ def test_a_job_whose_ranks_always_differ_again_ends_and_says_so(tmp_path: Path) 
 def test_who_has_closed_may_take_its_time(tmp_path: Path) -> None:
     ran = odd("works on after it", folder=tmp_path, ranks=2, options=["--hung", "1.5", "--late", "1"])
     ran.assert_finished()
-    assert not ran.events("death")
+    assert not ran.events("process_lost")

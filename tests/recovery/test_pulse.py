@@ -195,7 +195,7 @@ def test_a_spare_is_never_late() -> None:
 def test_where_all_wait_for_each_other_nobody_is_lost() -> None:
     forever = replace(WELL, waits_s=61.0)
     (found,) = judged(forever, forever)
-    assert (found.kind, found.is_lost) == ("all wait", False)
+    assert (found.kind, found.is_lost) == ("deadlock", False)
 
 
 def test_a_straggler_is_who_never_waits_while_the_others_do() -> None:

@@ -46,7 +46,7 @@ def test_a_failure_while_the_job_recovers_is_survived(
         arguments=[*EPOCH, "--await-spare", 5],
     )  # fmt: skip
     assert ran.code == 0, f"{where}: {ran.said}"
-    assert len(ran.events("death")) == 2, ran.said
+    assert len(ran.events("process_lost")) == 2, ran.said
     assert len({result["weights"] for result in ran.results.values()}) == 1
     (books,) = ran.events("epoch")
     assert books["twice"] == 0

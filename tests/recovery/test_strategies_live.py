@@ -44,7 +44,7 @@ def test_two_ranks_lost_at_once_are_replaced_and_the_result_says_what_is_not_exa
     assert ran.code == 0, ran.said
     assert len({result["weights"] for result in ran.results.values()}) == 1
     # Rank 2 kept what rank 1 had, and died with it; rank 3 lives, and has what rank 2 had.
-    assert {event["rank"]: event["exact"] for event in ran.events("joined")} == {1: False, 2: True}
+    assert {event["rank"]: event["exact"] for event in ran.events("rank_joined")} == {1: False, 2: True}
     assert "what only rank 1 had (its random numbers, its buffers) comes from its save of step 3" in ran.stderr
 
 

@@ -205,7 +205,7 @@ def test_updates_by_hand_are_refused_when_a_spare_joins_too(use: Any, strategy: 
     ran = use("updates by hand", "--await-spare", 2, spares=1, failures="kill rank=1 step=0", strategy=strategy)
     assert ran.exit_code == 2, ran.stderr
     assert "job.step was not called" in last_line(ran)
-    assert [event["rank"] for event in ran.events("death") if event["how"] != "exit code 1"] == [1]
+    assert [event["rank"] for event in ran.events("process_lost") if event["how"] != "exit code 1"] == [1]
 
 
 @pytest.mark.parametrize("strategy", ["rollback", "forward"])
@@ -248,7 +248,7 @@ def test_a_mistake_is_not_repeated_by_restarts(use: Any, what: str, said: str) -
     assert ran.exit_code == 2, ran.stderr
     assert said in last_line(ran)
     assert "Traceback" not in ran.stderr
-    assert not ran.events("spawn")
+    assert not ran.events("process_spawned")
 
 
 def test_a_mistake_that_a_spare_is_the_first_to_make_is_said_to_be_the_spares(use: Any) -> None:
@@ -483,7 +483,7 @@ def test_a_policy_is_honoured_where_a_job_saves_by_itself(use: Any, spares: int,
     ran.assert_finished()
     with eg.Checkpointer(ran.folder / "ck", agent=False) as ck:
         assert [version.step for version in ck.versions()][:2] == [20, 15], ran.stderr
-    assert not ran.events("not saved")
+    assert not ran.events("save_skipped")
 
 
 def test_a_loader_that_keeps_its_own_place_says_that_the_job_cannot_grow(use: Any) -> None:

@@ -195,7 +195,7 @@ if what == "joins twice":
 if what == "spare fails later":
     if job.rank < 0:
         sys.exit(7)
-    while '"death"' not in Path(os.environ["EVERGRAD_TIMELINE"]).read_text():
+    while '"process_lost"' not in Path(os.environ["EVERGRAD_TIMELINE"]).read_text():
         time.sleep(0.01)
 if what == "tracks twice":
     job.track(counter=nn.Linear(1, 1))

@@ -18,7 +18,7 @@ class Tape:
         self.events: list[Event] = []
         self._mono, self.members, self.generation = 100.0, list(range(ranks)), 0
         known = {"num_ranks": ranks, "num_spares": spares, "is_spread": False, "strategy": "rollback"} | settings
-        self.tell("launcher", "begin", 0, command="python train.py", settings=known, pid=1)
+        self.tell("launcher", "launcher_started", 0, command="python train.py", settings=known, pid=1)
         for uid in range(ranks + spares):
             self.start(uid, f"rank {uid}" if uid < ranks else f"spare {uid}")
         self.plan(500)
@@ -30,7 +30,7 @@ class Tape:
 
     def start(self, uid: int, label: str) -> None:
         """A process starts."""
-        self.tell("launcher", "start", 1, uid=uid, label=label, pid=1000 + uid, node="n0")
+        self.tell("launcher", "process_started", 1, uid=uid, label=label, pid=1000 + uid, node="n0")
 
     def plan(self, after_ms: float = 10, **fields: Any) -> None:
         """The present generation begins."""
@@ -41,13 +41,15 @@ class Tape:
     def kill(self, rank: int, step: int, *, injected: bool = True, after_ms: float = 1000) -> int:
         """A rank dies, the others report; its uid."""
         uid = self.members[rank]
-        self.tell(f"uid {uid}", "killing" if injected else "unrelated", after_ms, ranks=[rank], uids=[uid])
+        self.tell(f"uid {uid}", "kill_injected" if injected else "unrelated", after_ms, ranks=[rank], uids=[uid])
         for other in self.members:
             if other != uid:
                 self.tell(f"uid {other}", "report", 10, generation=self.generation, step=step, kind="step")
-        self.tell("launcher", "broken", 1, generation=self.generation, reason=f"rank {rank} ended with SIGKILL")
-        self.tell("launcher", "death", 1, uid=uid, rank=rank, code=-9, generation=self.generation, how="SIGKILL")
-        self.tell("launcher", "exit", 1, uid=uid, label="", code=-9)
+        self.tell(
+            "launcher", "generation_broken", 1, generation=self.generation, reason=f"rank {rank} ended with SIGKILL"
+        )
+        self.tell("launcher", "process_lost", 1, uid=uid, rank=rank, code=-9, generation=self.generation, how="SIGKILL")
+        self.tell("launcher", "process_exited", 1, uid=uid, label="", code=-9)
         return uid
 
     def replace(self, rank: int, by: int, **fields: Any) -> None:
@@ -60,7 +62,7 @@ class Tape:
         """Every survivor applies a step."""
         for number, uid in enumerate(self.members):
             wait = after_ms if number == 0 else 1
-            self.tell(f"uid {uid}", "going on", wait, step=step, generation=self.generation, seconds=0.1)
+            self.tell(f"uid {uid}", "recovered", wait, step=step, generation=self.generation, seconds=0.1)
 
     def end(
         self,
@@ -71,9 +73,13 @@ class Tape:
     ) -> None:
         """The job is over."""
         for uid in self.members:
-            self.tell("launcher", "exit", 1, uid=uid, label="", code=0)
-        self.tell("launcher", outcome, 1, message=message, generation=self.generation, step=steps)
-        self.tell("launcher", "end", 1, outcome=outcome, exit_code=0, message=message, steps=steps, **compared)
+            self.tell("launcher", "process_exited", 1, uid=uid, label="", code=0)
+        self.tell(
+            "launcher", f"job_{outcome.replace('-', '_')}", 1, message=message, generation=self.generation, step=steps
+        )
+        self.tell(
+            "launcher", "launcher_ended", 1, outcome=outcome, exit_code=0, message=message, steps=steps, **compared
+        )
 
     def write(self, folder: Path) -> Path:
         """The folder of such a run."""

@@ -24,7 +24,9 @@ def only(tape: Tape) -> Interruption:
 
 def shifted(tape: Tape, by_s: float, *who: str) -> list[Event]:
     """The same with wall clocks of some that go wrong."""
-    return [Event(e.time + (by_s if e.who in who else 0), e.mono, e.who, e.event, e.fields) for e in tape.events]
+    return [
+        Event(e.time + (by_s if e.source in who else 0), e.monotonic, e.source, e.event, e.fields) for e in tape.events
+    ]
 
 
 def spread() -> Tape:
@@ -37,32 +39,32 @@ def spread() -> Tape:
     return tape
 
 
-@pytest.mark.parametrize("act", ["cut", "stopping", "slowed"])
+@pytest.mark.parametrize("act", ["network_cut_injected", "stop_injected", "slowdown_injected"])
 def test_what_a_rank_has_outlived_is_not_why_it_died(act: str) -> None:
     tape = Tape()
-    tape.tell("uid 2", act, 100, rank=2, for_s=2.0, **({"uids": [2]} if act == "stopping" else {}))
-    if act == "cut":
-        tape.tell("uid 2", "healed", 2000, rank=2)
+    tape.tell("uid 2", act, 100, rank=2, for_s=2.0, **({"uids": [2]} if act == "stop_injected" else {}))
+    if act == "network_cut_injected":
+        tape.tell("uid 2", "network_restored", 2000, rank=2)
     tape.kill(2, 10, injected=False, after_ms=60_000)
     failure = only(tape)
     assert (failure.failed_s, failure.lost[0].injected) == (None, "")
 
 
-@pytest.mark.parametrize("act", ["cut", "stopping"])
+@pytest.mark.parametrize("act", ["network_cut_injected", "stop_injected"])
 def test_what_lasts_until_it_is_seen_is_why(act: str) -> None:
     tape = Tape()
-    tape.tell("uid 2", act, 100, rank=2, for_s=2.0, **({"uids": [2]} if act == "stopping" else {}))
+    tape.tell("uid 2", act, 100, rank=2, for_s=2.0, **({"uids": [2]} if act == "stop_injected" else {}))
     tape.kill(2, 10, injected=False, after_ms=1500)
     failure = only(tape)
-    assert failure.lost[0].injected == {"cut": "cut", "stopping": "stop"}[act]
+    assert failure.lost[0].injected == {"network_cut_injected": "cut", "stop_injected": "stop"}[act]
     assert failure.phases[0].seconds == pytest.approx(1.51)
 
 
 def test_of_several_acts_the_last_before_it_was_seen_is_why() -> None:
     tape = Tape()
-    tape.tell("launcher", "stopping", 100, ranks=[2], uids=[2])
+    tape.tell("launcher", "stop_injected", 100, ranks=[2], uids=[2])
     tape.kill(2, 10, after_ms=60_000)
-    tape.tell("launcher", "killing", 1, ranks=[2], uids=[2])
+    tape.tell("launcher", "kill_injected", 1, ranks=[2], uids=[2])
     failure = only(tape)
     assert failure.lost[0].injected == "kill"
     assert failure.phases[0].seconds == pytest.approx(0.010)
@@ -72,9 +74,9 @@ def overlapping() -> Tape:
     """Rank 1 is killed after rank 2's death was seen and before the plan, which still counts on it."""
     tape = Tape(spares=2)
     tape.kill(2, 10)
-    tape.tell("uid 1", "killing", 5, ranks=[1], uids=[1])
+    tape.tell("uid 1", "kill_injected", 5, ranks=[1], uids=[1])
     tape.replace(2, 4)
-    tape.tell("launcher", "death", 1, uid=1, rank=1, code=-9, generation=1, how="SIGKILL")
+    tape.tell("launcher", "process_lost", 1, uid=1, rank=1, code=-9, generation=1, how="SIGKILL")
     tape.replace(1, 5)
     return tape
 
@@ -94,7 +96,7 @@ def test_a_kill_before_the_plan_that_counts_on_the_rank_keeps_its_moment() -> No
 def test_an_act_explains_one_loss_and_no_later_one() -> None:
     tape = Tape(spares=2)
     tape.kill(2, 10)
-    tape.tell("uid 1", "cut", 5, rank=1, for_s=None)
+    tape.tell("uid 1", "network_cut_injected", 5, rank=1, for_s=None)
     tape.replace(2, 4)
     tape.go_on(11)
     tape.kill(1, 20, injected=False)
@@ -205,8 +207,8 @@ def test_the_story_is_found_in_a_few_looks_at_each_event(monkeypatch: pytest.Mon
 def test_a_number_that_is_none_does_no_harm(value: object) -> None:
     assert number({"by": value}, "by") is None  # type: ignore[dict-item]
     tape = Tape()
-    tape.tell("uid 0", "slowed", 1, rank=1, by=value, for_s=value)
-    tape.tell("uid 0", "stopping", 1, ranks=[1], uids=[1], for_s=value)
+    tape.tell("uid 0", "slowdown_injected", 1, rank=1, by=value, for_s=value)
+    tape.tell("uid 0", "stop_injected", 1, ranks=[1], uids=[1], for_s=value)
     assert len(analyse(tape.events).noticed) == 1
 
 

@@ -27,7 +27,7 @@ def labelled(*labels: str) -> Tape:
     """A run of processes with these labels that loses its first rank."""
     tape = Tape(ranks=len(labels) - 1, spares=1)
     for event in tape.events:
-        if event.event == "start":
+        if event.event == "process_started":
             event.fields["label"] = labels[int(str(event.fields["uid"]))]
     tape.kill(0, 10)
     tape.replace(0, len(labels) - 1)

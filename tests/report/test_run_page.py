@@ -69,9 +69,9 @@ def test_a_real_run_is_told_as_it_was() -> None:
 
 def test_a_death_that_is_noted_after_the_plan_still_belongs_to_it() -> None:
     tape = killed()
-    death = next(event for event in tape.events if event.event == "death")
+    death = next(event for event in tape.events if event.event == "process_lost")
     tape.events.remove(death)
-    tape.events.append(Event(death.time + 0.03, death.mono + 0.03, death.who, death.event, death.fields))
+    tape.events.append(Event(death.time + 0.03, death.monotonic + 0.03, death.source, death.event, death.fields))
     (failure,) = analyse(tape.events).failures
     assert failure.lost[0].how == "died (SIGKILL)"
     assert failure.seen_by == "rank 0"
@@ -104,7 +104,7 @@ def test_who_leaves_on_purpose_has_not_failed() -> None:
     tape = Tape()
     for uid in tape.members:
         tape.tell(f"uid {uid}", "report", 1, generation=0, step=11, kind="join")
-    tape.tell("launcher", "broken", 1, generation=0, reason="others join or leave")
+    tape.tell("launcher", "generation_broken", 1, generation=0, reason="others join or leave")
     tape.replace(2, 4, dead=[], left=[2], verdicts={"retry": 4})
     tape.end(24)
     story = analyse(tape.events)
@@ -162,7 +162,7 @@ def test_a_restart_counts_the_steps_that_are_done_again() -> None:
 
 def test_what_a_guard_has_healed_is_told_and_nothing_is_called_exact() -> None:
     tape = killed()
-    tape.tell("uid 1", "corrupted", 1, step=20, rank=1, path="model/w", what="element 3", healed=True)
+    tape.tell("uid 1", "corruption_found", 1, step=20, rank=1, path="model/w", what="element 3", healed=True)
     assert analyse(tape.events).exact is None
     assert "healed 1 tensor" in told(tape)
     assert "last bit" not in told(tape)
@@ -187,7 +187,8 @@ def test_across_machines_the_wall_clock_is_what_there_is() -> None:
     begin = tape.events[0]
     begin.fields["settings"]["is_spread"] = True  # type: ignore[index, call-overload]
     elsewhere = [
-        Event(e.time, e.mono + (7e5 if e.who == "uid 3" else 0), e.who, e.event, e.fields) for e in tape.events
+        Event(e.time, e.monotonic + (7e5 if e.source == "uid 3" else 0), e.source, e.event, e.fields)
+        for e in tape.events
     ]
     story = analyse(elsewhere)
     assert story.failures[0].seconds == pytest.approx(0.123, abs=1e-4)
@@ -228,13 +229,13 @@ def test_every_state_lasts_until_the_next_and_the_dead_stay_dead() -> None:
 
 def test_nobody_trains_before_it_has_started() -> None:
     tape = Tape(ranks=2, spares=0)
-    first, *_, late = (event for event in tape.events if event.event == "start")
+    first, *_, late = (event for event in tape.events if event.event == "process_started")
     tape.events.remove(late)
-    tape.events.append(Event(late.time + 2, late.mono + 2, "launcher n1", "start", late.fields))
+    tape.events.append(Event(late.time + 2, late.monotonic + 2, "launcher n1", "process_started", late.fields))
     tape.tell("uid 0", "epoch", 5000, epoch=0, step=5, lost=0)
     story = analyse(tape.events)
     assert_sound(story)
-    assert first.mono < late.mono
+    assert first.monotonic < late.monotonic
     assert [(span.state, span.begin_s > 2) for span in story.processes[1].spans] == [("training", True)]
 
 
@@ -246,7 +247,7 @@ def test_fields_that_are_not_what_they_should_be_do_no_harm(tmp_path: Path) -> N
         events = []
         for event in killed().events:
             fields = {k: draw.choice(odd) if draw.random() < 0.15 else v for k, v in event.fields.items()}
-            events.append(Event(event.time, event.mono, event.who, event.event, fields))  # type: ignore[arg-type]
+            events.append(Event(event.time, event.monotonic, event.source, event.event, fields))  # type: ignore[arg-type]
         story = analyse(events)
         json.dumps(story.to_json())
         assert run_page(story, folder, "").answer
@@ -256,7 +257,13 @@ def test_names_in_a_timeline_stay_texts_in_the_page(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)>"
     tape = killed()
     tape.events = [
-        Event(e.time, e.mono, e.who, e.event, {k: v + bad if isinstance(v, str) else v for k, v in e.fields.items()})
+        Event(
+            e.time,
+            e.monotonic,
+            e.source,
+            e.event,
+            {k: v + bad if isinstance(v, str) else v for k, v in e.fields.items()},
+        )
         for e in tape.events
     ]
     made = page_of(tape, tmp_path)
@@ -287,7 +294,7 @@ def test_a_browser_draws_every_picture_and_asks_nobody(tmp_path: Path, open_page
         tape.kill(rank, 10 * (number + 1))
         tape.replace(rank, 4 + number)
         tape.go_on(10 * (number + 1) + 1)
-    tape.tell("uid 0", "not saved", 1, step=30, reason=bad)
+    tape.tell("uid 0", "save_skipped", 1, step=30, reason=bad)
     tape.end(40)
     folder = read_run(tape.write(tmp_path))
     page = write_page(run_page(analyse(folder.events), folder, "made by a test"), tmp_path / "timeline.html")

@@ -49,7 +49,7 @@ def test_a_job_on_four_nodes_goes_on_when_one_dies(
         job = subprocess.Popen(words, env=cluster.env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=tmp_path)
     try:
         until(lambda: all((out / f"at-5-{uid}").exists() for uid in range(8)), log)
-        ranks = {event["uid"]: event["pid"] for event in events(run / "timeline-eg2.jsonl", "start")}
+        ranks = {event["uid"]: event["pid"] for event in events(run / "timeline-eg2.jsonl", "process_started")}
         assert sorted(ranks) == [4, 5]
         launcher = parent_of(ranks[4])
         for pid in (launcher, *ranks.values()):

@@ -29,7 +29,7 @@ def event(kind: str, who: str = "launcher", **fields: Any) -> Event:
 
 def weights(uid: int, rank: int, weights: str = "aa", state: str = "bb", steps: int = 8) -> Event:
     about = {"rank": rank, "uid": uid, "generation": 1, "steps": steps}
-    return event("weights", f"uid {uid}", **about, weights=weights, state=state)
+    return event("weight_digests", f"uid {uid}", **about, weights=weights, state=state)
 
 
 def epoch(number: int, **changes: int) -> Event:
@@ -43,14 +43,14 @@ def job(*events: Event, **changes: Any) -> JobRun:
     """A job of two ranks, of which one was lost, and a spare; with other events if some are given."""
     timeline = events or (
         event("plan", members=[0, 1]),
-        event("exit", uid=1, code=-9),
+        event("process_exited", uid=1, code=-9),
         event("plan", members=[0, 2]),
         epoch(0),
         epoch(1),
         weights(0, 0),
         weights(2, 1),
-        event("exit", uid=0, code=0),
-        event("exit", uid=2, code=0),
+        event("process_exited", uid=0, code=0),
+        event("process_exited", uid=2, code=0),
     )
     known = {"exit_code": 0, "stdout": "out\n", "stderr": "last words\n", "timeout": 60.0, "folder": Path("/tmp/job")}
     return JobRun(timeline=timeline, summary=SUMMARY | changes.pop("summary", {}), **known | changes)
@@ -104,7 +104,7 @@ def test_a_job_that_hung_passes_nothing_and_says_who_and_where() -> None:
 def test_stacks_that_the_job_recorded_itself_are_shown_where_there_are_no_others() -> None:
     run = job(event("hang", "uid 1", stack="line 7 in forward"), timed_out=True)
     assert "--- uid 1, where it was:\nline 7 in forward" in refused(run.assert_no_hang)
-    run = job(event("death", uid=3, rank=2, stack="line 8 in backward"), timed_out=True)
+    run = job(event("process_lost", uid=3, rank=2, stack="line 8 in backward"), timed_out=True)
     assert "--- rank 2, where it was:\nline 8 in backward" in refused(run.assert_no_hang)
 
 
@@ -136,18 +136,18 @@ def test_a_failure_that_never_happened_or_that_nobody_knows_of_fails() -> None:
 
 
 def test_weights_that_differ_between_ranks_fail() -> None:
-    run = without("weights", job(), weights(0, 0), weights(2, 1, "cc"))
+    run = without("weight_digests", job(), weights(0, 0), weights(2, 1, "cc"))
     assert "0: 'aa after 8 steps', 1: 'cc after 8 steps'" in refused(run.assert_equal_weights)
 
 
 def test_weights_that_were_not_recorded_are_not_equal() -> None:
     for left in ([], [weights(0, 0)], [weights(0, 0), weights(1, 1)]):
-        assert "does the script call eg.join" in refused(without("weights", job(), *left).assert_equal_weights)
+        assert "does the script call eg.join" in refused(without("weight_digests", job(), *left).assert_equal_weights)
     assert "of 0 ranks" in refused(without("plan", job()).assert_equal_weights)
 
 
 def test_weights_of_a_rank_that_was_lost_or_left_or_closed_twice_do_not_count() -> None:
-    run = without("weights", job(), weights(0, 0), weights(1, 1, "cc"), weights(2, 1), weights(2, 1, "dd"))
+    run = without("weight_digests", job(), weights(0, 0), weights(1, 1, "cc"), weights(2, 1), weights(2, 1, "dd"))
     run.assert_equal_weights()
     assert run.weights.keys() == {0, 1}
 
@@ -191,16 +191,16 @@ def test_an_epoch_that_was_done_again_has_its_last_books() -> None:
 
 
 def test_another_result_than_undisturbed_fails_and_repeats_what_the_job_says_of_it() -> None:
-    other = without("weights", job(), weights(0, 0, "cc"), weights(2, 1, "cc"))
+    other = without("weight_digests", job(), weights(0, 0, "cc"), weights(2, 1, "cc"))
     assert "expected cc, as undisturbed" in refused(lambda: job().assert_same_result(other))
     inexact = job(summary={"exact": False, "inexact": "by forward"})
     assert "not as without failures: by forward" in refused(lambda: inexact.assert_same_result(other))
-    longer = without("weights", job(), weights(0, 0, steps=9), weights(2, 1, steps=9))
+    longer = without("weight_digests", job(), weights(0, 0, steps=9), weights(2, 1, steps=9))
     assert "expected 9, as undisturbed, found 8" in refused(lambda: job().assert_same_result(longer))
 
 
 def test_other_buffers_than_undisturbed_fail_if_they_are_asked_for() -> None:
-    other = without("weights", job(), weights(0, 0), weights(2, 1, state="ee"))
+    other = without("weight_digests", job(), weights(0, 0), weights(2, 1, state="ee"))
     job().assert_same_result(other)
     said = refused(lambda: job().assert_same_result(other, state=True))
     assert "expected {1: 'ee'}, as undisturbed, by rank, found {1: 'bb'}" in said

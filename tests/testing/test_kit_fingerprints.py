@@ -37,7 +37,7 @@ def test_buffers_are_in_the_state_and_not_in_the_weights(monkeypatch: pytest.Mon
     told: list[dict[str, Any]] = []
 
     def tell(event: str, **fields: Any) -> None:
-        assert event == "weights"
+        assert event == "weight_digests"
         told.append(fields)
 
     model = nn.BatchNorm1d(2)

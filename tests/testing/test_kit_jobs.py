@@ -65,7 +65,7 @@ def test_a_job_that_lost_a_rank_to_a_spare_is_the_undisturbed_one(run_job: RunJo
     run.assert_same_result(undisturbed, state=True)
     assert {rank: one.uid for rank, one in run.weights.items()} == {0: 0, 1: 2}
     assert run.folder == tmp_path / "job-1"
-    assert [row["ranks"] for row in run.events("killing")] == [[1]]
+    assert [row["ranks"] for row in run.events("kill_injected")] == [[1]]
     other = run_job(TRAINER, *SMALL[:-1], 64, ranks=2)
     with pytest.raises(AssertionError, match="as undisturbed"):
         other.assert_same_result(undisturbed)
@@ -97,7 +97,7 @@ def test_a_hang_names_who_hangs_and_where(run_job: RunJob, tmp_path: Path) -> No
     assert "rank 0 (uid 0, stopped), rank 1 (uid 1, waiting)" in said
     assert "in wait_for_ever" in said
     assert "rank 1 begins to wait" in said
-    for row in run.events("start"):
+    for row in run.events("process_started"):
         while not is_gone(row["pid"]):  # the kernel ends it with its launcher, and that may take a moment
             time.sleep(0.01)
 

@@ -58,7 +58,7 @@ def broken(how: str) -> JobRun:
         case "nobody died":
             return job(summary={"failures_survived": 0})
         case "apart":
-            return without("weights", job(), weights(0, 0), weights(2, 1, "cc"))
+            return without("weight_digests", job(), weights(0, 0), weights(2, 1, "cc"))
         case "lost":
             return without("epoch", job(), epoch(0), epoch(1, lost=1, used_once=9, uses=11))
         case "twice":
@@ -66,9 +66,9 @@ def broken(how: str) -> JobRun:
         case "short":
             return without("epoch", job(), epoch(0))
         case "not exact":
-            return without("weights", job(), weights(0, 0, "cc"), weights(2, 1, "cc"))
+            return without("weight_digests", job(), weights(0, 0, "cc"), weights(2, 1, "cc"))
         case "other buffers":
-            return without("weights", job(), weights(0, 0), weights(2, 1, state="ee"))
+            return without("weight_digests", job(), weights(0, 0), weights(2, 1, state="ee"))
     raise AssertionError(how)
 
 
@@ -84,7 +84,7 @@ def test_a_case_fails_whatever_breaks_a_promise(how: str) -> None:
 
 def test_a_case_demands_no_more_than_was_promised() -> None:
     lost = broken("lost")
-    other = without("weights", lost, weights(0, 0, "cc"), weights(2, 1, "cc"))
+    other = without("weight_digests", lost, weights(0, 0, "cc"), weights(2, 1, "cc"))
     replace(CASE, strategy="forward").judge(replace(other, summary={**lost.summary, "exact": False}), job())
     left = without("epoch", job(), epoch(0), epoch(1, unused=1, used_once=9, uses=11))
     with pytest.raises(AssertionError, match="accounted for"):

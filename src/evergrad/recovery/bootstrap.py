@@ -157,7 +157,7 @@ class Arrival:
         crew = self.engine.crew
         assert isinstance(crew, Launched)
         generation = crew.plan.generation
-        self.tell("begins anew", reason=why, generation=generation)
+        self.tell("process_restarted", reason=why, generation=generation)
         self.let_go()
         crew.leave_group()
         sys.stdout.flush()

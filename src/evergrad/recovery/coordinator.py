@@ -439,7 +439,9 @@ class Coordinator:
             if self._outcome is None:
                 had = {"joined": self._notices.has_joined(uid), "waited": self._notices.has_waited(uid)}
                 if code != 0:
-                    self._tell("death", uid=uid, rank=rank, code=code, generation=self.generation, **had, **fields)
+                    self._tell(
+                        "process_lost", uid=uid, rank=rank, code=code, generation=self.generation, **had, **fields
+                    )
                 elif uid not in self._roster.left:
                     self._tell("spare_ended", uid=uid, **had)
         elif code == 0:
@@ -452,7 +454,7 @@ class Coordinator:
             can_go_on = plan.generation > 0 or self._notices.has_joined(uid)
             if can_go_on:
                 self._break(plan, uid)  # before anything slow: survivors wait for it
-            self._tell("death", uid=uid, rank=rank, code=code, generation=plan.generation, **fields)
+            self._tell("process_lost", uid=uid, rank=rank, code=code, generation=plan.generation, **fields)
             if not self._is_fatal() and not can_go_on:
                 self._end("failed", f"{self._roster.fate(plan, uid)} before it joined: see what it printed")
 
@@ -475,7 +477,7 @@ class Coordinator:
         while self._goes_on():
             if self._notices.is_broken(plan):
                 self._notices.spread_break(plan)
-                self._tell("broken", generation=plan.generation, reason=self._notices.reason(plan))
+                self._tell("generation_broken", generation=plan.generation, reason=self._notices.reason(plan))
                 return True
             if time.monotonic() >= news_s:
                 self._look_for_news(plan)
@@ -502,7 +504,7 @@ class Coordinator:
             waited_s = time.monotonic() - begun_s
             if waited_s >= _LATE_S and not is_said:
                 is_said = True
-                self._tell("late", generation=plan.generation, uids=missing, waited_s=round(waited_s, 3))
+                self._tell("reports_late", generation=plan.generation, uids=missing, waited_s=round(waited_s, 3))
             if waited_s >= 1.0:
                 self._look_for_news(plan)
             self._pause(0.001 if waited_s < 1.0 else 0.02)
@@ -577,7 +579,7 @@ class Coordinator:
         uid = self._spawn(SpawnRequest(rank, generation, before))
         with self._lock:
             self._roster.uids.append(uid)
-        self._tell("spawn", uid=uid, rank=rank, replaces=before, generation=generation)
+        self._tell("process_spawned", uid=uid, rank=rank, replaces=before, generation=generation)
         return uid
 
     def _install(self, plan: Plan) -> None:
@@ -630,7 +632,7 @@ class Coordinator:
         given = {rank: each for rank, each in found.items() if each is not None}
         path, difference = first_difference(given)
         if path:
-            self._tell("ranks differ", step=self._step, path=path, why=difference)
+            self._tell("ranks_differ", step=self._step, path=path, reason=difference)
             self._end("diverged", f"all ranks have finished, and their states differ: {difference}")
             return
         if before := self._notices.diverged():  # those that differ may have ended at other steps
@@ -690,7 +692,7 @@ class Coordinator:
         if waiting and not self._notices.is_broken(plan):
             self._changing = plan.generation
             self._notices.ask_for_change(plan, waiting)
-            self._tell("change", generation=plan.generation, waiting=waiting)
+            self._tell("change_requested", generation=plan.generation, waiting=waiting)
 
     def _callable(self, spares: Sequence[int]) -> list[int]:
         """Of these spares, those that can be called, in order."""
@@ -717,7 +719,10 @@ class Coordinator:
                 self._notices.forbid(message)
             for uid in spares:
                 self._notices.dismiss(uid)
-        self._tell(kind, message=message, generation=self.generation, failures_survived=self._survived, step=self._step)
+        event = f"job_{kind.replace('-', '_')}"
+        self._tell(
+            event, message=message, generation=self.generation, failures_survived=self._survived, step=self._step
+        )
         self._ended.set()
         self._stir.set()
 

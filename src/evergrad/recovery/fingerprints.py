@@ -2,7 +2,7 @@
 
 With EVERGRAD_RECORD_WEIGHTS=1 in its environment, a job that closes records one event on its timeline:
 
-    {"event": "weights", "rank": 1, "uid": 4, "generation": 2, "steps": 24, "weights": "9f3c…", "state": "02ab…"}
+    {"event": "weight_digests", "rank": 1, "uid": 4, "generation": 2, "steps": 24, "weights": "9f3c…", "state": "02ab…"}
 
 Equal digests mean the same names, dtypes, shapes and bytes, in the same order; NaNs of other bits differ, and so do 0.0
 and -0.0.
@@ -48,7 +48,7 @@ def tell_weights(model: nn.Module | None, tell: Callable[..., None], **about: in
     if model is None or os.environ.get(RECORD_WEIGHTS) != "1":
         return
     parameters = [*model.named_parameters()]
-    tell("weights", **about, weights=digest(parameters), state=digest([*parameters, *model.named_buffers()]))
+    tell("weight_digests", **about, weights=digest(parameters), state=digest([*parameters, *model.named_buffers()]))
 
 
 def fingerprint_of(model: nn.Module | None, optimizers: Sequence[Optimizer], step: int) -> Fingerprint:

@@ -271,7 +271,7 @@ class Finding:
     """Something is wrong with a process."""
 
     uid: int
-    kind: Literal["stopped", "cut off", "hung", "late", "straggler", "all wait"]
+    kind: Literal["stopped", "cut off", "hung", "late", "straggler", "deadlock"]
     why: str
     """As in "rank 2 …"."""
     is_lost: bool
@@ -337,7 +337,7 @@ class Vigil:
             return [Finding(uid, kind, why, is_lost) for uid in late]
         shortest = min(vital.waits_s for vital in present.values())
         if patience.hung_s and shortest >= patience.hung_s and len(present) == num_members:
-            return [Finding(-1, "all wait", f"all ranks have been waiting for each other for {shortest:.0f} s", False)]
+            return [Finding(-1, "deadlock", f"all ranks have been waiting for each other for {shortest:.0f} s", False)]
         return []
 
     def _straggling(self, present: Mapping[int, Vital], now_s: float) -> list[Finding]:

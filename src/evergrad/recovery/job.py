@@ -337,14 +337,14 @@ class Job:
             if trained.model is None or passage.guarding is not None or self._arrival.has_yielded:
                 raise UsageError("job.guard: expected once, after job.wrap and before the first batch")
         if self._engine.gradients is None:
-            self._tell("unguarded", why="one rank: there is nobody to compare with")
+            self._tell("guard_unavailable", reason="one rank: there is nobody to compare with")
             return
         if trained.snapshot is None:  # whatever is suspicious is done again, also where a lost rank ends the job
             trained.snapshot = Snapshot(list(trained.model.buffers()))
         if trained.optimizers.overlap is not None:
             trained.optimizers.overlap.make_undoable()
         passage.guarding = self._arrival.guarding = Guarding(settings, self._engine, trained.model, self._tell)
-        self._tell("guard", **settings.to_json())
+        self._tell("guard_enabled", **settings.to_json())
 
     @refusing_wrong_arguments("job.track", _stopping, "job.track(scheduler=scheduler): each thing by a name")
     def track(self, **things: Any) -> None:
@@ -412,7 +412,7 @@ class Job:
         self._progress.show(course, self._crew)
         self._say_if_it_cannot_grow()
         if engine.broke_at is not None:
-            self._tell("going on", step=course.step, generation=self.generation,
+            self._tell("recovered", step=course.step, generation=self.generation,
                        seconds=time.monotonic() - engine.broke_at)  # fmt: skip
             engine.broke_at = None
         return was_applied
@@ -639,7 +639,7 @@ class Job:
         if self._engine.leaving or not self._passage.is_iterating:
             sys.exit(128 + number)
         self._engine.leaving = True
-        self._tell("asked to leave", rank=self.rank, step=self._course.step)
+        self._tell("leave_requested", rank=self.rank, step=self._course.step)
 
     def _site(self, phase: Phase, bucket: int | None = None, at: Any = None) -> None:
         if self._sites.is_armed(self._course.step):

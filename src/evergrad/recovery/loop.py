@@ -469,7 +469,7 @@ class Passage:
             engine.note_inexact(f"rank {crew.rank} has joined, and its random numbers or buffers are not as expected")
         joined = ", ".join(f"rank {crew.plan.rank_of(uid)}" for uid in crew.plan.joiners)
         if path and group.rank == 0:
-            self.tell("ranks differ", step=engine.course.step, path=path, why=difference, joined=joined)
+            self.tell("ranks_differ", step=engine.course.step, path=path, reason=difference, joined=joined)
             text = f"ranks differ ({joined} joined; compared {when}): {difference}"
             engine.note_diverged(text)
             _log.warning("step %d: %s", engine.course.step, text)
@@ -491,7 +491,7 @@ class Passage:
                         f"the guard found ranks that differ ({why}), and there is no version to go back to that it has "
                         "found sound: give eg.join a checkpointer, or start again from a version that is right"
                     ))  # fmt: skip
-                self.tell("goes back", version=back_to, why=why)
+                self.tell("rollback_to_version", version=back_to, reason=why)
             except GroupBroken as error:
                 why = str(error)
             self._recover(Point.JOIN, why, back_to=back_to)
@@ -513,14 +513,14 @@ class Passage:
         engine, trained = self.engine, self.trained
         self.site(Phase.CHECKPOINT)
         if engine.passed_in != engine.crew.plan.generation or not engine.crew.is_current():
-            self.tell("not saved", step=engine.course.step, reason="a rank was lost meanwhile")
+            self.tell("save_skipped", step=engine.course.step, reason="a rank was lost meanwhile")
             return
         try:
             self.saves.save(trained.model, trained.optimizers.known, trained.tracked, engine.course)
             if self.guarding is not None and self.guarding.is_sound:
                 self.saves.note_guarded()
         except GroupBroken as error:  # the next point will find the same
-            self.tell("not saved", step=engine.course.step, reason=str(error))
+            self.tell("save_skipped", step=engine.course.step, reason=str(error))
 
     def _recover(self, kind: Point, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
         # What is agreed comes soon. For anything else this process may wait in vain, and must be able to end.
@@ -542,12 +542,12 @@ class Passage:
             if self.saves is not None:
                 self.saves.save(trained.model, trained.optimizers.known, trained.tracked, course, now=True)
         except GroupBroken as error:
-            self.tell("not saved", step=course.step, reason=str(error))
+            self.tell("save_skipped", step=course.step, reason=str(error))
         self._leave("all ranks were asked to", code=LEFT_TOGETHER)
 
     def _leave(self, why: str, code: int = 0) -> NoReturn:
         crew = self.engine.crew
-        self.tell("leaves", rank=crew.plan.rank_of(crew.uid), step=self.engine.course.step, reason=why)
+        self.tell("rank_left", rank=crew.plan.rank_of(crew.uid), step=self.engine.course.step, reason=why)
         sys.exit(code)
 
     def stop(self, error: UsageError) -> NoReturn:

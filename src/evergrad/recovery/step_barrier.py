@@ -279,7 +279,7 @@ class Engine:
             if plan.source == self.crew.uid:
                 began = time.monotonic()
                 size = send_state(group, state(), rank)
-                self.tell("handed over", to=uid, bytes=size, seconds=time.monotonic() - began)
+                self.tell("state_sent", to=uid, bytes=size, seconds=time.monotonic() - began)
             if plan.keepers.get(uid) == self.crew.uid:
                 self._give_kept(group, plan, uid, rank)
         self.is_settled = True
@@ -295,7 +295,7 @@ class Engine:
         began = time.monotonic()
         state = receive_state(group, source)
         kept = self._receive_kept(group, plan)
-        self.tell("joined", rank=self.crew.rank, generation=plan.generation, exact=kept is not None,
+        self.tell("rank_joined", rank=self.crew.rank, generation=plan.generation, exact=kept is not None,
                   seconds=time.monotonic() - began)  # fmt: skip
         self.is_settled = True
         return state, kept

@@ -356,7 +356,7 @@ class Launched(Crew):
 
     def _give_up(self) -> None:
         """This process cannot leave its broken generation. It ends, so that nobody waits for it."""
-        self._tell("stuck", generation=self.plan.generation, why="gloo waits for a connection that is gone")
+        self._tell("process_stuck", generation=self.plan.generation, reason="gloo waits for a connection that is gone")
         os._exit(_STUCK)
 
     def _waiting(self) -> AbstractContextManager[None]:

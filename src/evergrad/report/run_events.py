@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 # What was done to processes on purpose, and which of it is why one was lost.
 
-_ACTS = {"killing": "kill", "stopping": "stop", "cut": "cut"}  # being slow is no end
+_ACTS = {"kill_injected": "kill", "stop_injected": "stop", "network_cut_injected": "cut"}  # being slow is no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Injections:
         self._course = course
         self._left: dict[int, list[Injection]] = defaultdict(list)
         healed: dict[int, list[float]] = defaultdict(list)
-        for moment in course.by_event["healed"]:
+        for moment in course.by_event["network_restored"]:
             for uid in _uids(moment):
                 healed[uid].append(moment.at_s)
         for event, act in _ACTS.items():
@@ -75,7 +75,7 @@ class Injections:
         plan, before, after = (plans.get(each) for each in (generation, generation - 1, generation + 1))
         assert plan is not None
         since_s = before.at_s if before is not None else plan.at_s
-        if self._course.own("going on", generation, uid) is not None:
+        if self._course.own("recovered", generation, uid) is not None:
             since_s = plan.at_s  # it has outlived what was done to it before
         decided_s = after.at_s if after is not None else float("inf")
         died_s = decided_s if died_s is None else min(died_s, decided_s)
@@ -154,7 +154,7 @@ def _end_generation(course: Course, plan: Planned, ended: Interruption, end_s: f
 
 def _going_on(course: Course, uid: int, generation: int, before: Interruption) -> float | None:
     """When this rank had applied a step again; else when the first one had, who does not note its own."""
-    own = course.own("going on", generation, uid)
+    own = course.own("recovered", generation, uid)
     return own.at_s if own is not None else before.going_on_s
 
 
@@ -192,7 +192,7 @@ def _settle(process: Process, end_s: float) -> None:
 # it led to.
 
 _VERDICTS = ("restart", "redo", "repair", "retry", "proceed")  # by how much is done again
-_UNFINISHED = ("failed", "fatal", "too-few")
+_UNFINISHED = ("job_failed", "job_fatal", "job_too_few")
 
 
 def interruptions(course: Course) -> tuple[Interruption, ...]:
@@ -225,10 +225,10 @@ def _end(course: Course, generation: int) -> _End | None:
         return None
     deaths = {
         uid: moment
-        for moment in course.by_generation["death", generation]
+        for moment in course.by_generation["process_lost", generation]
         if (uid := whole(moment.fields, "uid")) is not None and plan.rank_of(uid) is not None
     }
-    broken = course.by_generation["broken", generation]
+    broken = course.by_generation["generation_broken", generation]
     # Where all leave together the last generation ends without a plan, too, and nothing has failed.
     if after is None and not deaths and not (broken and _is_unfinished(course)):
         return None
@@ -253,8 +253,8 @@ def _interruption(course: Course, end: _End, injections: Injections) -> Interrup
     joined = after.joiners if after is not None else ()
     back = _returns(course, plan.at_s, until_s)
     is_planned = after is not None and not gone and not back and bool(left or joined)
-    going_on = course.by_generation["going on", generation + 1]
-    arrived = course.by_generation["joined", generation + 1]
+    going_on = course.by_generation["recovered", generation + 1]
+    arrived = course.by_generation["rank_joined", generation + 1]
     steps = [step for moment in reports if (step := whole(moment.fields, "step")) is not None]
     step = max(steps, default=None)
     verdict = next((each for each in _VERDICTS if after is not None and each in after.verdicts), "")
@@ -296,8 +296,8 @@ def _loss(course: Course, uid: int, end: _End, injections: Injections, seen_s: f
 
 def _returns(course: Course, since_s: float, until_s: float) -> str:
     """Why all go back to a version, if a guard has asked for it in this generation."""
-    asked = course.between("goes back", since_s, until_s)
-    return f"the guard found {text(asked[0].fields, 'why') or 'ranks that differ'}" if asked else ""
+    asked = course.between("rollback_to_version", since_s, until_s)
+    return f"the guard found {text(asked[0].fields, 'reason') or 'ranks that differ'}" if asked else ""
 
 
 def _what(
@@ -339,12 +339,12 @@ def _redone(course: Course, verdict: str, step: int | None, after: Planned | Non
 
 def _handed(course: Course, since_s: float, until_s: float) -> int:
     return sum(
-        _or_interruptions(whole(each.fields, "bytes"), 0) for each in course.between("handed over", since_s, until_s)
+        _or_interruptions(whole(each.fields, "bytes"), 0) for each in course.between("state_sent", since_s, until_s)
     )
 
 
 def _is_unfinished(course: Course) -> bool:
-    return any(course.by_event[event] for event in _UNFINISHED) or not course.by_event["end"]
+    return any(course.by_event[event] for event in _UNFINISHED) or not course.by_event["launcher_ended"]
 
 
 def _first(*groups: Sequence[Moment]) -> Moment | None:
@@ -367,7 +367,7 @@ def notice(course: Course) -> Iterator[Noticed]:
             continue
         what, mark = found
         key = moment.event, what
-        if moment.event in ("suspicious", "goes back", "not saved", "begins anew", "restored"):
+        if moment.event in ("step_suspicious", "rollback_to_version", "save_skipped", "process_restarted", "restored"):
             if key in said:
                 continue
             said.add(key)
@@ -378,49 +378,49 @@ def notice(course: Course) -> Iterator[Noticed]:
 def _notice(course: Course, moment: Moment) -> tuple[str, Shade] | None:
     fields = moment.fields
     match moment.event:
-        case "flipped":
+        case "bit_flip_injected":
             before, after = fields.get("before"), fields.get("after")
             return f"a bit of {_place(moment)} was flipped on purpose: {_value(before)} → {_value(after)}", ""
-        case "corrupted":
+        case "corruption_found":
             healed = fields.get("healed") is True
             told = f"{text(fields, 'path')} on rank {whole(fields, 'rank')}: {text(fields, 'what')}"
             return f"{told}; {'healed' if healed else 'not healed'}", "good" if healed else "bad"
-        case "ranks differ":
+        case "ranks_differ":
             joined = text(fields, "joined")
-            return f"ranks differ{f' after {joined} joined' if joined else ''}: {text(fields, 'why')}", "bad"
+            return f"ranks differ{f' after {joined} joined' if joined else ''}: {text(fields, 'reason')}", "bad"
         case "unverified":
             return f"nobody can tell whether the run is exact: {text(fields, 'reason')}", ""
-        case "suspicious":
+        case "step_suspicious":
             step = whole(fields, "step")
-            return f"step {'?' if step is None else step + 1} was suspicious: {text(fields, 'why')}", ""
-        case "goes back":
-            return f"all go back to {text(fields, 'version')}: {text(fields, 'why')}", "bad"
+            return f"step {'?' if step is None else step + 1} was suspicious: {text(fields, 'reason')}", ""
+        case "rollback_to_version":
+            return f"all go back to {text(fields, 'version')}: {text(fields, 'reason')}", "bad"
         case "restored":
             step = whole(fields, "step")
             return ("no checkpoint to restore" if step is None else f"restored step {step}"), ""
-        case "slowed":
+        case "slowdown_injected":
             by, for_s = number(fields, "by"), number(fields, "for_s")
             lasting = f" for {for_s:g} s" if for_s is not None else ""
             return f"rank {whole(fields, 'rank')} was made {by or 0:g} times as slow{lasting}", ""
-        case "healed":
+        case "network_restored":
             return f"rank {whole(fields, 'rank')} has its network again", "good"
-        case "straggler" | "late":
+        case "straggler" | "rank_late" | "reports_late":
             return _late(course, moment), ""
-        case "all wait":
-            return f"every rank waits for another one: {text(fields, 'why')}", "bad"
-        case "not saved":
+        case "deadlock":
+            return f"every rank waits for another one: {text(fields, 'reason')}", "bad"
+        case "save_skipped":
             return f"step {whole(fields, 'step')} was not saved: {text(fields, 'reason')}", "bad"
-        case "begins anew":
+        case "process_restarted":
             return f"starts its script anew: {text(fields, 'reason')}", ""
-        case "stuck":
-            return f"gave itself up: {text(fields, 'why')}", "bad"
-        case "unguarded":
-            return f"no guard: {text(fields, 'why')}", ""
-        case "node gone":
-            return f"node {text(fields, 'node')} is gone: {text(fields, 'why') or 'it has left'}", "bad"
-        case "signal":
+        case "process_stuck":
+            return f"gave itself up: {text(fields, 'reason')}", "bad"
+        case "guard_unavailable":
+            return f"no guard: {text(fields, 'reason')}", ""
+        case "node_left":
+            return f"node {text(fields, 'node')} is gone: {text(fields, 'reason') or 'it has left'}", "bad"
+        case "signal_received":
             return f"the launcher was sent {text(fields, 'signal')}", ""
-        case "death" if whole(fields, "rank") is None:
+        case "process_lost" if whole(fields, "rank") is None:
             uid = whole(fields, "uid")
             return f"{course.label(-1 if uid is None else uid)} died ({text(fields, 'how')}) without a rank", "bad"
         case "spare_ended":
@@ -437,7 +437,7 @@ def _late(course: Course, moment: Moment) -> str:
         uids = moment.fields["uids"]
         who = ", ".join(course.label(uid) for uid in uids if isinstance(uid, int)) if isinstance(uids, list) else "?"
         return f"{who}: no report {number(moment.fields, 'waited_s') or 0:g} s after the generation broke"
-    return f"rank {whole(moment.fields, 'rank')} {text(moment.fields, 'why')}"
+    return f"rank {whole(moment.fields, 'rank')} {text(moment.fields, 'reason')}"
 
 
 def _place(moment: Moment) -> str:
@@ -449,21 +449,23 @@ def _value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_OUTCOMES = ("finished", "failed", "fatal", "too-few", "left")
-_TELLS_STEPS = ("report", "going on", "epoch", "checked", "restored", *_OUTCOMES)
+_OUTCOMES = ("job_finished", "job_failed", "job_fatal", "job_too_few", "job_left")
+_TELLS_STEPS = ("report", "recovered", "epoch", "guard_check", "restored", *_OUTCOMES)
 
 
 def analyse(events: Iterable[Event], notes: Sequence[str] = ()) -> RunStory:
     """What happened in a run. `events` come in any order; there is at least one."""
     listed = list(events)
-    begin = next((event for event in listed if event.event == "begin"), None)
+    begin = next((event for event in listed if event.event == "launcher_started"), None)
     settings = _settings(begin)
     is_spread = settings.get("is_spread") is True
     moments = _ordered(listed, begin, is_spread)
     course = Course(moments, is_spread)
     found = interruptions(course)
     last_s = max(moment.at_s for moment in moments)
-    end = next((moment for moment in reversed(moments) if moment.event == "end" and moment.who == "launcher"), None)
+    end = next(
+        (moment for moment in reversed(moments) if moment.event == "launcher_ended" and moment.who == "launcher"), None
+    )
     seconds = end.at_s if end is not None else last_s
     generations = _generations(course, found, seconds)
     processes = [course.processes[uid] for uid in sorted(course.processes)]
@@ -503,8 +505,8 @@ def _settings(begin: Event | None) -> dict[str, Json]:
 def _ordered(events: Sequence[Event], begin: Event | None, is_spread: bool) -> list[Moment]:
     """By the clock that all share: on one machine the monotonic one, across machines there is only the wall clock."""
     first = begin or events[0]
-    zero_s = first.time if is_spread else first.mono
-    moments = [Moment((event.time if is_spread else event.mono) - zero_s, event) for event in events]
+    zero_s = first.time if is_spread else first.monotonic
+    moments = [Moment((event.time if is_spread else event.monotonic) - zero_s, event) for event in events]
     return sorted(moments, key=lambda moment: moment.at_s)
 
 

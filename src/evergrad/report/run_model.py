@@ -301,12 +301,12 @@ class Moment:
     @property
     def who(self) -> str:
         """Who saw it."""
-        return self.told.who
+        return self.told.source
 
     @property
     def uid(self) -> int | None:
         """The process that saw it; None for a launcher."""
-        name, _, rest = self.told.who.partition(" ")
+        name, _, rest = self.told.source.partition(" ")
         return int(rest) if name == "uid" and rest.isascii() and rest.isdigit() and len(rest) < 10 else None
 
     @property
@@ -405,9 +405,9 @@ class Course:
             plan = _plan(moment)
             if plan is not None and plan.generation not in self.plans:
                 self.plans[plan.generation] = plan
-        for moment in self.by_event["start"]:
+        for moment in self.by_event["process_started"]:
             self._start(moment)
-        for moment in self.by_event["exit"]:
+        for moment in self.by_event["process_exited"]:
             process = self.processes.get(_or(whole(moment.fields, "uid"), -1))
             if process is not None and process.exited_s is None:
                 process.exited_s, process.code = moment.at_s, whole(moment.fields, "code")
@@ -513,7 +513,7 @@ def read_run(folder: Path) -> RunFolder:
         raise DamagedFile(timeline, "no event in it: the run was ended before it began, or has not begun yet")
     record, is_sound = _record(folder / "run.json")
     notes = [] if is_sound else ["run.json is damaged, and left out."]
-    if not any(event.event == "end" and event.who == "launcher" for event in events):
+    if not any(event.event == "launcher_ended" and event.source == "launcher" for event in events):
         notes.append(_unended(events, record))
     if damaged:
         few = ", ".join(damaged[:_NAMED]) + (f" and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else "")
@@ -550,7 +550,7 @@ def _record(path: Path) -> tuple[Mapping[str, Json], bool]:
 
 
 def _unended(events: list[Event], record: Mapping[str, Json]) -> str:
-    begin = next((event for event in events if event.event == "begin"), None)
+    begin = next((event for event in events if event.event == "launcher_started"), None)
     pid = begin.fields.get("pid") if begin is not None else None
     if begin is None or not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
         return "No end is on record, and not which process was the launcher."
@@ -566,10 +566,10 @@ def _unended(events: list[Event], record: Mapping[str, Json]) -> str:
 def _lives(pid: int, begin: Event) -> bool:
     """Whether the launcher is there, and not another process that was given its number since."""
     booted_s = time.time() - time.monotonic()
-    if abs(booted_s - (begin.time - begin.mono)) > _SAME_BOOT_S:
+    if abs(booted_s - (begin.time - begin.monotonic)) > _SAME_BOOT_S:
         return False
     with suppress(OSError, ValueError, IndexError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *rest = stat.rpartition(")")[2].split()
-        return state != "Z" and int(rest[18]) / os.sysconf("SC_CLK_TCK") <= begin.mono + 1.0
+        return state != "Z" and int(rest[18]) / os.sysconf("SC_CLK_TCK") <= begin.monotonic + 1.0
     return False

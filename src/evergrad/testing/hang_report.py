@@ -120,9 +120,9 @@ def _living(run: Path) -> list[tuple[int, str, int]]:
     with suppress(FormatError):
         for event in read(run / "timeline.jsonl"):
             fields: dict[str, Any] = event.fields
-            if event.event == "start":
+            if event.event == "process_started":
                 started[fields["uid"]] = fields["label"], fields["pid"]
-            elif event.event == "exit":
+            elif event.event == "process_exited":
                 started.pop(fields["uid"], None)
             elif event.event == "plan":
                 members = fields["members"]

@@ -104,7 +104,7 @@ class JobRun:
     @property
     def finished(self) -> list[int]:
         """The uids of the last generation that ended well, by rank; not who left or died before."""
-        codes = {row["uid"]: row["code"] for row in self.events("exit")}
+        codes = {row["uid"]: row["code"] for row in self.events("process_exited")}
         plans = self.events("plan")
         return [uid for uid in plans[-1]["members"] if codes.get(uid) == 0] if plans else []
 
@@ -113,7 +113,9 @@ class JobRun:
         """What each rank that finished had in the end, by rank."""
         names = [one.name for one in fields(Weights)]
         told: dict[int, Weights] = {}
-        for row in self.events("weights"):  # the first counts: what a script does after it has left is its own affair
+        for row in self.events(
+            "weight_digests"
+        ):  # the first counts: what a script does after it has left is its own affair
             told.setdefault(row["uid"], Weights(**{name: row[name] for name in names}))
         return {told[uid].rank: told[uid] for uid in self.finished if uid in told}
 
@@ -216,7 +218,7 @@ class JobRun:
         for event in self.timeline:
             if stack := event.fields.get("stack"):
                 rank = event.fields.get("rank")
-                told[event.who if rank is None else f"rank {rank}"] = stack
+                told[event.source if rank is None else f"rank {rank}"] = stack
         return [f"--- {who}, where it was:\n{stack}" for who, stack in told.items()]
 
     def _result(self) -> tuple[int, str]:

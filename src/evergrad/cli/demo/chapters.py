@@ -373,13 +373,13 @@ def _trouble_ranks(folder: Path, say: Callable[[str], None]) -> dict[str, Json]:
     from evergrad.timeline import read
 
     clean = next(
-        event.fields["weights"] for event in read(folder / "job" / "timeline.jsonl") if event.event == "weights"
+        event.fields["weights"] for event in read(folder / "job" / "timeline.jsonl") if event.event == "weight_digests"
     )
     options = ("--spares", "1", "--fail", _STOP, "--fail", _FLIP_RECOVERY)
     troubled = _run(folder / "job-trouble", options, say)
     events = list(read(folder / "job-trouble" / "timeline.jsonl"))
-    is_exact = {event.fields["weights"] for event in events if event.event == "weights"} == {clean}
-    found = [event.fields for event in events if event.event == "corrupted"]
+    is_exact = {event.fields["weights"] for event in events if event.event == "weight_digests"} == {clean}
+    found = [event.fields for event in events if event.event == "corruption_found"]
     say(
         f"{troubled.steps} steps; the stopped rank was replaced, and what the flip changed ("
         + ", ".join(f"{each['path']} on rank {each['rank']}" for each in found)
@@ -409,8 +409,8 @@ def _run(run: Path, options: tuple[str, ...], say: Callable[[str], None]) -> _Ru
     weights = next(line.split()[-1] for line in lines if "final weights" in line)
     events = list(read(run / "timeline.jsonl"))
     steps = max(int(str(event.fields["step"])) for event in events if event.event == "epoch")
-    killed = [event.mono for event in events if event.event == "killing"]
-    applied = [event.mono for event in events if event.event == "going on"]
+    killed = [event.monotonic for event in events if event.event == "kill_injected"]
+    applied = [event.monotonic for event in events if event.event == "recovered"]
     return _Run(steps, weights, min(applied) - killed[0] if killed else 0.0)
 
 

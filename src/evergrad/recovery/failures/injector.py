@@ -43,7 +43,7 @@ Live = Callable[[], "Mapping[str, torch.Tensor]"]
 """The live state: path → tensor, the tensors themselves."""
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
-_EVENTS = {"kill": "killing", "stop": "stopping", "leave": "asked to leave"}
+_EVENTS = {"kill": "kill_injected", "stop": "stop_injected", "leave": "leave_injected"}
 
 
 class Acts(Protocol):
@@ -118,13 +118,13 @@ class LiveActs:
 
     def slow(self, rank: int, by: float, for_s: float | None) -> None:
         """From now on, at every batch."""
-        self._tell("slowed", rank=rank, by=by, for_s=for_s)
+        self._tell("slowdown_injected", rank=rank, by=by, for_s=for_s)
         self.pace = Pace(by, for_s)
 
     def cut(self, rank: int, for_s: float | None) -> None:
         """All TCP connections of this process, without a word to anyone."""
-        self._tell("cut", rank=rank, for_s=for_s)
-        network.cut(for_s, healed=lambda: self._tell("healed", rank=rank))
+        self._tell("network_cut_injected", rank=rank, for_s=for_s)
+        network.cut(for_s, healed=lambda: self._tell("network_restored", rank=rank))
 
     def flip(self, rank: int, failure: Failure, seed: int) -> None:
         """What the injector does to a file, in memory."""
@@ -139,7 +139,7 @@ class LiveActs:
             told = hit.to_json()
             bit = hit.bits[0] if len(hit.bits) == 1 else list(hit.bits)
             values = {"before": told["old_value"], "after": told["new_value"]}
-            self._tell("flipped", rank=rank, path=hit.tensor, index=hit.index, bit=bit, **values, seed=seed)
+            self._tell("bit_flip_injected", rank=rank, path=hit.tensor, index=hit.index, bit=bit, **values, seed=seed)
         if hits:
             self.flipped(f"bits of {hits[0].tensor} were flipped on rank {rank} by the failure '{failure}'")
 

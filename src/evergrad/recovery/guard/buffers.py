@@ -83,7 +83,7 @@ class OwnGuard:
         rows = [row for rows in gather_json(group, [asdict(each) for each in mine]) for row in rows]
         differences = tuple(Difference.from_json(row) for row in rows)
         for each in mine:
-            self.tell("corrupted", step=step, **each.to_json())
+            self.tell("corruption_found", step=step, **each.to_json())
         if not differences:
             return Checked(Check.OK, step)
         status = Check.DEGRADED if all(each.healed for each in differences) else Check.FAILED

@@ -67,7 +67,7 @@ class Guarding:
         if engine.suspicious or (is_odd and engine.crew.rank == 0):
             again = "" if engine.suspicious else "; it is so the second time too, and goes on"
             _log.warning("rank %d, step %d: %s%s", engine.crew.rank, engine.course.step, self._reading.why, again)
-            self.tell("suspicious", step=engine.course.step, tries=engine.tries, why=self._reading.why + again)
+            self.tell("step_suspicious", step=engine.course.step, tries=engine.tries, reason=self._reading.why + again)
 
     @property
     def must_stop(self) -> str:
@@ -115,7 +115,7 @@ class Guarding:
             if own.status in (Check.DEGRADED, Check.FAILED):
                 checked = own
                 if group.rank == 0:
-                    self.tell("checked", step=step, status=str(own.status), why=own.why, what="buffers")
+                    self.tell("guard_check", step=step, status=str(own.status), reason=own.why, what="buffers")
         for each in [each for each in checked.differences if each.rank == group.rank][:_SAID]:
             done = "healed" if each.healed else "not healed"
             _log.warning("rank %d, step %d: %s: %s; %s", each.rank, step, each.path, each.what, done)

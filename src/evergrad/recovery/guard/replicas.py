@@ -434,9 +434,9 @@ class Guard:
 
     def _say(self, group: Group, checked: Checked) -> None:
         for each in [each for each in checked.differences if each.rank == group.rank][:_TOLD]:
-            self._tell("corrupted", step=checked.step, **each.to_json())
+            self._tell("corruption_found", step=checked.step, **each.to_json())
         if group.rank == 0:
-            self._tell("checked", step=checked.step, status=str(checked.status), why=checked.why,
+            self._tell("guard_check", step=checked.step, status=str(checked.status), reason=checked.why,
                        differences=len(checked.differences), suspects=len(checked.suspects),
                        bytes=checked.nbytes, seconds=checked.seconds)  # fmt: skip
 

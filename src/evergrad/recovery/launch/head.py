@@ -373,12 +373,12 @@ class Reception:
             for place in own:
                 self._coordinator.started(place.uid)
             self._relay.say(f"node {name} is back, on {arrival.machine}: {counted(len(own), 'spare')}")
-        self._recorder.record("node here", node=name, machine=arrival.machine, uids=[place.uid for place in own])
+        self._recorder.record("node_joined", node=name, machine=arrival.machine, uids=[place.uid for place in own])
         self._nodes.welcome(arrival, own, self._places.nodes, time.monotonic() - self._begun_mono)
 
     def _part_with(self, gone: Departure) -> None:
         name, count = self._settings.names[gone.node], counted(len(gone.uids), "process", "processes")
-        self._recorder.record("node gone", node=name, why=gone.why, uids=list(gone.uids))
+        self._recorder.record("node_left", node=name, reason=gone.why, uids=list(gone.uids))
         why = gone.why or f"is on node {name}, which has left"
         for uid in gone.uids:
             self._announcer.foretell(uid, self._coordinator.rank_of(uid), why)

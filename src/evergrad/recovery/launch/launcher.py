@@ -180,8 +180,8 @@ class Lookout:
 
     def _act_on(self, finding: Finding, coordinator: Coordinator) -> None:
         uid, why, label = finding.uid, finding.why, self._label_of(finding.uid)
-        if finding.kind == "all wait":
-            self._recorder.record("all wait", generation=coordinator.generation, why=why)
+        if finding.kind == "deadlock":
+            self._recorder.record("deadlock", generation=coordinator.generation, reason=why)
             coordinator.interrupt(why)
             return
         stack = self._crowd.stack(uid)
@@ -189,7 +189,8 @@ class Lookout:
             rank = coordinator.rank_of(uid)
             who = label if rank is None else f"rank {rank}"
             generation = coordinator.generation
-            self._recorder.record(finding.kind, uid=uid, rank=rank, why=why, stack=stack, generation=generation)
+            event = "rank_late" if finding.kind == "late" else finding.kind
+            self._recorder.record(event, uid=uid, rank=rank, reason=why, stack=stack, generation=generation)
             self._relay.say(f"{who} {why}; it is in\n{innermost(stack)}")
             return
         coordinator.lost(uid, why, stack=stack)
@@ -277,7 +278,7 @@ class _Launch:
         )
         self._respawning = Respawning(settings, self._places, relay, is_here=self._is_here, start=self._start_late)
         command = shlex.join([os.path.basename(sys.executable), *self._settings.command[1:]])
-        self._recorder.record("begin", command=command, settings=self._settings.to_json(), pid=os.getpid())
+        self._recorder.record("launcher_started", command=command, settings=self._settings.to_json(), pid=os.getpid())
         num_ranks, num_spares = self._settings.num_ranks, self._settings.num_spares
         who = counted(num_ranks, "rank") + (f" and {counted(num_spares, 'spare')}" if num_spares else "")
         threads = "" if "OMP_NUM_THREADS" in os.environ else "; OMP_NUM_THREADS is 1, set it to change that"
@@ -464,7 +465,7 @@ class _Launch:
     def _heed(self, number: int) -> None:
         """A signal that we were sent is meant for everyone."""
         name, now = signal.Signals(number).name, time.monotonic()
-        self._recorder.record("signal", signal=name)
+        self._recorder.record("signal_received", signal=name)
         if number not in LEAVING:
             self._crowd.send(number)
         elif self._asked is None:
@@ -502,7 +503,9 @@ class _Launch:
         while self._due and self._due[0][0] <= time.monotonic():
             _, number = self._due.pop(0)
             for child in self._crowd.living:
-                self._recorder.record("stop", uid=child.uid, label=child.label, signal=signal.Signals(number).name)
+                self._recorder.record(
+                    "signal_sent", uid=child.uid, label=child.label, signal=signal.Signals(number).name
+                )
             self._crowd.send(number)
 
     def _patience(self) -> float:
@@ -568,7 +571,7 @@ class _Launch:
         if self._nodes is not None:
             self._nodes.end(summary.to_json(), self._settings.grace_s)
             merge_timelines(self._run)
-        self._recorder.record("end", outcome=kind, exit_code=code, message=message, steps=summary.steps,
+        self._recorder.record("launcher_ended", outcome=kind, exit_code=code, message=message, steps=summary.steps,
                               exact=summary.exact, inexact=summary.inexact, unverified=summary.unverified)  # fmt: skip
         return summary
 

@@ -66,7 +66,7 @@ class Household(Crowd):
         self._pages[place.uid] = page, child
         self._relay.add(child)
         node = self._settings.names[place.node]
-        self._recorder.record("start", uid=place.uid, label=place.label, pid=child.pid, node=node)
+        self._recorder.record("process_started", uid=place.uid, label=place.label, pid=child.pid, node=node)
 
     def send(self, number: int, uids: Collection[int] | None = None) -> None:
         """Send every living process, or these, a signal; SIGKILL also to what it has started in its group."""
@@ -79,7 +79,7 @@ class Household(Crowd):
     def bury(self, gone: Exit) -> None:
         """Somebody has exited, and whoever must know at once does."""
         child = gone.child
-        self._recorder.record("exit", uid=child.uid, label=child.label, code=gone.code)
+        self._recorder.record("process_exited", uid=child.uid, label=child.label, code=gone.code)
         page, _ = self._pages.pop(child.uid)
         page.close()
 

@@ -169,7 +169,7 @@ class _Outpost:
                 client.cut()
             for thread in threads:
                 thread.join()
-        self._recorder.record("end", outcome=self._summary.outcome, message=self._summary.message)
+        self._recorder.record("launcher_ended", outcome=self._summary.outcome, message=self._summary.message)
         return self._summary
 
     def leave(self) -> None:
@@ -285,7 +285,7 @@ class _Outpost:
     def _heed(self, number: int) -> None:
         """A signal that this launcher was sent is meant for its node."""
         name, now = signal.Signals(number).name, time.monotonic()
-        self._recorder.record("signal", signal=name)
+        self._recorder.record("signal_received", signal=name)
         if number in LEAVING and self._asked is not None and now - self._asked[1] >= SAME_NOTICE_S:
             self._household.send(signal.SIGKILL)  # somebody insists
             return

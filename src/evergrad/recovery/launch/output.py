@@ -316,7 +316,7 @@ class Announcer:
     def tell(self, event: str, /, **fields: Any) -> None:
         """Something has happened."""
         self._recorder.record(event, **fields)
-        if event == "death":
+        if event == "process_lost":
             self._note_death(fields)
         elif event == "spare_ended":
             self._note_spare(fields, "ended its script")
