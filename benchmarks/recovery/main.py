@@ -46,7 +46,7 @@ SCENARIOS = {
 }
 TWINS = {
     "rollback": ("rollback", {}),
-    "KEEPS=0": ("rollback", {"EVERGRAD_KEEPS": "0"}),
+    "KEEPS=0": ("rollback", {"EVERGRAD_KEEP_NEIGHBOUR_STATE": "0"}),
     "forward": ("forward", {}),
 }
 TUNED = ("--join-ms=100", "--heartbeat-ms=1000")

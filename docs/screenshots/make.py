@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 MOST_BYTES = 250_000
 
 _VIEWS = {"light": (1120, 1000, "light"), "dark": (1120, 1000, "dark"), "narrow": (390, 844, "light")}
-_JOB = ("run", "-n", "4", "--spares", "1", "--fork", "--fail", "kill rank=2 step=10 bucket=0")
+_JOB = ("run", "-n", "4", "--spares", "1", "--preload", "--fail", "kill rank=2 step=10 bucket=0")
 
 
 def make(study: Path | None = None) -> list[Path]:

@@ -164,7 +164,7 @@ MISTAKES = {
     "study run bitflip-nev --out x --workers 0": "--workers: expected 1 or more, found '0'",
     "study run bitflip-nev --out x --partition a": "--partition: goes with --executor slurm",
     "study run bitflip-nev --out x --device gpu": "--device: expected cpu, cuda or cuda:1, found 'gpu'",
-    "study table folder --kind nope": "--kind: expected summary, published",
+    "study table folder --layout nope": "--layout: expected summary, paper",
     "study table folder --format nope": "--format: expected rich, csv, markdown or latex",
     "checkpoints ls folder": "is no run folder",
     "doctor --folder nothing-here": "there is no such folder",

@@ -86,14 +86,14 @@ def test_a_study_that_is_complete_runs_nothing_again(study: Path, say: Say) -> N
 
 
 @pytest.mark.parametrize("form", ["rich", "csv", "markdown", "latex"])
-@pytest.mark.parametrize("kind", ["summary", "published", "comparisons"])
-def test_tables_come_in_every_form_and_say_how_they_were_made(study: Path, say: Say, form: str, kind: str) -> None:
-    code, out, _ = say("table", study, "--kind", kind, "--format", form)
+@pytest.mark.parametrize("layout", ["summary", "paper", "comparisons"])
+def test_tables_come_in_every_form_and_say_how_they_were_made(study: Path, say: Say, form: str, layout: str) -> None:
+    code, out, _ = say("table", study, "--layout", layout, "--format", form)
     assert code == 0
     text = " ".join(out.split())
     for words in ("sensitive", "wilson, 95", "seed"):
         assert words in text, words
-    if kind != "comparisons":
+    if layout != "comparisons":
         assert "100" in text
 
 
@@ -119,7 +119,7 @@ def test_an_export_has_every_trial_and_a_trial_replayed_alone_is_the_same(
 
 
 def test_a_dry_run_tells_trials_time_and_width_and_touches_nothing(study: Path, say: Say, tmp_path: Path) -> None:
-    told = json.loads(say("run", study.parent / "toy.toml", "--dry-run", "--json", "--trainings", 250)[1])
+    told = json.loads(say("run", study.parent / "toy.toml", "--dry-run", "--json", "--trials-per-cell", 250)[1])
     assert (told["trials"], told["cells"]) == (1000, 4)
     assert told["seconds"] > 0
     assert 0.061 < told["half_width"]["rate 0.5"] < 0.063
@@ -209,7 +209,7 @@ def test_any_program_can_be_studied_with_the_same_plan(tmp_path: Path, say: Say)
     assert {cell["axes"]["flips"] for cell in cells} == {1}
     # A program that was altered since is not the one that the golden run is of.
     (tmp_path / "train.py").write_text(PROGRAM.replace("(weight > 0)", "(weight > 0.5)"))
-    code, _, err = say("run", tmp_path / "plan.toml", "--out", out, "--workers", 1, "--trainings", 3)
+    code, _, err = say("run", tmp_path / "plan.toml", "--out", out, "--workers", 1, "--trials-per-cell", 3)
     assert (code, "made twice, differs" in err, "choose another folder" in err) == (2, True, True), err
 
 

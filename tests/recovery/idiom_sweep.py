@@ -137,7 +137,7 @@ def _fewer(drawn: random.Random, script: str, ranks: int) -> dict[str, Any]:
     kinds = ("kill", "exception", "stop", "leave")
     return {
         "failures": (_lost(drawn, script, ranks, kinds),),
-        "options": ("--after-loss", drawn.choice(("shrink", "constant", "scale_lr"))),
+        "options": ("--batch-policy", drawn.choice(("shrink", "constant", "scale_lr"))),
     }
 
 
@@ -250,7 +250,7 @@ def _printed(ran: JobRun) -> dict[str, str]:
 
 def _launch(case: Case, folder: Path, failures: tuple[str, ...], shared: Path) -> JobRun:
     awaited = ",".join(str(case.ranks + spare) for spare in range(case.spares))
-    environment = {"EVERGRAD_AWAITED": awaited, "IDIOM_AWAIT": case.awaits}
+    environment = {"EVERGRAD_WAIT_FOR_SPARES": awaited, "IDIOM_AWAIT": case.awaits}
     if case.dies:
         environment["IDIOM_DIE"] = f"{case.dies}:{shared / 'died'}"
     with _environment(environment):

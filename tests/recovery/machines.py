@@ -62,19 +62,19 @@ class Machines:
     def start(
         self, rank: int, *options: object, name: str = "run", arguments: Any = (), net: int = 0, nodes: int = 2
     ) -> Machine:
-        """`evergrad run --node --node-rank RANK OPTIONS node_trainer.py out ARGUMENTS`; `net` is whose network."""
+        """`evergrad run --multinode --node-rank RANK OPTIONS node_trainer.py out ARGUMENTS`; `net` is whose network."""
         log = self.folder / f"{name}-{rank}-{len(self._started)}.txt"
         command = [
             "run",
-            "--fork",
-            "--node",
-            "--nodes",
+            "--preload",
+            "--multinode",
+            "--nnodes",
             nodes,
             "--node-rank",
             rank,
             "--out",
             self.folder / name,
-            "--silent",
+            "--heartbeat-timeout",
             2.5,  # on a crowded machine a node that lives may not be heard for two seconds
             *options,
         ]

@@ -55,8 +55,8 @@ class Nursery:
         """
         limit_s = float(os.environ.get("EVERGRAD_TEST_LIMIT_S", "90"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("EVERGRAD_AWAITED", ",".join(map(str, _spares(options))))
-            patient = ("--silent", 30, *options)
+            patch.setenv("EVERGRAD_WAIT_FOR_SPARES", ",".join(map(str, _spares(options))))
+            patient = ("--heartbeat-timeout", 30, *options)
             job = run_job(script, folder / "out", *arguments, options=patient, timeout=limit_s, folder=folder)
         code = -signal.SIGALRM if job.timed_out else job.exit_code
         return Ran(code, job.stdout, job.stderr, folder / "run", job)

@@ -63,7 +63,7 @@ def main() -> int:
         trainer, "{folder}/out", "--epochs", str(epochs), "--samples", str(SAMPLES), "--pause", str(options.pause),
         "--guard", "5", "--checkpoints", "{folder}/ck", "--every", "10",
         ranks=RANKS, spares=SPARES, failures=failures, timeout=options.timeout, folder=folder / "job",
-        options=("--respawn", "--max-restarts", "100", "--hung", "20", "--late", "5"),
+        options=("--respawn", "--max-restarts", "100", "--hang-timeout", "20", "--warn-after", "5"),
     )  # fmt: skip
     print(f"{len(failures)} failures scheduled, seed {options.seed}: {dict(Counter(one.kind for one in failures))}")
     print(report(ran, epochs))

@@ -322,9 +322,9 @@ def test_a_time_is_claimed_as_a_step_is() -> None:
 
 
 def test_the_clock_begins_with_the_job_or_else_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERGRAD_BEGUN", str(time.monotonic() - 1000))
+    monkeypatch.setenv("EVERGRAD_START_TIME", str(time.monotonic() - 1000))
     assert 1000 <= since_begun()() < 1100
-    monkeypatch.delenv("EVERGRAD_BEGUN")
+    monkeypatch.delenv("EVERGRAD_START_TIME")
     begun = time.monotonic()
     code = "from evergrad.recovery.failures.injector import since_begun; print(since_begun()())"
     found = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)

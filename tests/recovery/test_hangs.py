@@ -34,7 +34,7 @@ def test_a_stopped_rank_is_noticed_replaced_and_named_with_its_stack(launch: Lau
         3,
         "--spares",
         1,
-        "--silent",
+        "--heartbeat-timeout",
         1,
         "--fail",
         f"stop rank=1 step=2 phase={phase}",
@@ -60,7 +60,7 @@ def test_a_short_stop_is_waited_for(launch: Launch) -> None:
 def test_who_is_resumed_after_it_was_declared_dead_ends_without_doing_anything(launch: Launch, tmp_path: Path) -> None:
     """Stopped right before its save, resumed when the others are long past it."""
     ran = launch(
-        "-n", 3, "--keep-stopped", "--silent", 1,
+        "-n", 3, "--keep-stopped", "--heartbeat-timeout", 1,
         "--fail", "stop rank=1 step=3 phase=checkpoint for=4", "--fail", "slow rank=0 step=4 by=40 for=5",
         arguments=["--epochs", 4, "--checkpoints", tmp_path / "ck", "--every", 3],
     )  # fmt: skip
@@ -76,7 +76,7 @@ def test_who_is_resumed_after_it_was_declared_dead_ends_without_doing_anything(l
 def test_a_rank_without_network_is_replaced(launch: Launch) -> None:
     undisturbed = launch("-n", 3, name="undisturbed", arguments=["--epochs", 1])
     ran = launch(
-        "-n", 3, "--spares", 1, "--silent", 1, "--fail", "cut rank=1 step=2",
+        "-n", 3, "--spares", 1, "--heartbeat-timeout", 1, "--fail", "cut rank=1 step=2",
         arguments=["--epochs", 1, "--await-spare", 3],
     )  # fmt: skip
     assert ran.code == 0, ran.said
@@ -87,7 +87,7 @@ def test_a_rank_without_network_is_replaced(launch: Launch) -> None:
 
 
 def test_a_hung_rank_is_reported_and_then_replaced(launch: Launch) -> None:
-    ran = launch("-n", 3, "--late", 0.5, "--hung", 2, script=SCRIPT)
+    ran = launch("-n", 3, "--warn-after", 0.5, "--hang-timeout", 2, script=SCRIPT)
     assert ran.code == 0, ran.said
     # On a busy machine others may be late too, for a moment.
     (late,) = [event for event in ran.events("rank_late") if event.get("rank") == 1 and event["generation"] == 0]
@@ -100,7 +100,7 @@ def test_a_hung_rank_is_reported_and_then_replaced(launch: Launch) -> None:
 @pytest.mark.slow
 def test_a_slow_rank_is_a_straggler_and_is_replaced_if_that_is_wanted(launch: Launch) -> None:
     ran = launch(
-        "-n", 3, "--spares", 1, "--straggler", 3, "--replace-stragglers", "--fail", "slow rank=1 step=2 by=10",
+        "-n", 3, "--spares", 1, "--straggler-factor", 3, "--replace-stragglers", "--fail", "slow rank=1 step=2 by=10",
         arguments=["--epochs", 12, "--await-spare", 3, "--width", 256],
     )  # fmt: skip
     assert ran.code == 0, ran.said
@@ -112,7 +112,19 @@ def test_a_slow_rank_is_a_straggler_and_is_replaced_if_that_is_wanted(launch: La
 def test_a_launcher_that_was_stopped_itself_loses_nobody(tmp_path: Path) -> None:
     """Its store did not answer meanwhile: that is no rank's fault."""
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "evergrad", "run", "-n", "2", "--silent", "0.5", "--fork", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "evergrad",
+        "run",
+        "-n",
+        "2",
+        "--heartbeat-timeout",
+        "0.5",
+        "--preload",
+        "--out",
+        str(out),
+    ]
     script = [str(Path(__file__).parent / "trainer.py"), str(tmp_path / "out"), "--epochs", "4", "--pause", "0.03"]
     process = subprocess.Popen([*command, *script], stderr=subprocess.PIPE, text=True)
     try:

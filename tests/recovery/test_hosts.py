@@ -52,7 +52,7 @@ def test_names_that_are_not_certain_are_not_used(changed: dict[str, str]) -> Non
         ({"SLURM_NTASKS": "6"}, "expected one launcher a node, found 6 on 3 nodes"),
         ({"SLURM_PROCID": "3"}, "--node-rank: expected 0 to 2, as there are 3 nodes, found 3"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID: expected a number, found 'x'"),
-        ({"SLURM_NNODES": "0", "SLURM_NTASKS": "0"}, "--nodes: expected the number of nodes, 1 or more"),
+        ({"SLURM_NNODES": "0", "SLURM_NTASKS": "0"}, "--nnodes: expected the number of nodes, 1 or more"),
         ({"SLURM_STEP_NODELIST": "gpu[9-1]"}, "expected a range as 08-10, found '9-1'"),
         ({"SLURM_STEP_NODELIST": "gpu[0-9999999]"}, "expected a range"),
         ({"SLURM_STEP_NODELIST": "a[1-999]b[1-999]"}, "expected at most 65536 nodes"),
@@ -93,7 +93,7 @@ def test_settings_that_differ_from_the_heads_are_named_by_their_option(head: Hea
     head.check({"num_ranks": 4, "silent_s": 1.0, "node_names": ["n0", "n1"]}, OPTION_OF)
     with pytest.raises(UsageError, match=r"^-n: expected what the head .* on gpu08, 4, found 8\."):
         head.check({"num_ranks": 8, "silent_s": 1.0}, OPTION_OF)
-    with pytest.raises(UsageError, match=r"^--silent: "):
+    with pytest.raises(UsageError, match=r"^--heartbeat-timeout: "):
         head.check({"num_ranks": 4, "silent_s": 2.0}, OPTION_OF)
 
 

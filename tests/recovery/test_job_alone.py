@@ -28,7 +28,7 @@ BATCHES = 6
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """`eg.join` of a process that nobody has launched; each call is one of a new process."""
-    for name in ("EVERGRAD_STORE", "EVERGRAD_AFTER_LOSS", "RANK", "WORLD_SIZE"):
+    for name in ("EVERGRAD_STORE", "EVERGRAD_BATCH_POLICY", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(joining.atexit, "register", lambda function: function)
     jobs: list[Job] = []
@@ -274,15 +274,15 @@ def test_saving_without_a_checkpointer_is_refused(join: Join) -> None:
 
 
 def test_an_unknown_batch_mode_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="after_loss='grow': expected one of shrink, constant, scale_lr"):
-        join(after_loss="grow")
-    monkeypatch.setenv("EVERGRAD_AFTER_LOSS", "grow")
-    with pytest.raises(UsageError, match="EVERGRAD_AFTER_LOSS='grow'"):
+    with pytest.raises(UsageError, match="batch_policy='grow': expected one of shrink, constant, scale_lr"):
+        join(batch_policy="grow")
+    monkeypatch.setenv("EVERGRAD_BATCH_POLICY", "grow")
+    with pytest.raises(UsageError, match="EVERGRAD_BATCH_POLICY='grow'"):
         join()
-    monkeypatch.setenv("EVERGRAD_AFTER_LOSS", "shrnik")
-    with pytest.raises(UsageError, match=r"EVERGRAD_AFTER_LOSS='shrnik': .* Did you mean 'shrink'\?"):
+    monkeypatch.setenv("EVERGRAD_BATCH_POLICY", "shrnik")
+    with pytest.raises(UsageError, match=r"EVERGRAD_BATCH_POLICY='shrnik': .* Did you mean 'shrink'\?"):
         join()
-    assert join(after_loss="constant").world_size == 1, "an argument counts for more than the environment"
+    assert join(batch_policy="constant").world_size == 1, "an argument counts for more than the environment"
 
 
 @pytest.mark.parametrize(

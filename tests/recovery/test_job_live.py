@@ -144,7 +144,7 @@ def test_forward_recovery_repairs_through_the_hooks(launch: Launch) -> None:
 def constant(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """A weighted sampler, which draws on each rank otherwise and has to be shared; workers that load; a rank lost."""
     return nursery.run(
-        tmp_path_factory.mktemp("constant"), "-n", 3, "--after-loss", "constant", "--fail", NEVER, "--fail",
+        tmp_path_factory.mktemp("constant"), "-n", 3, "--batch-policy", "constant", "--fail", NEVER, "--fail",
         "kill rank=1 step=2 phase=backward", script=RICH, arguments=["--loader", "weighted", "--workers", 2],
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def test_a_failure_that_never_came_is_told_of(constant: Ran) -> None:
 def test_scale_lr_scales_the_rate_of_the_step_and_leaves_the_scheduler_alone(launch: Launch) -> None:
     """Batches of the user's own, which only their rank draws, and each is used once."""
     ran = launch(
-        "-n", 3, "--after-loss", "scale_lr", "--fail", "kill rank=2 step=1 bucket=0",
+        "-n", 3, "--batch-policy", "scale_lr", "--fail", "kill rank=2 step=1 bucket=0",
         script=RICH, arguments=["--loader", "batches", "--samples", 96],
     )  # fmt: skip
     assert_finished(ran, ranks=2, deaths=1)

@@ -20,7 +20,7 @@ STEP = ("--fail", "kill rank=1 step=4 phase=optimizer")
         pytest.param([*STEP], [], "2@4/step", id="rollback"),
         pytest.param([*STEP, "--strategy", "forward"], [], "2@4/step", id="forward"),
         pytest.param([*STEP, "--strategy", "forward", "--spares", 1], [], "0@4/step", id="forward, spare"),
-        pytest.param([*STEP, "--after-loss", "scale_lr"], [], "2@4/step", id="scale_lr"),
+        pytest.param([*STEP, "--batch-policy", "scale_lr"], [], "2@4/step", id="scale_lr"),
         pytest.param([], ["--validate"], "0@6/end", id="end of epoch, validation"),
         pytest.param(["--spares", 1], ["--validate"], "0@6/end", id="end of epoch, validation, spare"),
     ],

@@ -56,7 +56,7 @@ class Jobs:
 
     def launch(self, code: str, *, meanwhile: Callable[[], None] | None = None, **settings: Any) -> Summary:
         """Launch it in this process, with something to do in another thread."""
-        settings = {"num_ranks": 2, "out": self.run, "grace_s": 5.0} | settings
+        settings = {"num_ranks": 2, "out": self.run, "grace_period_s": 5.0} | settings
         job = LaunchSettings(script=self.script(code), **settings)
         with ThreadPoolExecutor(1) as pool:
             doing = pool.submit(self._or_end, meanwhile) if meanwhile is not None else None
@@ -219,7 +219,7 @@ def test_a_signal_reaches_every_process_once(jobs: Jobs, capfd: pytest.CaptureFi
         print("seen", len(seen) + (again is not None))
         """,
         meanwhile=ask,
-        grace_s=60.0,
+        grace_period_s=60.0,
     )
     assert (summary.outcome, summary.exit_code) == ("interrupted", 143)
     told = "evergrad: SIGTERM: passed on to 2 processes; those that still run in 60 s are killed\n"
@@ -245,7 +245,7 @@ def test_who_does_not_leave_within_the_grace_is_killed(jobs: Jobs) -> None:
             signal.pause()
         """,
         meanwhile=ask,
-        grace_s=0.5,
+        grace_period_s=0.5,
     )
     assert (summary.outcome, summary.exit_code) == ("interrupted", 143)
     assert {event["uid"]: event["code"] for event in jobs.events("process_exited")} == {
@@ -356,7 +356,7 @@ def test_a_stopped_reader_does_not_hide_a_death(jobs: Jobs, monkeypatch: pytest.
             while True:
                 print("x" * 1000)
             """,
-            grace_s=0.5,
+            grace_period_s=0.5,
         )
         out.close()
         reading.result()
@@ -377,7 +377,7 @@ def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(
         assert ranks.store.get(Keys.called(2)) == "-1"
         ranks.send(2, signal.SIGUSR1)
 
-    summary = jobs.launch(_PUPPET, meanwhile=play, num_nodes=2, respawn=True, grace_s=60.0)
+    summary = jobs.launch(_PUPPET, meanwhile=play, num_nodes=2, respawn=True, grace_period_s=60.0)
     out, error = capfd.readouterr()
     assert (summary.outcome, summary.exit_code) == ("finished", 0), error
     assert (summary.steps, summary.failures_survived, summary.generations) == (12, 1, 2)
@@ -482,7 +482,7 @@ def test_what_each_process_is_told(jobs: Jobs) -> None:
         num_nodes=2,
         num_spares=3,
         min_ranks=2,
-        after_loss="constant",
+        batch_policy="constant",
         seed=9,
         failures=Failures.parse(["kill random=2 step=3", "kill random=1 step=4 seed=5", "kill node=1 step=7"]),
     )
@@ -504,7 +504,7 @@ def test_what_each_process_is_told(jobs: Jobs) -> None:
     }
     assert (rank["MASTER_ADDR"], rank["MASTER_PORT"], rank["EVERGRAD_STORE"]) == ("127.0.0.1", "4711", "127.0.0.1:4711")
     assert (rank["OMP_NUM_THREADS"], rank["PATH"], rank["EVERGRAD_RUN"]) == ("4", "/bin", str(jobs.run))
-    assert (rank["EVERGRAD_STRATEGY"], rank["EVERGRAD_MIN_RANKS"], rank["EVERGRAD_AFTER_LOSS"]) == (
+    assert (rank["EVERGRAD_STRATEGY"], rank["EVERGRAD_MIN_RANKS"], rank["EVERGRAD_BATCH_POLICY"]) == (
         "rollback",
         "2",
         "constant",
@@ -530,17 +530,17 @@ def test_what_each_process_is_told(jobs: Jobs) -> None:
         (["-n", "0", "train.py"], "-n: expected the number of ranks, 1 or more, found 0"),
         (["--spares", "-1", "train.py"], "--spares: expected the number of spares, 0 or more, found -1"),
         (["-n", "2", "--min-ranks", "3", "train.py"], "--min-ranks: expected at most all ranks (2), found 3"),
-        (["-n", "2", "--nodes", "3", "train.py"], "--nodes: expected at most as many as ranks (2), found 3"),
-        (["--nodes", "0", "train.py"], "--nodes: expected the number of nodes, 1 or more, found 0"),
+        (["-n", "2", "--nnodes", "3", "train.py"], "--nnodes: expected at most as many as ranks (2), found 3"),
+        (["--nnodes", "0", "train.py"], "--nnodes: expected the number of nodes, 1 or more, found 0"),
         (
             ["--strategy", "rolback", "train.py"],
             "--strategy: expected one of rollback, forward, restart, found 'rolback'. Did you mean 'rollback'?",
         ),
         (
-            ["--after-loss", "grow", "train.py"],
-            "--after-loss: expected one of shrink, constant, scale_lr, found 'grow'.",
+            ["--batch-policy", "grow", "train.py"],
+            "--batch-policy: expected one of shrink, constant, scale_lr, found 'grow'.",
         ),
-        (["--grace", "nan", "train.py"], "--grace: expected a number of seconds, 0 or more, found nan"),
+        (["--grace-period", "nan", "train.py"], "--grace-period: expected a number of seconds, 0 or more, found nan"),
         (["--fail", "kill rnk=1 step=2", "train.py"], "rnk"),
         (["--fail", "kill rank=1 step=2", "train.py"], "rank=1"),
         (["--failures", "no.toml", "train.py"], "no.toml"),

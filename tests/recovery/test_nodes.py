@@ -206,13 +206,13 @@ def test_a_second_launcher_for_a_node_is_refused_and_so_is_a_second_head(machine
 
 
 def test_a_node_that_does_not_come_ends_the_job_with_its_name(machines: Machines) -> None:
-    head = machines.start(0, "-n", 2, "--wait", 0.5)
+    head = machines.start(0, "-n", 2, "--rendezvous-timeout", 0.5)
     assert head.wait() == 2
     assert "fatal: n1 did not come within 0.5 s" in head.said
 
 
 def test_a_node_without_a_head_says_so(machines: Machines) -> None:
-    alone = machines.start(1, "-n", 2, "--wait", 0.2)
+    alone = machines.start(1, "-n", 2, "--rendezvous-timeout", 0.2)
     assert alone.wait() == 2
     assert "no head.json after 0.2 s (there is no such folder)" in alone.said
 
@@ -220,12 +220,15 @@ def test_a_node_without_a_head_says_so(machines: Machines) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--node", "--nodes", "2", "--node-rank", "2", "--out", "x"], "--node-rank: expected 0 to 1"),
-        (["--node", "--nodes", "2", "--node-rank", "0"], "--node: expected --out DIR"),
-        (["--node", "--node-rank", "0", "--out", "x"], "--node: expected --nodes N"),
-        (["--node", "--nodes", "2", "--out", "x"], "--node: expected --node-rank I"),
-        (["--node-rank", "1"], "--node-rank: expected --node with it"),
-        (["--node", "--nodes", "2", "--node-rank", "0", "--out", "x", "--host", "192.0.2.77"], "--host 192.0.2.77"),
+        (["--multinode", "--nnodes", "2", "--node-rank", "2", "--out", "x"], "--node-rank: expected 0 to 1"),
+        (["--multinode", "--nnodes", "2", "--node-rank", "0"], "--multinode: expected --out DIR"),
+        (["--multinode", "--node-rank", "0", "--out", "x"], "--multinode: expected --nnodes N"),
+        (["--multinode", "--nnodes", "2", "--out", "x"], "--multinode: expected --node-rank I"),
+        (["--node-rank", "1"], "--node-rank: expected --multinode with it"),
+        (
+            ["--multinode", "--nnodes", "2", "--node-rank", "0", "--out", "x", "--master-addr", "192.0.2.77"],
+            "--master-addr 192.0.2.77",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(

@@ -35,7 +35,7 @@ class Other:
 
     def __init__(self, folder: Path, silent_s: float) -> None:
         (folder / "train.py").touch()
-        patience = Patience(silent_s=silent_s)
+        patience = Patience(heartbeat_timeout_s=silent_s)
         settings = LaunchSettings(
             script=str(folder / "train.py"), num_ranks=4, num_nodes=2, node_rank=0, out=folder, patience=patience
         )
@@ -180,4 +180,4 @@ def test_a_value_with_a_wrong_seal_ends_the_job(patient: Other) -> None:
 
 
 def test_a_node_may_be_silent_for_longer_than_a_process() -> None:
-    assert lease_s(Patience(silent_s=3.0)) == 6.0
+    assert lease_s(Patience(heartbeat_timeout_s=3.0)) == 6.0

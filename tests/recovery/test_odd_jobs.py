@@ -14,14 +14,18 @@ SCRIPT = Path(__file__).parent / "odd_trainer.py"
 
 
 def odd(what: str, *arguments: object, folder: Path, **how: Any) -> JobRun:
-    how["options"] = ["--silent", 30, *how.get("options", ())]  # a busy machine is no reason to be taken for dead
+    how["options"] = [
+        "--heartbeat-timeout",
+        30,
+        *how.get("options", ()),
+    ]  # a busy machine is no reason to be taken for dead
     return run_job(SCRIPT, what, *map(str, arguments), folder=folder / "job", **{"timeout": 60.0, **how})
 
 
 def test_a_spare_that_joins_between_epochs_is_not_found_to_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EVERGRAD_AWAITED", "2")
+    monkeypatch.setenv("EVERGRAD_WAIT_FOR_SPARES", "2")
     ran = odd("dies between epochs", "--guard", 4, "--epochs", 2, folder=tmp_path, ranks=2, spares=1)
     ran.assert_finished()
     ran.assert_survived(1)
@@ -113,6 +117,6 @@ def test_a_job_whose_ranks_always_differ_again_ends_and_says_so(tmp_path: Path) 
 
 
 def test_who_has_closed_may_take_its_time(tmp_path: Path) -> None:
-    ran = odd("works on after it", folder=tmp_path, ranks=2, options=["--hung", "1.5", "--late", "1"])
+    ran = odd("works on after it", folder=tmp_path, ranks=2, options=["--hang-timeout", "1.5", "--warn-after", "1"])
     ran.assert_finished()
     assert not ran.events("process_lost")

@@ -352,7 +352,7 @@ class _Own(optim.SGD):
         (optim.LBFGS, {}, r"LBFGS is not known to update each parameter by itself. Use one of torch.optim's ASGD, Ada"),
         (_Own, {}, r"_Own is not known"),
         (optim.SGD, {"find_unused_parameters": True}, "too late what was used"),
-        (optim.SGD, {"after_loss": "scale_lr"}, "Use 'shrink' or 'constant'"),
+        (optim.SGD, {"batch_policy": "scale_lr"}, "Use 'shrink' or 'constant'"),
         (optim.SGD, {"tracked": {"amp": _Scaler(True)}}, "the scaler that is tracked as 'amp'"),
         (lambda given: optim.SGD(given, differentiable=True), {}, "differentiable=False"),
     ],

@@ -17,7 +17,7 @@ from evergrad.recovery.heartbeat import Finding, Page, Patience, Pulse, Vigil, V
 from evergrad.recovery.launch.launcher import Questions
 
 WELL = Vital(0, beats=9, silent_s=0.1, is_stopped=False, asks_s=0.0, asks_beats=0, waits_s=0.0, waited_s=0.0, waits=0)
-PATIENCE = Patience(silent_s=1.0, late_s=5.0, hung_s=60.0)
+PATIENCE = Patience(heartbeat_timeout_s=1.0, warn_after_s=5.0, hang_timeout_s=60.0)
 
 
 def vitals(*each: Vital) -> dict[int, Vital]:
@@ -184,7 +184,7 @@ def test_who_keeps_others_waiting_is_reported_once_and_lost_when_it_takes_too_lo
     assert [(one.uid, one.is_lost) for one in vigil.judge(vitals(forever, WELL, forever), range(3), 0, 2.0)] == [
         (1, True)
     ]
-    assert judged(forever, WELL, patience=replace(PATIENCE, hung_s=0.0))[0].is_lost is False
+    assert judged(forever, WELL, patience=replace(PATIENCE, hang_timeout_s=0.0))[0].is_lost is False
 
 
 def test_a_spare_is_never_late() -> None:
@@ -199,7 +199,7 @@ def test_where_all_wait_for_each_other_nobody_is_lost() -> None:
 
 
 def test_a_straggler_is_who_never_waits_while_the_others_do() -> None:
-    vigil = Vigil(replace(PATIENCE, straggler=3.0, replaces_stragglers=True))
+    vigil = Vigil(replace(PATIENCE, straggler_factor=3.0, replaces_stragglers=True))
     slow = replace(WELL, waited_s=1.0, waits=50)
     quick = replace(WELL, waited_s=8.0, waits=50)
     assert vigil.judge(vitals(WELL, WELL, WELL), range(3), 0, 0.0) == []
@@ -212,10 +212,10 @@ def test_a_straggler_is_who_never_waits_while_the_others_do() -> None:
 @pytest.mark.parametrize(
     ("wrong", "option"),
     [
-        ({"silent_s": 0}, "--silent"),
-        ({"late_s": -1}, "--late"),
-        ({"hung_s": -1}, "--hung"),
-        ({"straggler": 1}, "--straggler"),
+        ({"heartbeat_timeout_s": 0}, "--heartbeat-timeout"),
+        ({"warn_after_s": -1}, "--warn-after"),
+        ({"hang_timeout_s": -1}, "--hang-timeout"),
+        ({"straggler_factor": 1}, "--straggler-factor"),
     ],
 )
 def test_patience_is_checked(wrong: dict[str, float], option: str) -> None:

@@ -111,7 +111,7 @@ def test_a_stranger_at_the_stores_port_can_stop_the_job_and_never_steer_it(
 ) -> None:
     """Whatever it writes, ranks end with the weights of an undisturbed run, or the job ends and says why."""
     monkeypatch.setenv("EVERGRAD_TEST_LIMIT_S", "60")
-    ran = launch("-n", 2, "--late", 1, "--hung", 3, script=STRANGER, arguments=[attack])
+    ran = launch("-n", 2, "--warn-after", 1, "--hang-timeout", 3, script=STRANGER, arguments=[attack])
     ends = {result["weights"] for result in ran.results.values()}
     if ran.code == 0:
         assert ends == {"undisturbed"}, ran.said

@@ -41,7 +41,8 @@ def test_a_failure_while_the_job_recovers_is_survived(
     launch: Launch, undisturbed: set[str], strategy: str, second: str, where: str
 ) -> None:
     ran = launch(
-        "-n", 4, "--spares", 2, "--strategy", strategy, *(["--silent", 1] if second.startswith("stop") else []),
+        "-n", 4, "--spares", 2, "--strategy", strategy,
+        *(["--heartbeat-timeout", 1] if second.startswith("stop") else []),
         "--fail", "kill rank=1 step=2 bucket=1 at=during", "--fail", second,
         arguments=[*EPOCH, "--await-spare", 5],
     )  # fmt: skip

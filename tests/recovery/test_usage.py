@@ -31,7 +31,11 @@ def use(tmp_path: Path, shm: Path) -> Any:
 
     def run(what: str, *arguments: object, **how: Any) -> JobRun:
         folder = tmp_path / f"job-{next(numbers)}"
-        how["options"] = ["--silent", 30, *how.get("options", ())]  # a busy machine is no reason to be taken for dead
+        how["options"] = [
+            "--heartbeat-timeout",
+            30,
+            *how.get("options", ()),
+        ]  # a busy machine is no reason to be taken for dead
         return run_job(SCRIPT, what, *arguments, folder=folder, **{"ranks": 2, "timeout": 90.0, **how})
 
     return run

@@ -43,7 +43,7 @@ def test_a_job_on_four_nodes_goes_on_when_one_dies(
 ) -> None:
     out, run, log = tmp_path / "out", tmp_path / "run", tmp_path / "srun.txt"
     words = ["srun", "-N4", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--label"]
-    words += [sys.executable, "-m", "evergrad", "run", "--node", "--fork", "-n", "8", "--out", str(run)]
+    words += [sys.executable, "-m", "evergrad", "run", "--multinode", "--preload", "-n", "8", "--out", str(run)]
     words += [str(TRAINER), str(out), "--steps", "20", "--gate", "5"]
     with log.open("wb") as file:
         job = subprocess.Popen(words, env=cluster.env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=tmp_path)

@@ -121,10 +121,10 @@ def test_a_job_sees_the_folder_and_the_environment_of_the_test_forked_or_not(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_SETTING", "7")
     script(tmp_path, TELLER)
-    for fork in (True, False):
-        run = run_job("script.py", "--data", "{folder}/data", fork=fork)
+    for preload in (True, False):
+        run = run_job("script.py", "--data", "{folder}/data", preload=preload)
         run.assert_finished()
-        assert run.stdout == f"[rank 0] {tmp_path} 7 {['--data', str(run.folder / 'data')]} {fork}\n"
+        assert run.stdout == f"[rank 0] {tmp_path} 7 {['--data', str(run.folder / 'data')]} {preload}\n"
 
 
 @pytest.mark.slow

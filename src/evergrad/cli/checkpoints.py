@@ -99,11 +99,11 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            help="If the ending does not tell: safetensors, pt, h5, npz, dcp.",
+            help="The format, if the ending does not tell: safetensors, pt, h5, npz, dcp.",
             autocompletion=one_of("safetensors", "pt", "h5", "npz", "dcp"),
         ),
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="Whose values to take of what each rank has for itself.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="The rank whose own values are exported.")] = 0,
     where: Annotated[list[str] | None, typer.Option(help="Only these tensors; as in inspect. Repeatable.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     as_json: JsonOption = False,
@@ -141,7 +141,7 @@ EPILOG_LINEAGE = (
 
 def lineage(
     run_dir: RunDir,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this file, as SVG.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the lineage into this file, as SVG.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -279,9 +279,11 @@ EPILOG_PIN = (
 def pin(
     run_dir: RunDir,
     version: VersionArgument,
-    tag: Annotated[str | None, typer.Option(help="A name for it; another version that had the name loses it.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="A name for the version; another version that had the name loses it.")
+    ] = None,
     unpin: Annotated[
-        bool, typer.Option("--unpin", help="Let it go, with all its tags; with --tag, take only that tag away.")
+        bool, typer.Option("--unpin", help="Remove the pin and all tags; with --tag, remove only that tag.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:

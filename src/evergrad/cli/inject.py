@@ -63,20 +63,32 @@ def inject(
             autocompletion=one_of("sign", "exponent", "exponent-msb", "mantissa"),
         ),
     ] = None,
-    burst: Annotated[int | None, typer.Option(help="Adjacent bits that go together.")] = None,
-    mask: Annotated[str | None, typer.Option(help="Of bitmask: 101101, XORed at a random alignment.")] = None,
-    factor: Annotated[float | None, typer.Option(help="Of scale: what to multiply by.")] = None,
-    value: Annotated[float | None, typer.Option(help="Of stuckat, 0 or 1; of setvalue, the value, also nan.")] = None,
-    elements: Annotated[int | None, typer.Option(help="Neighbouring elements that one fault hits alike.")] = None,
-    stride: Annotated[int | None, typer.Option(help="With --elements: how far apart they are.")] = None,
-    count: Annotated[int | None, typer.Option(help="How many faults.")] = None,
-    fraction: Annotated[float | None, typer.Option(help="Or a share of the selected elements, 0 to 1.")] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Or FIT per Mbit; with --hours the number is drawn (Poisson).")
+    burst: Annotated[int | None, typer.Option(help="The number of adjacent bits that one fault flips.")] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="The bits that the fault bitmask flips, such as 101101, at a random alignment.")
     ] = None,
-    hours: Annotated[float, typer.Option(help="Hours at --rate.")] = 1.0,
+    factor: Annotated[float | None, typer.Option(help="The factor that the fault scale multiplies by.")] = None,
+    value: Annotated[
+        float | None, typer.Option(help="The value of the fault setvalue, also nan; of the fault stuckat, 0 or 1.")
+    ] = None,
+    elements: Annotated[
+        int | None, typer.Option(help="The number of neighbouring elements that one fault hits alike.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="The distance between the elements of one fault, with --elements.")
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="The number of faults.")] = None,
+    fraction: Annotated[
+        float | None, typer.Option(help="The number of faults, as a share of the selected elements, 0 to 1.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="The rate of faults in FIT per Mbit; with --hours their number is drawn (Poisson)."),
+    ] = None,
+    hours: Annotated[float, typer.Option(help="The number of hours at --rate.")] = 1.0,
     probability: Annotated[
-        float | None, typer.Option(help="Of each attempt to come about; alone, every element is attempted.")
+        float | None,
+        typer.Option(help="The probability that an attempt becomes a fault; alone, every element is attempted."),
     ] = None,
     where: Annotated[
         list[str] | None, typer.Option(help="Only these tensors: name, glob, re:…, role:…. Repeatable.")
@@ -95,14 +107,15 @@ def inject(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same bits, everywhere. Default: 0.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write a copy with the faults here.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Alter FILE itself.")] = False,
-    log: Annotated[Path | None, typer.Option(help="Where to keep the log. Default: OUT.faults.jsonl.")] = None,
+    log: Annotated[Path | None, typer.Option(help="The file of the log. Default: OUT.faults.jsonl.")] = None,
     stale_checksum: Annotated[
         bool, typer.Option("--stale-checksum", help="Leave checksums as they are: rot at rest, not an error in memory.")
     ] = False,
     digest: Annotated[
         str,
         typer.Option(
-            help="blocks: of what is touched; full: of whole files too.", autocompletion=one_of("blocks", "full")
+            help="What is digested: blocks (the blocks that change) or full (whole files too).",
+            autocompletion=one_of("blocks", "full"),
         ),
     ] = "blocks",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
@@ -286,7 +299,7 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Write a copy with the faults here.")] = None,
     in_place: Annotated[bool, typer.Option("--in-place", help="Alter OTHER itself.")] = False,
     log_to: Annotated[
-        Path | None, typer.Option("--log", help="Where to keep the new log. Default: OUT.faults.jsonl.")
+        Path | None, typer.Option("--log", help="The file of the new log. Default: OUT.faults.jsonl.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")] = False,

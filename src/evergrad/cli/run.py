@@ -26,8 +26,8 @@ EPILOG = (
     "Examples:\n\n  evergrad run -n 4 train.py --lr 0.1\n\n"
     "  evergrad run -n 4 --spares 1 --fail 'kill rank=1 step=10 bucket=2' train.py\n\n"
     "  evergrad run -n 2 -m package.train\n\n"
-    "  srun -N4 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 evergrad run --node -n 8 --out DIR train.py\n\n"
-    "  evergrad run --node --nodes 4 --node-rank 2 -n 8 --out DIR train.py\n\n"
+    "  srun -N4 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 evergrad run --multinode -n 8 --out DIR train.py\n\n"
+    "  evergrad run --multinode --nnodes 4 --node-rank 2 -n 8 --out DIR train.py\n\n"
     "A script that calls eg.join() survives failures; any other one runs as under torchrun, until one rank fails. "
     "Ctrl-C and SIGTERM are passed on to every process.\n\n"
     "Exit codes: 0 finished, also after losses · 1 the script failed · 2 usage · 4 too few ranks left and nothing to "
@@ -37,26 +37,38 @@ EPILOG = (
 
 
 def run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m a module.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The Python script to run; with -m the name of a module.")
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Everything after it is passed on to it.")
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments that are passed to the script.")
     ] = None,
-    num_ranks: Annotated[int, typer.Option("-n", "--ranks", help="How many ranks.")] = 1,
-    nodes: Annotated[
+    num_ranks: Annotated[int, typer.Option("-n", "--ranks", help="The number of ranks, on all nodes together.")] = 1,
+    nnodes: Annotated[
         int | None,
-        typer.Option(help="Simulate this many nodes (1): ranks in blocks, named n0, n1 … With --node, how many."),
+        typer.Option(
+            help="The number of nodes (1). Without --multinode they are simulated: ranks in blocks, named n0, n1 …"
+        ),
     ] = None,
-    node: Annotated[
-        bool, typer.Option("--node", help="This is one of several machines, each with a launcher; --out is shared.")
+    multinode: Annotated[
+        bool,
+        typer.Option("--multinode", help="Run on several machines: one launcher runs on each, and all share --out."),
     ] = False,
     node_rank: Annotated[
-        int | None, typer.Option(help="Which of them; 0 is the head. Else EVERGRAD_NODE_RANK, or srun says it.")
+        int | None,
+        typer.Option(
+            help="The number of this node; node 0 is the head. Without it EVERGRAD_NODE_RANK or srun gives the number."
+        ),
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="The head's address for the other nodes, if it is not found.")
+    master_addr: Annotated[
+        str | None, typer.Option(help="The address of the head for the other nodes, if it cannot be found.")
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the head, and for the other nodes.")] = 60.0,
-    spares: Annotated[int, typer.Option(help="Processes that wait to take a dead rank's place.")] = 0,
+    rendezvous_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for the head, and for the other nodes.")
+    ] = 60.0,
+    spares: Annotated[
+        int, typer.Option(help="The number of spares: processes that wait to take a dead rank's place.")
+    ] = 0,
     strategy: Annotated[
         str,
         typer.Option(
@@ -64,26 +76,36 @@ def run(
             autocompletion=one_of("rollback", "forward", "restart"),
         ),
     ] = "rollback",
-    min_ranks: Annotated[int, typer.Option(help="With fewer the job goes back to its newest version, or ends.")] = 1,
-    max_restarts: Annotated[int, typer.Option(help="How often it may go back so.")] = 3,
+    min_ranks: Annotated[
+        int,
+        typer.Option(
+            help="The least number of ranks to continue with. With fewer the job restarts from its newest version."
+        ),
+    ] = 1,
+    max_restarts: Annotated[
+        int, typer.Option(help="The number of times that the job may restart from its newest version.")
+    ] = 3,
     max_ranks: Annotated[
-        int | None, typer.Option(help="Grow to this many ranks where spares wait; as many as it began with by default.")
+        int | None,
+        typer.Option(help="The largest number of ranks to grow to while spares wait; by default the number of -n."),
     ] = None,
-    silent: Annotated[
-        float, typer.Option(help="Seconds after which a stopped or cut off process is taken for dead.")
+    heartbeat_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a process that is stopped or cut off counts as dead.")
     ] = 1.0,
-    late: Annotated[
+    warn_after: Annotated[
         float, typer.Option(help="Seconds after which a rank that others wait for is reported, with its stack.")
     ] = 30.0,
-    hung: Annotated[float, typer.Option(help="Seconds after which it is taken for dead; 0: never.")] = 600.0,
-    straggler: Annotated[
-        float, typer.Option(help="Report a rank that takes so many times as long as the others; 0: none.")
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a rank that others wait for counts as dead; 0: never.")
+    ] = 600.0,
+    straggler_factor: Annotated[
+        float, typer.Option(help="A rank that takes so many times as long as the others is reported; 0: none is.")
     ] = 3.0,
     replace_stragglers: Annotated[
-        bool, typer.Option("--replace-stragglers", help="Take a straggler for dead, rather than only report it.")
+        bool, typer.Option("--replace-stragglers", help="A straggler counts as dead, instead of being reported only.")
     ] = False,
     keep_stopped: Annotated[
-        bool, typer.Option("--keep-stopped", help="Do not kill a process that was taken for dead.")
+        bool, typer.Option("--keep-stopped", help="Do not kill a process that counts as dead and still exists.")
     ] = False,
     respawn: Annotated[
         bool, typer.Option("--respawn", help="Start a new spare for each process that died or left.")
@@ -100,22 +122,26 @@ def run(
     failures: Annotated[
         Path | None, typer.Option(help="A file of failures to inject: TOML, or a trace as CSV (time, node, kind).")
     ] = None,
-    after_loss: Annotated[
+    batch_policy: Annotated[
         str | None,
         typer.Option(
-            help="Batch and learning rate with fewer ranks: shrink, constant or scale_lr.",
+            help="Batch size and learning rate with fewer ranks: shrink, constant or scale_lr.",
             autocompletion=one_of("shrink", "constant", "scale_lr"),
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed of random failures that name none.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The folder of the run, new or empty; runs/<script>-<time> by default.")
+    seed: Annotated[
+        int | None, typer.Option(help="The seed of random failures that have no seed of their own.")
     ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds that processes have to leave when asked to.")] = 10.0,
-    fork: Annotated[
-        bool, typer.Option("--fork", help="Import torch once and start ranks as forks of that: quick to begin.")
+    out: Annotated[
+        Path | None, typer.Option(help="The folder of the run, new or empty; by default runs/<script>-<time>.")
+    ] = None,
+    grace_period: Annotated[
+        float, typer.Option(help="Seconds between asking processes to leave and killing them.")
+    ] = 10.0,
+    preload: Annotated[
+        bool, typer.Option("--preload", help="Import torch once in the launcher and fork the ranks: they start sooner.")
     ] = False,
-    is_module: Annotated[bool, typer.Option("-m", "--module", help="The script is the name of a module.")] = False,
+    is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Run a training script on several ranks, of this machine or of several; who survives a failure goes on."""
@@ -126,35 +152,36 @@ def run(
     from evergrad.recovery.launch.rendezvous import stand
     from evergrad.recovery.launch.settings import LaunchSettings, checked_strategy
 
-    if not node and (node_rank is not None or host is not None):
-        raise UsageError(f"{'--node-rank' if node_rank is not None else '--host'}: expected --node with it, found none")
-    here = stand(nodes, node_rank, os.environ) if node else None
+    if not multinode and (node_rank is not None or master_addr is not None):
+        option = "--node-rank" if node_rank is not None else "--master-addr"
+        raise UsageError(f"{option}: expected --multinode with it, found none")
+    here = stand(nnodes, node_rank, os.environ) if multinode else None
     schedule = [*(Failures.load(failures) if failures is not None else ()), *Failures.parse(fail or ())]
     settings = LaunchSettings(
         script=script,
         arguments=tuple(arguments or ()),
         is_module=is_module,
         num_ranks=num_ranks,
-        num_nodes=(1 if nodes is None else nodes) if here is None else len(here.names),
+        num_nodes=(1 if nnodes is None else nnodes) if here is None else len(here.names),
         num_spares=spares,
         strategy=checked_strategy(strategy),
         min_ranks=min_ranks,
         max_restarts=max_restarts,
         max_ranks=max_ranks,
-        patience=Patience(silent, late, hung, straggler, replace_stragglers),
+        patience=Patience(heartbeat_timeout, warn_after, hang_timeout, straggler_factor, replace_stragglers),
         keep_stopped=keep_stopped,
         respawn=respawn,
         transport=transport,
         failures=Failures(schedule),
-        after_loss=after_loss,
+        batch_policy=batch_policy,
         seed=seed,
         out=out,
-        grace_s=grace,
-        fork=fork,
+        grace_period_s=grace_period,
+        preload=preload,
         node_rank=None if here is None else here.rank,
         node_names=() if here is None else here.names,
-        host=host,
-        wait_s=wait,
+        master_addr=master_addr,
+        rendezvous_timeout_s=rendezvous_timeout,
     )
     summary = launch(settings, as_json=as_json)
     if as_json:

@@ -33,7 +33,7 @@ Name = Annotated[
 Scale = Annotated[
     str | None,
     typer.Option(
-        help="tiny, small or paper, some also gpu; the first that there is.",
+        help="The scale: tiny, small or paper, some also gpu; by default the first that there is.",
         autocompletion=one_of("tiny", "small", "gpu", "paper"),
     ),
 ]
@@ -64,7 +64,9 @@ EPILOG_EXPORT = (
 
 def export(
     folder: StudyDir,
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to; DIR/export without it.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The folder of the exported files; DIR/export by default.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Write every table as CSV, Markdown and LaTeX, the trials as CSV, the results as JSON, and the plan."""
@@ -177,8 +179,8 @@ EPILOG_REPORT = (
 
 def report(
     folder: StudyDir,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; DIR/report.html without it.")] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page; DIR/report.html by default.")] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Write a study as one HTML file that needs no network: the answer in words, tables, figures, the worst trials."""
@@ -226,31 +228,43 @@ _SLURM_JOBS = 4
 
 def run(
     name: Name,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The study's folder: new, or to go on in.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder of the study; a study that is there is continued.")
+    ] = None,
     scale: Scale = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Trials at once; as many as keep the cores busy, or 4 Slurm jobs.")
+        int | None,
+        typer.Option(
+            min=1, help="The number of trials at once; by default as many as keep the cores busy, or 4 Slurm jobs."
+        ),
     ] = None,
     executor: Annotated[
         str, typer.Option(help="Where trials run: local, dask or slurm.", autocompletion=one_of(*_EXECUTORS))
     ] = "local",
     scheduler: Annotated[
-        str | None, typer.Option(help="A Dask scheduler; without it, a cluster on this machine.")
+        str | None, typer.Option(help="The address of a Dask scheduler; without it, a cluster on this machine.")
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Of Slurm; without it, Slurm's default.")] = None,
+    partition: Annotated[str | None, typer.Option(help="The Slurm partition; without it, Slurm's default.")] = None,
     minutes: Annotated[
-        int | None, typer.Option(min=2, help="Of each Slurm job: 60. The next takes the place of one that is over.")
+        int | None,
+        typer.Option(
+            min=2, help="The time limit of each Slurm job (60). A job that has reached it is replaced by the next."
+        ),
     ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another option of sbatch's: account=physics.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another option of sbatch, such as account=physics.")
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="By which Slurm jobs reach this machine; without it, by its name.")
+        str | None, typer.Option(help="The address by which Slurm jobs reach this machine; without it, its name.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1.")] = None,
-    trainings: Annotated[int | None, typer.Option(min=1, help="In every cell, instead of the plan's.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the plan's.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and how long that takes.")] = False,
+    device: Annotated[str | None, typer.Option(help="The device to train on: cpu, cuda, cuda:1.")] = None,
+    trials_per_cell: Annotated[
+        int | None, typer.Option(min=1, help="The number of trials in every cell, instead of the plan's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The seed of the study, instead of the plan's.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be run and how long it takes, and run nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Run a study: golden runs, then every trial that is missing; the same command again goes on."""
@@ -267,7 +281,7 @@ def run(
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise UsageError(f"--device: expected cpu, cuda or cuda:1, found {shown(device)}")
     jobs = _jobs(partition, minutes, sbatch or [], host)
-    given: dict[str, Json] = {"device": device, "trainings": trainings, "seed": seed}
+    given: dict[str, Json] = {"device": device, "trainings": trials_per_cell, "seed": seed}
     overrides: dict[str, Json] = {key: value for key, value in given.items() if value is not None}
     source = read_plan_text(name)
     plan = Plan.of(source, scale, overrides)
@@ -316,7 +330,7 @@ def _command(name: str, plan: Plan, overrides: dict[str, Json]) -> tuple[str, ..
     if plan.scale:
         words += ["--scale", plan.scale]
     for key, value in overrides.items():
-        words += [f"--{key}", str(value)]
+        words += ["--trials-per-cell" if key == "trainings" else f"--{key}", str(value)]
     return tuple(words)
 
 
@@ -521,22 +535,22 @@ def status(folder: StudyDir, as_json: JsonOption = False) -> int:
 
 EPILOG_TABLE = (
     "Examples:\n\n  evergrad study table runs/nev\n\n"
-    "  evergrad study table runs/nev --kind published --format latex\n\n"
+    "  evergrad study table runs/nev --layout paper --format latex\n\n"
     "  evergrad study table runs/nev --json\n\nExit codes: 0 shown · 2 usage, or no study there."
 )
 
-_KINDS = ("summary", "published", "comparisons", "trends", "costs", "spread", "guards")
+_LAYOUTS = ("summary", "paper", "comparisons", "trends", "costs", "spread", "guards")
 _FORMS = ("rich", "csv", "markdown", "latex")
 
 
 def table(
     folder: StudyDir,
-    kind: Annotated[
+    layout: Annotated[
         str | None,
         typer.Option(
-            help="summary (a row a cell), published, comparisons, trends; or costs, spread, guards of a study that "
-            "asks for these, which is then shown first.",
-            autocompletion=one_of(*_KINDS),
+            help="The table to show: summary (one row per cell), paper (as in the publication), comparisons, trends; "
+            "or costs, spread or guards of a study that measures these, which is then the default.",
+            autocompletion=one_of(*_LAYOUTS),
         ),
     ] = None,
     form: Annotated[
@@ -545,8 +559,8 @@ def table(
     as_json: JsonOption = False,
 ) -> int:
     """Show the cells of a study: outcomes, rates with intervals, accuracies; or tests between cells."""
-    if kind is not None:
-        checked_choice("--kind", kind, _KINDS)
+    if layout is not None:
+        checked_choice("--layout", layout, _LAYOUTS)
     checked_choice("--format", form, _FORMS)
     from evergrad.study import tables
     from evergrad.study.probe_tables import WATCHED, watched_kind, watched_table
@@ -557,7 +571,7 @@ def table(
     if as_json:
         print_json(tables.results_to_json(results))
         return 0
-    kind = kind or watched_kind(results) or "summary"
+    kind = {"paper": "published"}.get(layout or "", layout) or watched_kind(results) or "summary"
     if kind in WATCHED:
         made = watched_table(results, kind)
     else:

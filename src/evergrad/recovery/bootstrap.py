@@ -165,7 +165,7 @@ class Arrival:
         os.environ["EVERGRAD_GENERATION"] = str(generation)
         os.environ["RANK"] = str(crew.rank)  # it may have been started as another one, or as a spare
         # Not closed here: gloo's threads, which end only with this program, would abort it.
-        kept = {0, 1, 2, int(os.environ.get("EVERGRAD_PULSE", "0"))}
+        kept = {0, 1, 2, int(os.environ.get("EVERGRAD_HEARTBEAT_FD", "0"))}
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 os.set_inheritable(int(name), int(name) in kept)

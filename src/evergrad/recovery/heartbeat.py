@@ -227,9 +227,9 @@ def _stack_of(frame: FrameType | None) -> str:
 
 # Who is to be taken for dead although it lives, and who is only late: decided from what can be seen of each process.
 #
-# A process counts as lost when it is stopped or cut off from the store for `silent_s`, or when nothing has been heard
-# of it, or others have been waiting for it, for `hung_s`. It is reported, with its stack, when others have waited
-# `late_s` for it. A rank that keeps up, but takes much longer for its part of each step than the others do, is a
+# A process counts as lost when it is stopped or cut off from the store for `heartbeat_timeout_s`, or when nothing has
+# been heard of it, or others have been waiting for it, for `hang_timeout_s`. It is reported, with its stack, when
+# others have waited `warn_after_s` for it. A rank that keeps up, but takes much longer for its part of each step than the others do, is a
 # straggler.
 
 _WINDOW_S = 5.0
@@ -240,30 +240,34 @@ _FEWEST_WAITS = 10
 class Patience:
     """How long to wait for whom."""
 
-    silent_s: float = 1.0
+    heartbeat_timeout_s: float = 1.0
     """A process that is stopped, or cut off, is lost after so long."""
-    late_s: float = 30.0
+    warn_after_s: float = 30.0
     """A rank that others wait for is reported after so long."""
-    hung_s: float = 600.0
+    hang_timeout_s: float = 600.0
     """It is lost after so long; 0: never."""
-    straggler: float = 3.0
+    straggler_factor: float = 3.0
     """A rank that takes so many times as long for its part of a step as the others is a straggler; 0: none is."""
     replaces_stragglers: bool = False
     """Whether a straggler is lost, rather than only reported."""
 
     def __post_init__(self) -> None:
-        for option, value in (("--silent", self.silent_s), ("--late", self.late_s)):
+        for option, value in (("--heartbeat-timeout", self.heartbeat_timeout_s), ("--warn-after", self.warn_after_s)):
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{option}: expected a number of seconds above 0, found {value!r}")
-        if not (math.isfinite(self.hung_s) and self.hung_s >= 0):
-            raise UsageError(f"--hung: expected a number of seconds, 0 for never, found {self.hung_s!r}")
-        if not (math.isfinite(self.straggler) and (self.straggler == 0 or self.straggler > 1)):
-            raise UsageError(f"--straggler: expected a factor above 1, 0 for none, found {self.straggler!r}")
+        if not (math.isfinite(self.hang_timeout_s) and self.hang_timeout_s >= 0):
+            raise UsageError(
+                f"--hang-timeout: expected a number of seconds, 0 for never, found {self.hang_timeout_s!r}"
+            )
+        if not (math.isfinite(self.straggler_factor) and (self.straggler_factor == 0 or self.straggler_factor > 1)):
+            raise UsageError(
+                f"--straggler-factor: expected a factor above 1, 0 for none, found {self.straggler_factor!r}"
+            )
 
     @property
     def beat_s(self) -> float:
         """How often a process beats."""
-        return min(0.25, self.silent_s / 4)
+        return min(0.25, self.heartbeat_timeout_s / 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,21 +318,21 @@ class Vigil:
     def _alone(self, vital: Vital) -> Finding | None:
         """What can be said of a process without knowing the others."""
         patience = self._patience
-        if vital.silent_s >= patience.silent_s and vital.is_stopped:
+        if vital.silent_s >= patience.heartbeat_timeout_s and vital.is_stopped:
             return Finding(vital.uid, "stopped", f"has been stopped for {vital.silent_s:.1f} s", True)
         # Counted in its own beats too: on a machine with too much to do, both the answer and the beats are late.
         asked_s = min(vital.asks_s, vital.asks_beats * patience.beat_s)
-        if asked_s >= patience.silent_s and not vital.is_stopped:
+        if asked_s >= patience.heartbeat_timeout_s and not vital.is_stopped:
             return Finding(vital.uid, "cut off", f"cannot reach the store for {vital.asks_s:.1f} s", True)
-        if patience.hung_s and vital.silent_s >= patience.hung_s:
+        if patience.hang_timeout_s and vital.silent_s >= patience.hang_timeout_s:
             return Finding(vital.uid, "hung", f"has shown no sign of life for {vital.silent_s:.0f} s", True)
         return None
 
     def _late(self, present: Mapping[int, Vital], num_members: int) -> list[Finding]:
         longest = max((vital.waits_s for vital in present.values()), default=0.0)
         patience = self._patience
-        is_lost = 0 < patience.hung_s <= longest
-        if longest < patience.late_s and not is_lost:
+        is_lost = 0 < patience.hang_timeout_s <= longest
+        if longest < patience.warn_after_s and not is_lost:
             return []
         late = [vital.uid for vital in present.values() if not vital.waits_s]
         kind: Literal["hung", "late"] = "hung" if is_lost else "late"
@@ -336,13 +340,13 @@ class Vigil:
             why = f"has kept the others waiting for {longest:.1f} s"
             return [Finding(uid, kind, why, is_lost) for uid in late]
         shortest = min(vital.waits_s for vital in present.values())
-        if patience.hung_s and shortest >= patience.hung_s and len(present) == num_members:
+        if patience.hang_timeout_s and shortest >= patience.hang_timeout_s and len(present) == num_members:
             return [Finding(-1, "deadlock", f"all ranks have been waiting for each other for {shortest:.0f} s", False)]
         return []
 
     def _straggling(self, present: Mapping[int, Vital], now_s: float) -> list[Finding]:
         """Of the time since the window's beginning, a straggler waits little, and the others wait for it."""
-        factor = self._patience.straggler
+        factor = self._patience.straggler_factor
         if not factor or len(present) < 2:
             return []
         if self._windows.keys() != present.keys():

@@ -182,7 +182,7 @@ class Job:
         crew: Crew,
         *,
         strategy: str,
-        after_loss: BatchMode,
+        batch_policy: BatchMode,
         num_ranks: int,
         is_spare: bool,
         keeps: bool,
@@ -192,9 +192,9 @@ class Job:
         seed: int = 0,
         can_grow: bool = False,
     ) -> None:
-        self._crew, self._strategy, self._after_loss, self._num_ranks = crew, strategy, after_loss, num_ranks
+        self._crew, self._strategy, self._batch_policy, self._num_ranks = crew, strategy, batch_policy, num_ranks
         self._saves, self._sites, self._tell, self._can_grow = saves, sites, tell, can_grow
-        self._course = Course(num_ranks, after_loss)
+        self._course = Course(num_ranks, batch_policy)
         self._engine = Engine(crew, tell, keeps=keeps and crew.survives, course=self._course, site=self._site)
         if isinstance(crew, Launched):
             crew.reported = lambda: self._site(Phase.AGREEMENT)
@@ -293,8 +293,8 @@ class Job:
             refuse_model(model)
             refuse_options(hooks, options)
             if overlap:
-                refuse_overlap(optimizer, after_loss=self._after_loss, find_unused_parameters=find_unused_parameters,
-                               tracked=trained.tracked)  # fmt: skip
+                refuse_overlap(optimizer, batch_policy=self._batch_policy, tracked=trained.tracked,
+                               find_unused_parameters=find_unused_parameters)  # fmt: skip
             elif optimizer is not None:
                 raise UsageError("job.wrap(optimizer=…): that is for overlap=True; else job.step alone is given it")
         trained.model = model
@@ -391,7 +391,7 @@ class Job:
         self._untracked.before_step(course.step, course.epoch, course.opening, known, self._trained.tracked)
         self._site(Phase.OPTIMIZER)
         # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
-        factor = len(engine.contributors()) / self._num_ranks if self._after_loss == "scale_lr" else 1.0
+        factor = len(engine.contributors()) / self._num_ranks if self._batch_policy == "scale_lr" else 1.0
         self._optimizer_calls.by_job = True
         try:
             was_applied = self._trained.optimizers.apply(self._trained.tracked, factor)

@@ -6,7 +6,7 @@
 | torchrun, or anything that sets RANK and WORLD_SIZE | all end, and are started again: the restart strategy |
 | `python train.py` | there is nobody to lose: world size 1 |
 
-Argument > environment > default: `after_loss`, EVERGRAD_AFTER_LOSS, "shrink". How ranks talk to each other has no
+Argument > environment > default: `batch_policy`, EVERGRAD_BATCH_POLICY, "shrink". How ranks talk to each other has no
 argument: EVERGRAD_TRANSPORT is "gloo", or "nccl" for gradients on GPUs.
 """
 
@@ -66,15 +66,15 @@ def join(
     checkpointer: Checkpointer | None = None,
     every: int | None = None,
     *,
-    after_loss: BatchMode | None = None,
+    batch_policy: BatchMode | None = None,
     seed: int = 0,
 ) -> Job:
     """Be part of the job that this process was started for.
 
     - `checkpointer`: model, optimizer, tracked things and the place in the data are saved by it, after `every` so many
       steps, and restored from it when the job begins again.
-    - `after_loss`: the global batch shrinks with the ranks ("shrink"), stays the same ("constant"), or shrinks and the
-      learning rate with it ("scale_lr").
+    - `batch_policy`: the global batch shrinks with the ranks ("shrink"), stays the same ("constant"), or shrinks and
+      the learning rate with it ("scale_lr").
     - `seed`: of the order of the data, as `DistributedSampler` has one.
     """
     global _joined  # noqa: PLW0603 (a process is part of one job)
@@ -88,7 +88,7 @@ def join(
         if every is not None and checkpointer is None:
             raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
         saves = Saves(checkpointer, every) if checkpointer is not None else None
-        job = make(env, saves, _mode(env, after_loss), operator.index(seed))
+        job = make(env, saves, _mode(env, batch_policy), operator.index(seed))
     _joined = job
     atexit.register(job.close)
     return job
@@ -161,7 +161,7 @@ def _launched(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed
         tell=tell,
         sites=Sites(failures, crew, json.loads(env.get("EVERGRAD_NODES", "[]")), tell),
         is_spare=is_spare,
-        keeps=strategy != "restart" and env.get("EVERGRAD_KEEPS", "1") != "0",
+        keeps=strategy != "restart" and env.get("EVERGRAD_KEEP_NEIGHBOUR_STATE", "1") != "0",
         can_grow=int(env.get("EVERGRAD_MAX_RANKS", "1")) > 1,
     )
 
@@ -172,7 +172,10 @@ def _connected(
     """This process at the launcher's store, where it says that it has joined."""
     host, _, port = env["EVERGRAD_STORE"].rpartition(":")
     secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
-    page, beat_s = Page.inherited(env.get("EVERGRAD_PULSE", "")), float(env.get("EVERGRAD_BEAT_S", "0.25"))
+    page, beat_s = (
+        Page.inherited(env.get("EVERGRAD_HEARTBEAT_FD", "")),
+        float(env.get("EVERGRAD_HEARTBEAT_INTERVAL_S", "0.25")),
+    )
     transport = Transport.of(env, confirms=strategy == "forward")
     if strategy == "restart" and not has_saves:
         raise UsageError(
@@ -202,7 +205,7 @@ def _job(
     return Job(
         crew,
         strategy=strategy,
-        after_loss=mode,
+        batch_policy=mode,
         num_ranks=num_ranks,
         is_spare=is_spare,
         keeps=keeps,
@@ -215,8 +218,8 @@ def _job(
 
 
 def _mode(env: Mapping[str, str], given: BatchMode | None) -> BatchMode:
-    found = given or env.get("EVERGRAD_AFTER_LOSS") or "shrink"
-    where = "after_loss=" if given else "EVERGRAD_AFTER_LOSS="
+    found = given or env.get("EVERGRAD_BATCH_POLICY") or "shrink"
+    where = "batch_policy=" if given else "EVERGRAD_BATCH_POLICY="
     for mode in _MODES:
         if found == mode:
             return mode

@@ -42,7 +42,7 @@ _Kind: TypeAlias = "tuple[torch.device, torch.dtype]"
 def refuse_overlap(
     optimizer: Optimizer | None,
     *,
-    after_loss: str = "shrink",
+    batch_policy: str = "shrink",
     find_unused_parameters: bool = False,
     tracked: Mapping[str, Any] | None = None,
 ) -> None:
@@ -59,9 +59,9 @@ def refuse_overlap(
         raise UsageError(f"{where}: an update that is differentiable cannot be taken back: use differentiable=False")
     if find_unused_parameters:
         raise UsageError(f"{where}: with find_unused_parameters=True it is known too late what was used: leave out one")
-    if after_loss == "scale_lr":
+    if batch_policy == "scale_lr":
         raise UsageError(
-            f"{where}: after_loss='scale_lr' needs the rate before it is known who is lost. Use 'shrink' or "
+            f"{where}: batch_policy='scale_lr' needs the rate before it is known who is lost. Use 'shrink' or "
             f"'constant', {_ADVICE}"
         )
     for name, thing in (tracked or {}).items():

@@ -157,7 +157,7 @@ def listening(host: str | None, names: Sequence[str]) -> tuple[socket.socket, st
     except (OSError, UnicodeError) as error:
         listener.close()
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"--host {host}: expected an IPv4 address or a name of this machine ({why})") from None
+        raise UsageError(f"--master-addr {host}: expected an IPv4 address or a name of this machine ({why})") from None
     return listener, address
 
 

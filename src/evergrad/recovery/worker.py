@@ -217,7 +217,7 @@ class Launched(Crew):
 
     def await_spares(self) -> None:
         """Wait until those spares wait that nobody shall begin without."""
-        for uid in filter(None, os.environ.get("EVERGRAD_AWAITED", "").split(",")):
+        for uid in filter(None, os.environ.get("EVERGRAD_WAIT_FOR_SPARES", "").split(",")):
             self.client.wait(Keys.waiting(int(uid)))
 
     def await_call(self, meanwhile: Callable[[], None] = lambda: None) -> Plan | None:

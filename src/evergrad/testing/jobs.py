@@ -287,7 +287,7 @@ class RunJob(Protocol):
         timeout: float = 60.0,
         options: Iterable[object] = (),
         folder: str | PathLike[str] | None = None,
-        fork: bool = True,
+        preload: bool = True,
     ) -> JobRun: ...
 
 
@@ -301,15 +301,15 @@ def run_job(
     timeout: float = 60.0,
     options: Iterable[object] = (),
     folder: str | PathLike[str] | None = None,
-    fork: bool = True,
+    preload: bool = True,
 ) -> JobRun:
     """Run a script as `evergrad run` does, to its end or until `timeout` seconds have passed. Not from several threads.
 
     - `arguments`: the script's; `{folder}` in one of them becomes the job's folder.
     - `failures`: a schedule, or texts as `--fail` takes them.
-    - `options`: further ones of `evergrad run`, word for word: `("--nodes", 2, "--after-loss", "constant")`.
+    - `options`: further ones of `evergrad run`, word for word: `("--nnodes", 2, "--batch-policy", "constant")`.
     - `folder`: for the run and what it prints, one a job; None makes one that is gone when Python ends.
-    - `fork`: all processes are forks of one that has imported torch; False starts each from nothing.
+    - `preload`: all processes are forks of one that has imported torch; False starts each as a new Python process.
 
     What cannot be launched (no such script, a failure of rank 7 in a job of 4) ends with exit code 2, as there.
     """
@@ -323,7 +323,7 @@ def run_job(
     words += [*options, os.fspath(script), *(str(one).replace("{folder}", str(place)) for one in arguments)]
     env = _DEFAULTS | os.environ | {RECORD_WEIGHTS: "1"}
     request = Request([str(word) for word in words], str(place), os.getcwd(), env, timeout)
-    ending = _nursery.launch(request) if fork else launch_plainly(request)
+    ending = _nursery.launch(request) if preload else launch_plainly(request)
     return JobRun.load(place, ending, timeout)
 
 

@@ -76,7 +76,7 @@ class Nursery:
             self.close()
             raise RecoveryError(
                 f"{request.folder}: the process that launches jobs ended in the middle of this one. Was it killed, for "
-                "memory perhaps? run_job(…, fork=False) does without it"
+                "memory perhaps? run_job(…, preload=False) does without it"
             )
         return Ending.from_json(json.loads(answer))
 
@@ -178,4 +178,4 @@ def _launch(request: Request, nursery: int) -> int:
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)
-    return main(request.command("--fork"))
+    return main(request.command("--preload"))

@@ -395,8 +395,11 @@ def _run(run: Path, options: tuple[str, ...], say: Callable[[str], None]) -> _Ru
     command = ["run", "-n", str(_RANKS), *options]
     say(f"\n[bold]$ evergrad {shlex.join(command)} demo_job.py[/bold]")
     script = Path(__file__).with_name("job.py")
-    environment = {"EVERGRAD_RECORD_WEIGHTS": "1", "EVERGRAD_AWAITED": str(_RANKS) if "--spares" in options else ""}
-    job = start(_launch, [*command, "--fork", "--out", str(run), str(script)], environment, is_heard=True)
+    environment = {
+        "EVERGRAD_RECORD_WEIGHTS": "1",
+        "EVERGRAD_WAIT_FOR_SPARES": str(_RANKS) if "--spares" in options else "",
+    }
+    job = start(_launch, [*command, "--preload", "--out", str(run), str(script)], environment, is_heard=True)
     lines = []
     with job.output, open(job.output.fileno(), encoding="utf-8", errors="replace", closefd=False) as output:
         for line in output:

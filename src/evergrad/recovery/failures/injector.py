@@ -378,7 +378,7 @@ def since_begun() -> Callable[[], float]:
     """A clock of the seconds since the job began, as its launcher says, or else since this process did."""
     begun: float | None = None
     with suppress(KeyError, ValueError):
-        begun = float(os.environ["EVERGRAD_BEGUN"])
+        begun = float(os.environ["EVERGRAD_START_TIME"])
     if begun is None or not math.isfinite(begun):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -404,7 +404,7 @@ def send(client: Sealed, number: int, uids: Sequence[int], *, env: Mapping[str, 
     runs here; not where that is the head, without which there is no job. `env` is the environment of this process.
     """
     about = {uid: json.loads(client.get(Keys.joined(uid))) for uid in uids}
-    is_spread, node = env.get("EVERGRAD_SPREAD") == "1", env.get("EVERGRAD_NODE")
+    is_spread, node = env.get("EVERGRAD_MULTINODE") == "1", env.get("EVERGRAD_NODE")
     elsewhere = [uid for uid in uids if is_spread and about[uid]["node"] != node]
     if elsewhere:
         _ask(client, number, elsewhere)
@@ -508,7 +508,7 @@ def _find(crew: Launched, ranks: Sequence[int]) -> list[tuple[int, int | None]]:
     """Whose process each of these ranks is."""
     uids = [crew.plan.members[rank] for rank in ranks]
     about = {uid: json.loads(crew.client.get(Keys.joined(uid))) for uid in uids}
-    is_spread, node = os.environ.get("EVERGRAD_SPREAD") == "1", os.environ.get("EVERGRAD_NODE")
+    is_spread, node = os.environ.get("EVERGRAD_MULTINODE") == "1", os.environ.get("EVERGRAD_NODE")
     return [(uid, None if is_spread and about[uid]["node"] != node else about[uid]["pid"]) for uid in uids]
 
 

@@ -332,7 +332,7 @@ class Reception:
         self._settings, self._nodes, self._places, self._store = settings, nodes, places, store
         self._coordinator, self._crowd, self._relay, self._recorder = coordinator, crowd, relay, recorder
         self._announcer, self._begun_mono = announcer, begun_mono
-        self._until_s: float | None = time.monotonic() + settings.wait_s
+        self._until_s: float | None = time.monotonic() + settings.rendezvous_timeout_s
         """How long those that have not come yet are waited for; None: all have, or the job is given up."""
 
     def hear(self, *, is_open: bool) -> list[Exit]:
@@ -357,9 +357,10 @@ class Reception:
             return
         missing, is_late = self._nodes.missing(), time.monotonic() >= self._until_s
         if missing and is_late:
-            waited = f"{self._settings.wait_s:g} s"
+            waited = f"{self._settings.rendezvous_timeout_s:g} s"
             self._store.set(
-                Keys.fatal, f"{', '.join(missing)} did not come within {waited}: see there, or --wait longer"
+                Keys.fatal,
+                f"{', '.join(missing)} did not come within {waited}: see there, or give a longer --rendezvous-timeout",
             )
         if is_late or not missing:
             self._until_s = None

@@ -169,7 +169,7 @@ class Lookout:
         self._next_s = now + patience.beat_s
         if now - last_s > max(1.0, 4 * patience.beat_s):
             # It is this process that was not there, and with it the store: let everyone show itself first.
-            self._next_s = now + patience.silent_s + 1.0
+            self._next_s = now + patience.heartbeat_timeout_s + 1.0
             self._last_s = self._next_s
             return
         generation, members = coordinator.membership
@@ -237,7 +237,9 @@ class _Launch:
         self._settings, self._run, self._recorder = settings, run, recorder
         self._is_spread = settings.node_rank is not None
         self._begun_s, self._begun_mono = time.time(), time.monotonic()
-        self._listener, self._host = listening(settings.host, settings.names) if self._is_spread else _here_only()
+        self._listener, self._host = (
+            listening(settings.master_addr, settings.names) if self._is_spread else _here_only()
+        )
         self._port: int = self._listener.getsockname()[1]
         self._places = Places(settings.places())
         self._wishes: deque[Callable[[], None]] = deque()
@@ -283,11 +285,11 @@ class _Launch:
         who = counted(num_ranks, "rank") + (f" and {counted(num_spares, 'spare')}" if num_spares else "")
         threads = "" if "OMP_NUM_THREADS" in os.environ else "; OMP_NUM_THREADS is 1, set it to change that"
         relay.say(f"{who}, logs and timeline in {self._run}{threads}")
-        if self._settings.fork:
+        if self._settings.preload:
             preload()
         for place in self._places:
             if not (self._is_spread and place.node):
-                self._start(place, forked=self._settings.fork)
+                self._start(place, forked=self._settings.preload)
         relay.begin()  # a thread: no forks any more
         self._opening.start()  # importing torch takes as long as it takes them, so all do it at the same time
         with closing(self._household):
@@ -470,10 +472,10 @@ class _Launch:
             self._crowd.send(number)
         elif self._asked is None:
             self._asked = number, now
-            self._due = [(now + self._settings.grace_s, signal.SIGKILL)]
+            self._due = [(now + self._settings.grace_period_s, signal.SIGKILL)]
             self._crowd.send(number)
             count = counted(len(self._crowd.living), "process", "processes")
-            grace = f"{self._settings.grace_s:g} s"
+            grace = f"{self._settings.grace_period_s:g} s"
             self._relay.say(f"{name}: passed on to {count}; those that still run in {grace} are killed")
         elif now - self._asked[1] >= SAME_NOTICE_S:  # not the same notice by another way: somebody insists
             self._crowd.send(signal.SIGKILL)
@@ -483,7 +485,7 @@ class _Launch:
         if self._outcome is not None or self._asked is not None or self._coordinator is None:
             return
         self._outcome = self._coordinator.outcome
-        now, grace_s = time.monotonic(), self._settings.grace_s
+        now, grace_s = time.monotonic(), self._settings.grace_period_s
         if self._outcome is None:
             living = bool(self._crowd.living)
             self._forsaken_s = None if living else self._forsaken_s or now
@@ -569,7 +571,7 @@ class _Launch:
         except EvergradError as error:  # the job is over all the same
             self._relay.say(str(error))
         if self._nodes is not None:
-            self._nodes.end(summary.to_json(), self._settings.grace_s)
+            self._nodes.end(summary.to_json(), self._settings.grace_period_s)
             merge_timelines(self._run)
         self._recorder.record("launcher_ended", outcome=kind, exit_code=code, message=message, steps=summary.steps,
                               exact=summary.exact, inexact=summary.inexact, unverified=summary.unverified)  # fmt: skip

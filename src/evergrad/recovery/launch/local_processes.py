@@ -46,12 +46,12 @@ class Household(Crowd):
         )
         page = Page.make()
         environment |= {
-            "EVERGRAD_PULSE": str(page.fd),
-            "EVERGRAD_BEGUN": repr(self._begun_mono),
+            "EVERGRAD_HEARTBEAT_FD": str(page.fd),
+            "EVERGRAD_START_TIME": repr(self._begun_mono),
             "EVERGRAD_TIMELINE": str(self._recorder.path),
         }
         if self._settings.node_rank is not None:
-            environment["EVERGRAD_SPREAD"] = "1"
+            environment["EVERGRAD_MULTINODE"] = "1"
         if self._settings.node_rank:
             environment["EVERGRAD_LAUNCHER"] = str(os.getpid())
         if generation is not None:

@@ -62,9 +62,9 @@ def attend(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
     children = Children()
     with children:
         try:
-            if settings.fork:
+            if settings.preload:
                 preload()
-            head = await_head(run, settings.wait_s, _pausing(children))
+            head = await_head(run, settings.rendezvous_timeout_s, _pausing(children))
             head.check(settings.to_json(), OPTION_OF)
             settings = replace(settings, node_names=tuple(str(one) for one in _listed(head.settings, "node_names")))
             name = settings.names[settings.node_rank or 0]
@@ -143,7 +143,7 @@ class _Outpost:
         count = counted(len(starts), "process", "processes")
         self._relay.say(f"{self._name}: {count} on {socket.gethostname()}, head at {self._head.host}:{self._head.port}")
         for start in starts:
-            self._start(start, answer["nodes"], forked=self._settings.fork)
+            self._start(start, answer["nodes"], forked=self._settings.preload)
         self._relay.begin()  # threads: no forks any more
         threads = self._listen(poke)
         try:
@@ -291,7 +291,7 @@ class _Outpost:
             return
         if number in LEAVING and self._asked is None:
             self._asked = number, now
-            grace = f"{self._settings.grace_s:g} s"
+            grace = f"{self._settings.grace_period_s:g} s"
             count = counted(len(self._household.living), "process", "processes")
             self._relay.say(f"{self._name}: {name}: passed on to {count}; those that still run in {grace} are killed")
         if self._is_news(number):
@@ -300,7 +300,7 @@ class _Outpost:
     def _leave_if_all_have(self) -> None:
         assert self._asked is not None
         number, at_s = self._asked
-        if time.monotonic() >= at_s + self._settings.grace_s:
+        if time.monotonic() >= at_s + self._settings.grace_period_s:
             self._household.send(signal.SIGKILL)
         if not self._household.living:
             self._summary = self._ended("interrupted", 128 + number, signal.Signals(number).name)
@@ -340,7 +340,7 @@ def _connected(head: Head, run: Path, children: Children) -> StoreClient:
         pause(0.2)
     raise UsageError(
         f"the head's store at {head.host}:{head.port} (process {head.pid} on {head.machine}) cannot be reached: {why}. "
-        "Has it ended? If it has another address here, start it with --host"
+        "Has it ended? If it has another address here, start it with --master-addr"
     )
 
 

@@ -142,7 +142,8 @@ def lease_s(patience: Patience) -> float:
     """For how long a node may be silent.
 
     Twice what a process may: of a process the kernel says whether it is stopped, of a node nobody does, and to lose one
-    costs many ranks. With beats four times in `silent_s`, and 1 s of that, two packets in a row can be lost (0.2 and
-    0.4 s until they are sent again), and a machine as busy as training makes it may be late by a second on top.
+    costs many ranks. With beats four times in `heartbeat_timeout_s`, and 1 s of that, two packets in a row can be lost
+    (0.2 and 0.4 s until they are sent again), and a machine as busy as training makes it may be late by a second on
+    top.
     """
-    return _LEASE * patience.silent_s
+    return _LEASE * patience.heartbeat_timeout_s

@@ -3,7 +3,7 @@
 One launcher runs on each machine. Node 0 is the head: it hosts the store, and when that listens it writes head.json
 into the run's folder, which all machines share. Everybody else waits for that file.
 
-Argument > environment > Slurm: `--node-rank`, EVERGRAD_NODE_RANK, SLURM_PROCID; `--nodes`, SLURM_NNODES.
+Argument > environment > Slurm: `--node-rank`, EVERGRAD_NODE_RANK, SLURM_PROCID; `--nnodes`, SLURM_NNODES.
 """
 
 from __future__ import annotations
@@ -97,21 +97,21 @@ def stand(num_nodes: int | None, rank: int | None, env: Mapping[str, str]) -> St
         said = next((name for name in ("EVERGRAD_NODE_RANK", "SLURM_PROCID") if name in env), None)
         if said is None:
             raise UsageError(
-                "--node: expected --node-rank I or EVERGRAD_NODE_RANK, or to be started by srun, found none"
+                "--multinode: expected --node-rank I or EVERGRAD_NODE_RANK, or to be started by srun, found none"
             )
         rank = _number(said, env[said])
     if num_nodes is None:
         if not by_slurm:
-            raise UsageError("--node: expected --nodes N, or to be started by srun, found neither")
+            raise UsageError("--multinode: expected --nnodes N, or to be started by srun, found neither")
         num_nodes = _number("SLURM_NNODES", env["SLURM_NNODES"])
         tasks = _number("SLURM_NTASKS", env.get("SLURM_NTASKS", str(num_nodes)))
         if tasks != num_nodes:
             raise UsageError(
-                f"--node: expected one launcher a node, found {tasks} on {num_nodes} nodes. "
+                f"--multinode: expected one launcher a node, found {tasks} on {num_nodes} nodes. "
                 f"Start it by srun -N{num_nodes} --ntasks-per-node=1"
             )
     if num_nodes < 1:
-        raise UsageError(f"--nodes: expected the number of nodes, 1 or more, found {num_nodes}")
+        raise UsageError(f"--nnodes: expected the number of nodes, 1 or more, found {num_nodes}")
     if not 0 <= rank < num_nodes:
         raise UsageError(f"--node-rank: expected 0 to {num_nodes - 1}, as there are {num_nodes} nodes, found {rank}")
     return Stand(rank, _names(num_nodes, rank, env) if by_slurm else numbered(num_nodes))

@@ -30,23 +30,26 @@ from evergrad.recovery.sockets import LOOPBACK
 
 __all__: list[str] = []
 
-AFTER_LOSS = ("shrink", "constant", "scale_lr")
+BATCH_POLICIES = ("shrink", "constant", "scale_lr")
 OPTION_OF = {
     "script": "the script",
     "arguments": "the script's arguments",
     "is_module": "-m",
     "num_ranks": "-n",
-    "num_nodes": "--nodes",
-    "is_spread": "--node",
+    "num_nodes": "--nnodes",
+    "is_spread": "--multinode",
     "num_spares": "--spares",
-    "silent_s": "--silent",
-    "late_s": "--late",
-    "hung_s": "--hung",
+    "silent_s": "--heartbeat-timeout",
+    "late_s": "--warn-after",
+    "hung_s": "--hang-timeout",
+    "straggler": "--straggler-factor",
     "replaces_stragglers": "--replace-stragglers",
+    "after_loss": "--batch-policy",
+    "fork": "--preload",
     "failures": "--fail",
-    "grace_s": "--grace",
+    "grace_s": "--grace-period",
 }
-"""What a setting is called on the command line; the others by their own name."""
+"""The option of each setting in `run.json` that has another name; `max_ranks` is `--max-ranks`."""
 
 # Set by another launcher around this one, they would mislead.
 _NOT_INHERITED = (
@@ -55,8 +58,8 @@ _NOT_INHERITED = (
     "EVERGRAD_GENERATION",
     "EVERGRAD_SPARE",
     "EVERGRAD_FAILURES",
-    "EVERGRAD_AFTER_LOSS",
-    "EVERGRAD_SPREAD",
+    "EVERGRAD_BATCH_POLICY",
+    "EVERGRAD_MULTINODE",
     "EVERGRAD_LAUNCHER",
 )
 
@@ -86,33 +89,33 @@ class LaunchSettings:
     respawn: bool = False
     """Whether a new spare is started for each process that died."""
     failures: Failures = field(default_factory=Failures)
-    after_loss: str | None = None
+    batch_policy: str | None = None
     """What happens to batch and learning rate when ranks are lost; None leaves it to the script."""
     seed: int | None = None
     """The seed of random failures that name none."""
     out: Path | None = None
     """The folder of the run; None makes one below `runs`."""
-    grace_s: float = 10.0
+    grace_period_s: float = 10.0
     """How long processes have to leave when they are asked to."""
-    fork: bool = False
+    preload: bool = False
     """Whether ranks and spares begin as forks of the launcher, which has imported torch."""
     node_rank: int | None = None
     """Which of several nodes this launcher is on; None: there is one launcher, and nodes are simulated."""
     node_names: tuple[str, ...] = ()
     """What the nodes are called, if not n0, n1 …"""
-    host: str | None = None
+    master_addr: str | None = None
     """The address by which other nodes reach this one, if it is the head; None: found out."""
-    wait_s: float = 60.0
+    rendezvous_timeout_s: float = 60.0
     """How long to wait for the head, and the head for the other nodes."""
 
     def __post_init__(self) -> None:
         _check_count("-n", self.num_ranks, 1, "the number of ranks")
-        _check_count("--nodes", self.num_nodes, 1, "the number of nodes")
+        _check_count("--nnodes", self.num_nodes, 1, "the number of nodes")
         _check_count("--spares", self.num_spares, 0, "the number of spares")
         _check_count("--min-ranks", self.min_ranks, 1, "the number of ranks to go on with")
         _check_count("--max-restarts", self.max_restarts, 0, "the number of restarts")
         if self.num_nodes > self.num_ranks:
-            raise UsageError(f"--nodes: expected at most as many as ranks ({self.num_ranks}), found {self.num_nodes}")
+            raise UsageError(f"--nnodes: expected at most as many as ranks ({self.num_ranks}), found {self.num_nodes}")
         if self.min_ranks > self.num_ranks:
             raise UsageError(f"--min-ranks: expected at most all ranks ({self.num_ranks}), found {self.min_ranks}")
         if self.max_ranks is not None and self.max_ranks < self.num_ranks:
@@ -120,10 +123,10 @@ class LaunchSettings:
         checked_strategy(self.strategy)
         if self.transport is not None:
             _check_choice("--transport", self.transport, ("gloo", "nccl"))
-        if self.after_loss is not None:
-            _check_choice("--after-loss", self.after_loss, AFTER_LOSS)
-        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
-            raise UsageError(f"--grace: expected a number of seconds, 0 or more, found {self.grace_s!r}")
+        if self.batch_policy is not None:
+            _check_choice("--batch-policy", self.batch_policy, BATCH_POLICIES)
+        if not (math.isfinite(self.grace_period_s) and self.grace_period_s >= 0):
+            raise UsageError(f"--grace-period: expected a number of seconds, 0 or more, found {self.grace_period_s!r}")
         if self.seed is not None:
             _check_count("--seed", self.seed, 0, "the seed of random failures")
         if self.node_rank is not None:
@@ -136,9 +139,11 @@ class LaunchSettings:
         if not 0 <= rank < self.num_nodes:
             raise UsageError(f"--node-rank: expected 0 to {self.num_nodes - 1}, the nodes there are, found {rank}")
         if self.out is None:
-            raise UsageError("--node: expected --out DIR, a folder that all nodes share, found none")
-        if not (math.isfinite(self.wait_s) and self.wait_s > 0):
-            raise UsageError(f"--wait: expected a number of seconds above 0, found {self.wait_s!r}")
+            raise UsageError("--multinode: expected --out DIR, a folder that all nodes share, found none")
+        if not (math.isfinite(self.rendezvous_timeout_s) and self.rendezvous_timeout_s > 0):
+            raise UsageError(
+                f"--rendezvous-timeout: expected a number of seconds above 0, found {self.rendezvous_timeout_s!r}"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,19 +193,19 @@ class LaunchSettings:
             "min_ranks": self.min_ranks,
             "max_restarts": self.max_restarts,
             "max_ranks": self.max_ranks,
-            "silent_s": self.patience.silent_s,
-            "late_s": self.patience.late_s,
-            "hung_s": self.patience.hung_s,
-            "straggler": self.patience.straggler,
+            "silent_s": self.patience.heartbeat_timeout_s,
+            "late_s": self.patience.warn_after_s,
+            "hung_s": self.patience.hang_timeout_s,
+            "straggler": self.patience.straggler_factor,
             "replaces_stragglers": self.patience.replaces_stragglers,
             "keep_stopped": self.keep_stopped,
             "transport": self.transport,
             "respawn": self.respawn,
             "failures": [*self.schedule.texts],
-            "after_loss": self.after_loss,
+            "after_loss": self.batch_policy,
             "seed": self.seed,
-            "grace_s": self.grace_s,
-            "fork": self.fork,
+            "grace_s": self.grace_period_s,
+            "fork": self.preload,
         }
 
 
@@ -251,9 +256,9 @@ def environment_of(
         "EVERGRAD_RUN": str(run),
         "EVERGRAD_MAX_RANKS": str(settings.max_ranks or settings.num_ranks),
         "EVERGRAD_SECRET": str(run / "secret"),
-        "EVERGRAD_BEAT_S": str(settings.patience.beat_s),
+        "EVERGRAD_HEARTBEAT_INTERVAL_S": str(settings.patience.beat_s),
         # Who has no spares to come need not hold what only its neighbour has.
-        "EVERGRAD_KEEPS": "1" if settings.num_spares or settings.respawn or settings.max_ranks else "0",
+        "EVERGRAD_KEEP_NEIGHBOUR_STATE": "1" if settings.num_spares or settings.respawn or settings.max_ranks else "0",
         "EVERGRAD_NODES": json.dumps([settings.names[node] for node in nodes]),
     }
     # A spare's is beyond all ranks: scripts that look for RANK find one, and none takes the spare for rank 0.
@@ -264,8 +269,8 @@ def environment_of(
         told["EVERGRAD_NODE"] = settings.names[place.node]
     if settings.transport is not None:
         told["EVERGRAD_TRANSPORT"] = settings.transport
-    if settings.after_loss is not None:
-        told["EVERGRAD_AFTER_LOSS"] = settings.after_loss
+    if settings.batch_policy is not None:
+        told["EVERGRAD_BATCH_POLICY"] = settings.batch_policy
     if settings.failures:
         told["EVERGRAD_FAILURES"] = settings.schedule.to_json()
     kept = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}
