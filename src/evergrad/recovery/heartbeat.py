@@ -229,8 +229,8 @@ def _stack_of(frame: FrameType | None) -> str:
 #
 # A process counts as lost when it is stopped or cut off from the store for `heartbeat_timeout_s`, or when nothing has
 # been heard of it, or others have been waiting for it, for `hang_timeout_s`. It is reported, with its stack, when
-# others have waited `warn_after_s` for it. A rank that keeps up, but takes much longer for its part of each step than the others do, is a
-# straggler.
+# others have waited `warn_after_s` for it. A rank that keeps up, but takes much longer for its part of each step than
+# the others do, is a straggler.
 
 _WINDOW_S = 5.0
 _FEWEST_WAITS = 10
