@@ -21,17 +21,33 @@ SOURCE = ROOT / "src" / "evergrad"
 # Each part may import the parts before it that are named here, and nothing else of ours.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "_files": {"errors"},
+    "_jsonl": {"_files"},
     "wording": {"errors"},
     "dtypes": set(),
     "records": {"dtypes"},
     "state": {"errors", "wording", "dtypes", "records"},
-    "formats": {"errors", "wording", "dtypes", "records", "state"},
-    "injection": {"errors", "wording", "dtypes", "records", "state", "formats"},
-    "checkpoint": {"errors", "wording", "dtypes", "records", "state", "formats"},
-    "timeline": {"errors", "records"},
-    "recovery": {"errors", "wording", "dtypes", "records", "state", "formats", "injection", "checkpoint", "timeline"},
+    "formats": {"_files", "errors", "wording", "dtypes", "records", "state"},
+    "injection": {"_files", "errors", "wording", "dtypes", "records", "state", "formats"},
+    "checkpoint": {"_files", "_jsonl", "errors", "wording", "dtypes", "records", "state", "formats"},
+    "timeline": {"_jsonl", "errors", "records"},
+    "recovery": {
+        "_files",
+        "_jsonl",
+        "errors",
+        "wording",
+        "dtypes",
+        "records",
+        "state",
+        "formats",
+        "injection",
+        "checkpoint",
+        "timeline",
+    },
     "training": {"errors", "wording", "dtypes", "records", "state", "formats", "injection"},
     "study": {
+        "_files",
+        "_jsonl",
         "errors",
         "wording",
         "dtypes",
@@ -44,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "training",
     },
     "report": {
+        "_files",
         "errors",
         "wording",
         "dtypes",
@@ -57,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "study",
     },
     "testing": {
+        "_files",
         "errors",
         "dtypes",
         "records",
@@ -72,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"evergrad", "errors", "wording", "records"},
     "integrations": {"errors", "dtypes", "records", "state", "formats", "checkpoint"},
     "cli": {
+        "_files",
         "evergrad",
         "doctor",
         "errors",
@@ -103,6 +122,10 @@ def _part(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+def _is_module(name: str) -> bool:
+    return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()
+
+
 def _imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -110,9 +133,10 @@ def _imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
-            if node.module == "evergrad":
-                found |= {f"evergrad.{alias.name}" for alias in node.names if (SOURCE / alias.name).exists()}
+            modules = [alias.name for alias in node.names if node.module == "evergrad" and _is_module(alias.name)]
+            found |= {f"evergrad.{name}" for name in modules}
+            if len(modules) < len(node.names):
+                found.add(node.module)
     return found
 
 

@@ -30,16 +30,13 @@ if TYPE_CHECKING:
         rng_state,
     )
     from evergrad.errors import EvergradError
-    from evergrad.formats import (
-        Checkpoint,
-        compare,
-        convert,
-        load_hdf5,
-        match,
-        open_checkpoint,
-        save_hdf5,
-        verify,
-    )
+    from evergrad.formats import Checkpoint, load_hdf5, open_checkpoint, save_hdf5
+
+    # From their modules: these functions have a module's name, which a type checker would take in their place.
+    from evergrad.formats.compare import compare
+    from evergrad.formats.convert import convert
+    from evergrad.formats.match import match
+    from evergrad.formats.verify import verify
     from evergrad.injection import (
         BitFlip,
         BitMask,
@@ -52,9 +49,9 @@ if TYPE_CHECKING:
         comm_faults,
         inject,
         inject_live,
-        replay,
-        undo,
     )
+    from evergrad.injection.replay import replay
+    from evergrad.injection.undo import undo
     from evergrad.records import Comparison, Role, TensorDiff, TensorInfo
     from evergrad.recovery import Job, join
     from evergrad.state import FlatState, Skeleton, flatten, select, unflatten

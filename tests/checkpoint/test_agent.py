@@ -22,12 +22,12 @@ import torch
 from small_job import until
 
 import evergrad as eg
+from evergrad._files import is_locked, locked
 from evergrad.checkpoint.agent import agent as serving
 from evergrad.checkpoint.agent import client
 from evergrad.checkpoint.agent.agent import SOCKET, socket_address
 from evergrad.checkpoint.agent.client import AgentLink
 from evergrad.checkpoint.agent.events import Committed
-from evergrad.checkpoint.locks import is_locked, locked
 from evergrad.checkpoint.pending import Board, Pending
 from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
 from evergrad.errors import EvergradError, SaveRefused, TierError, UsageError

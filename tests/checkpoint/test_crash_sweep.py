@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evergrad.checkpoint import storage
+from evergrad import _files
 from evergrad.testing import StorageCalls
 from programs import run_python
 
@@ -84,18 +84,19 @@ def test_every_single_storage_call(victim: str, least: int, tiers: str, tmp_path
 
 def test_every_change_of_a_file_system_is_seen_once(tmp_path: Path) -> None:
     with StorageCalls(below=tmp_path) as seen:
-        storage.make_folder(tmp_path / "a")
-        fd = storage.create(tmp_path / "a" / "b")
-        storage.allocate(fd, 10_000)
-        storage.write(fd, b"12345", 9_998)
-        storage.resize(fd, 5)
-        storage.fsync(fd)
+        _files.make_folder(tmp_path / "a")
+        fd = _files.create(tmp_path / "a" / "b")
+        _files.allocate(fd, 10_000)
+        _files.write(fd, b"12345", 9_998)
+        _files.resize(fd, 5)
+        _files.fsync(fd)
         os.close(fd)
-        storage.rename(tmp_path / "a" / "b", tmp_path / "c")
-        storage.publish(tmp_path / "a" / "d", b"text")
-        storage.remove(tmp_path / "a" / "d")
-        storage.remove_folder(tmp_path / "a")
-        storage.make_folder(tmp_path.parent / f"{tmp_path.name}-beside")
+        _files.rename(tmp_path / "a" / "b", tmp_path / "c")
+        _files.publish(tmp_path / "a" / "d", b"text")
+        _files.link(tmp_path / "a" / "d", tmp_path / "e")
+        _files.remove(tmp_path / "a" / "d")
+        _files.remove_folder(tmp_path / "a")
+        _files.make_folder(tmp_path.parent / f"{tmp_path.name}-beside")
     assert [call.number for call in seen.calls] == list(range(1, len(seen.calls) + 1))
     assert [(call.name, call.size) for call in seen.calls] == [
         ("make_folder", 0),
@@ -106,10 +107,11 @@ def test_every_change_of_a_file_system_is_seen_once(tmp_path: Path) -> None:
         ("fsync", 0),
         ("rename", 0),
         *[("create", 0), ("resize", 0), ("write", 4), ("fsync", 0), ("rename", 0), ("fsync_folder", 0)],
+        ("link", 0),
         ("remove", -4),
         ("remove_folder", 0),
     ]
     assert seen.calls[3].path == str(tmp_path / "a" / "b")
-    assert {call.name for call in seen.calls} == set(storage.__all__) - {"make_folders", "publish"}
-    assert storage.rename.__module__ == "evergrad.checkpoint.storage"
-    assert not hasattr(storage.rename, "__wrapped__")
+    assert {call.name for call in seen.calls} == set(_files.CALLS)
+    assert _files.rename.__module__ == "evergrad._files"
+    assert not hasattr(_files.rename, "__wrapped__")

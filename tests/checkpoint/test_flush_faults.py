@@ -18,6 +18,7 @@ import torch
 from s3_jobs import Trainer, holds, state, until
 
 import evergrad as eg
+from evergrad import _files
 from evergrad.checkpoint.agent.client import ThreadLink
 from evergrad.checkpoint.agent.inventory import Completion
 from evergrad.checkpoint.capture.capture import InFlight, _finish
@@ -29,7 +30,6 @@ from evergrad.checkpoint.tiers.object_store import PosixBucket
 from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, SaveRefused, TierError
-from evergrad.formats import durable
 
 SECONDS = 100.0
 PASSWORD = "hunter2-not-to-be-shown"
@@ -129,7 +129,7 @@ def test_a_restarted_job_that_cannot_note_its_attempt_says_how_to_go_on_and_capt
         live = state(0)
         assert ck.restore(live) == 10
         with monkeypatch.context() as patched:
-            patched.setattr(durable, "fsync", refuse)
+            patched.setattr(_files, "fsync_path", refuse)
             path = disks.run / "attempts" / "00002.json"
             for _ in range(2):
                 with pytest.raises(FileAccessError) as caught:

@@ -17,10 +17,10 @@ import pytest
 from small_job import holds, state, until
 
 import evergrad as eg
+from evergrad._files import holder, locked, process
 from evergrad.checkpoint.agent import client
 from evergrad.checkpoint.agent.agent import agent_process
 from evergrad.checkpoint.agent.client import AgentLink
-from evergrad.checkpoint.locks import holder, locked, process
 from evergrad.checkpoint.pending import Board
 from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
 from evergrad.cli import main

@@ -19,7 +19,7 @@ import torch
 from small_job import holds, state, until
 
 import evergrad as eg
-from evergrad.checkpoint import storage
+from evergrad import _files
 from evergrad.checkpoint.catalogue import history as journal
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
@@ -200,7 +200,7 @@ def test_a_version_whose_record_cannot_be_written_is_an_error(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers = [eg.Persistent(str(tmp_path / "shared"))]
-    publish = storage.publish
+    publish = _files.publish
 
     def full(path: Path, data: bytes) -> None:
         if path.name == "COMMIT.json":
@@ -209,13 +209,13 @@ def test_a_version_whose_record_cannot_be_written_is_an_error(
 
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
         ck.save(1, state(1)).wait(timeout=SECONDS)
-        monkeypatch.setattr(storage, "publish", full)
+        monkeypatch.setattr(_files, "publish", full)
         assert ck.save(2, state(2)).exception(timeout=SECONDS) is not None
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
         live = state(0)
         with pytest.raises(RestoreError, match=r"step 2 .*not committed.*restore\(version=1\)"):
             ck.restore(live)
-        monkeypatch.setattr(storage, "publish", publish)
+        monkeypatch.setattr(_files, "publish", publish)
         assert ck.restore(live) == 2
 
 

@@ -24,10 +24,10 @@ from types import FrameType
 from typing import Any
 
 import evergrad as eg
-from evergrad.formats import durable
+from evergrad import _files
 
 INJECTOR = str(Path(sys.modules[eg.inject.__module__].__file__ or "").parent) + os.sep
-COUNTED = (INJECTOR, durable.__file__, shutil.__file__)
+COUNTED = (INJECTOR, _files.__file__, shutil.__file__)
 
 Tree = dict[str, tuple[int, bytes]]
 

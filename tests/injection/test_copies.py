@@ -12,9 +12,10 @@ import safetensors.torch
 import torch
 
 import evergrad as eg
+from evergrad import _files
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.injection import Draws, injector
+from evergrad.injection import Draws
 from evergrad.injection.injector import exclusive
 
 
@@ -73,10 +74,10 @@ def test_a_copy_that_is_in_its_place_keeps_its_log(path: Path, monkeypatch: pyte
     out = path.with_name("out.npy")
 
     def fails(place: Path) -> None:
-        if place.is_dir():
+        if out.exists():
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(injector, "fsync", fails)
+    monkeypatch.setattr(_files, "fsync_folder", fails)
     with pytest.raises(FileAccessError, match="input/output error"):
         eg.inject(path, eg.BitFlip(), count=1, out=out)
     assert out.exists()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from browsing import OpenPage
 
+from evergrad._files import replacing
 from evergrad.errors import FileAccessError, UsageError
-from evergrad.formats.durable import replacing
 from evergrad.report import page as plots
 from evergrad.report.document import PALETTE, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
 from evergrad.report.page import page_html, write_page

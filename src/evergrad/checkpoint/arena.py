@@ -15,7 +15,6 @@ so that a reused arena never passes for what was in it before. The trainer holds
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -29,11 +28,10 @@ from typing import Any
 
 import xxhash
 
-from evergrad.checkpoint import storage
-from evergrad.checkpoint.locks import is_locked, locked, open_lock, removal_advice
+from evergrad import _files
+from evergrad._files import is_locked, locked, open_lock, read_small, removal_advice, take_lock
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, TierError, reason
-from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import shard_name
 
 _MAGIC = b"EGTICKET"
@@ -126,7 +124,7 @@ class ArenaFiles:
     def remove(self) -> None:
         """Give its memory back: the manifest first, so that nothing half removed passes for a checkpoint."""
         for path in (self.manifest, self.digests, self.shard, self.ticket):
-            storage.remove(path)
+            _files.remove(path)
 
     def remove_if_free(self) -> bool:
         """Remove it unless a living trainer holds it; whoever wants to lease it meanwhile gets a new one."""
@@ -135,7 +133,7 @@ class ArenaFiles:
         except OSError:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(fd)
             self.remove()
         except OSError:
             return False
@@ -170,7 +168,7 @@ class Arena:
             except OSError as error:
                 raise _not_made(files.ticket, 0, error) from error
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_lock(fd)
                 if os.path.samestat(os.fstat(fd), os.stat(files.ticket)):
                     return cls(files, fd)
             except FileNotFoundError:
@@ -205,7 +203,7 @@ class Arena:
             _check_memory(self.files.folder, size)
             # A new file, never the old one cut or stretched: whoever still reads that one must not fall off its end.
             try:
-                storage.remove(self.files.shard)
+                _files.remove(self.files.shard)
             except OSError as error:
                 raise _not_made(self.files.shard, size, error) from error
         try:
@@ -233,7 +231,7 @@ class Arena:
         self._say(Ticket(generation=self.ticket.generation + 1, captured=False))
         for path in (self.files.manifest, self.files.digests):
             with suppress(OSError):  # a folder in its place: whoever writes the next one says so
-                storage.remove(path)
+                _files.remove(path)
 
     def captured(self, ticket: Ticket) -> None:
         """All bytes are there: what they are."""
@@ -254,7 +252,7 @@ class Arena:
             self._fd = -1
 
     def _say(self, ticket: Ticket) -> None:
-        storage.write(self._fd, ticket.to_bytes(), 0)
+        _files.write(self._fd, ticket.to_bytes(), 0)
         self.ticket = ticket
 
 

@@ -9,9 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from evergrad._files import read_small
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, reason, said
-from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import is_as_written, record_bytes
 
 SCHEMA_VERSION = 1

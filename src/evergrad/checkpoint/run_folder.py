@@ -18,12 +18,10 @@ from typing import Any
 
 import xxhash
 
-from evergrad.checkpoint import storage
+from evergrad import _files
+from evergrad._files import NoFile, appearing, is_locked, read_small, replacing
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
-from evergrad.checkpoint.locks import is_locked
 from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason, said
-from evergrad.formats.data_file import NoFile, read_small
-from evergrad.formats.durable import appearing, replacing
 from evergrad.formats.version_records import read_record, record_bytes, shard_rank
 
 __all__: list[str] = []
@@ -346,7 +344,7 @@ def arena_folder(job: Job) -> Path:
     folder = root / job.id / job.node_folder
     try:
         for path in (root, root / job.id, folder):
-            storage.make_folder(path, 0o700)
+            _files.make_folder(path, 0o700)
             status = os.lstat(path)
             if status.st_uid != os.getuid() or status.st_mode & 0o077 or not path.is_dir() or path.is_symlink():
                 raise CheckpointError(
@@ -374,7 +372,7 @@ def _note_home(home: Path, place: bytes) -> None:
     except OSError as error:
         if error.errno != errno.ELOOP:  # links that lead to each other are replaced
             raise
-    storage.publish(home, place)
+    _files.publish(home, place)
 
 
 def open_run_folder(job: Job) -> int:
@@ -395,7 +393,7 @@ def moved_to(job: Job, fd: int) -> Path | None:
         if now != job.run_dir and os.path.samestat(os.stat(now), os.fstat(fd)) and read_identity(now) == job.id:
             home = arenas_root() / job.id / "run"
             if read_small(home) != _home_bytes(now):
-                storage.publish(home, _home_bytes(now))
+                _files.publish(home, _home_bytes(now))
             return now
     return None
 
@@ -449,9 +447,9 @@ def _remove_job(folder: Path) -> bool:
         for files in find_arenas(node):
             files.remove()
         for name in os.listdir(node):
-            storage.remove(node / name)
-        storage.remove_folder(node)
+            _files.remove(node / name)
+        _files.remove_folder(node)
     for name in sorted(os.listdir(folder)):  # hidden leftovers first, "run" last
-        storage.remove(folder / name)
-    storage.remove_folder(folder)
+        _files.remove(folder / name)
+    _files.remove_folder(folder)
     return True

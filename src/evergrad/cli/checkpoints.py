@@ -153,8 +153,8 @@ def lineage(
     catalogue = catalogue_of(run_dir)
     traced = trace(catalogue)
     if picture is not None:
+        from evergrad._files import replacing
         from evergrad.checkpoint.catalogue.lineage import draw_svg
-        from evergrad.formats.durable import replacing
 
         with replacing(picture) as temporary:
             temporary.write_text(draw_svg(traced), encoding="utf-8")

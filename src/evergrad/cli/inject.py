@@ -333,8 +333,8 @@ def replay(
 
 def _read_map(path: Path) -> Rename:
     """Names, or names with axes, from a TOML file; quoted or dotted keys mean the same."""
+    from evergrad._files import read_small
     from evergrad.formats import Match
-    from evergrad.formats.data_file import read_small
 
     try:
         told = tomllib.loads(read_small(path).decode("utf-8-sig"))

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, LimitExceeded, UnknownTensor, UnsupportedContent, UsageError
-from evergrad.formats.data_file import Bytes, NeedsRewrite, file_errors, open_file, rehearsing
+from evergrad.formats.data_file import Bytes, NeedsRewrite, rehearsing
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Skeleton, Where, role_of, select, unflatten
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import check_replaceable, replacing
 from evergrad.errors import ConversionLoss, UsageError
 from evergrad.formats.checkpoint import ANOTHER_TARGET, Bits, Checkpoint, Format, OtherTensor, aliases_of, check_views
-from evergrad.formats.durable import check_replaceable, replacing
 from evergrad.formats.registry import formats, open_checkpoint
 from evergrad.state import Skeleton
 from evergrad.wording import meant

@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from evergrad.errors import DamagedFile, FileAccessError, reason
+from evergrad import _files
+from evergrad._files import file_errors, open_regular
+from evergrad.errors import DamagedFile, FileAccessError
 
 __all__: list[str] = []
 
@@ -79,10 +79,6 @@ def rehearsing() -> Rehearsal | None:
 
 
 Held = TypeVar("Held", bound="Closes")
-
-
-class NoFile(OSError):
-    """A named pipe, a socket or a device is in the place of a file."""
 
 
 class Bytes(Protocol):
@@ -226,7 +222,7 @@ class DataFile:
         try:
             if changed:
                 with file_errors(self.path, "changes could not be made durable"):
-                    os.fsync(self._fd)
+                    _files.fsync(self._fd)
         finally:
             os.close(self._fd)
 
@@ -276,50 +272,6 @@ def closed_on_error(holder: Held) -> Iterator[Held]:
     except BaseException:
         holder.close()
         raise
-
-
-@contextmanager
-def file_errors(path: Path, what: str = "cannot be read") -> Iterator[None]:
-    """Turn what the file system refuses into one clear line."""
-    try:
-        yield
-    except OSError as error:
-        raise FileAccessError(path, f"{what}: {reason(error)}") from error
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a file to read; anything but a file is refused, and never waited for: `OSError`."""
-    return os.fdopen(open_regular(path), "rb")
-
-
-def read_small(path: Path) -> bytes:
-    """Read a small file from its beginning to its end; anything but a file is refused, as by `open_file`."""
-    with open_file(path) as file:
-        return file.read()
-
-
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a descriptor of a file; `NoFile` or `IsADirectoryError` for anything else, which is never waited for.
-
-    Opening a named pipe waits until somebody opens its other end, and a device may never end.
-    """
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a named pipe that nobody reads
-            raise NoFile(error.errno, f"expected a file, found {_kind(os.stat(path).st_mode)}", str(path)) from None
-        raise
-    found = os.fstat(fd).st_mode
-    if stat.S_ISREG(found):
-        return fd
-    os.close(fd)
-    if stat.S_ISDIR(found):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise NoFile(errno.EINVAL, f"expected a file, found {_kind(found)}", str(path))
-
-
-def _kind(mode: int) -> str:
-    return "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def named_size(index: Path, path: Path) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, UnsupportedContent
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
-from evergrad.formats.data_file import close_all, file_errors, open_file
+from evergrad.formats.data_file import close_all
 from evergrad.formats.folders import Opener, by_file
 from evergrad.formats.unread_files import Beside, unread_file
 

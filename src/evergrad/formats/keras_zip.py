@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import file_errors
 from evergrad.errors import DamagedFile, FileAccessError
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
-from evergrad.formats.data_file import closed_on_error, file_errors
+from evergrad.formats.data_file import closed_on_error
 from evergrad.formats.hdf5.checkpoint import Hdf5Checkpoint
 from evergrad.formats.hdf5.file import Hdf5File, Place
 from evergrad.formats.zip_archive import Archive, Inflated, Member

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, UnsupportedContent, said
 from evergrad.formats.checkpoint import Bits, Checkpoint, Format, OtherTensor, Probe
-from evergrad.formats.data_file import file_errors, open_file
 from evergrad.records import TensorInfo
 from evergrad.state import Skeleton, escape
 from evergrad.state.selection import tensor_info

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from os import PathLike
 from pathlib import Path
 
+from evergrad._files import file_errors
 from evergrad.errors import (
     DamagedFile,
     EvergradError,
@@ -23,7 +24,6 @@ from evergrad.errors import (
 )
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.collector import uncollected
-from evergrad.formats.data_file import file_errors
 from evergrad.formats.dcp import Dcp
 from evergrad.formats.deepspeed import DeepSpeed
 from evergrad.formats.folders import PlainFolder, Sharded, TrainerFolder

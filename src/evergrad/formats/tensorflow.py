@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
 from evergrad.formats.checksums import CRC32C, crc32c, masked, unmasked
-from evergrad.formats.data_file import DataFile, close_all, file_errors, named_size, open_file
+from evergrad.formats.data_file import DataFile, close_all, named_size
 from evergrad.formats.region import Region
 from evergrad.formats.tiled import Box, Pieces, PiecewiseCheckpoint, fill
 from evergrad.records import MAX_AXES, Check, Role, TensorInfo

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evergrad._files import file_errors
 from evergrad.errors import FormatError, UnknownFormat
 from evergrad.formats.checkpoint import OtherTensor, Probe
-from evergrad.formats.data_file import file_errors
 from evergrad.formats.hdf5.checkpoint import Hdf5
 from evergrad.formats.keras_zip import KerasZip
 from evergrad.formats.numpy_file import Npy, Npz

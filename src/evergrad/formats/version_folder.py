@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, UnsupportedContent
 from evergrad.formats.checkpoint import Bits, Checkpoint, Format, Probe
-from evergrad.formats.data_file import close_all, file_errors, open_file, rehearsing, xor_rows
+from evergrad.formats.data_file import close_all, rehearsing, xor_rows
 from evergrad.formats.folders import CompositeCheckpoint, by_file
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint
 from evergrad.formats.safetensors import Safetensors

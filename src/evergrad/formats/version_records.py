@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
+from evergrad._files import file_errors, open_file, replacing
 from evergrad.errors import DamagedFile, FormatError, LimitExceeded, said
-from evergrad.formats.data_file import file_errors, open_file, rehearsing
-from evergrad.formats.durable import replacing
+from evergrad.formats.data_file import rehearsing
 
 COMMIT = "COMMIT.json"
 MANIFEST = re.compile(r"(rank-(\d{5,9}))\.json")

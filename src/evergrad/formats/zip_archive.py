@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import file_errors, replacing
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.checksums import CRC32
-from evergrad.formats.data_file import Bytes, DataFile, closed_on_error, file_errors, xor_rows
-from evergrad.formats.durable import replacing
+from evergrad.formats.data_file import Bytes, DataFile, closed_on_error, xor_rows
 from evergrad.formats.region import Seal, check_seal
 from evergrad.records import Check
 

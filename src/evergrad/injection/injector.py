@@ -15,12 +15,22 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from evergrad import _files
+from evergrad._files import (
+    check_replaceable,
+    exclusive,
+    file_errors,
+    fsync_path,
+    link_or_rename,
+    open_file,
+    replace_file,
+    temporary_name,
+)
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.checkpoint import Progress
-from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, file_errors, open_file, rehearsal
-from evergrad.formats.durable import check_replaceable, fsync, replacing, temporary_name
+from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, rehearsal
 from evergrad.formats.version_records import Recorded
 from evergrad.injection.bit_changes import Column, Plan, plan
 from evergrad.injection.faults import Fault
@@ -163,15 +173,19 @@ class Workplace:
         with file_errors(out, "cannot be written"):
             for folder, _, names in os.walk(place) if place.is_dir() else ():
                 for name in names:
-                    fsync(Path(folder) / name)
-                fsync(Path(folder))
+                    fsync_path(Path(folder) / name)
+                fsync_path(Path(folder))
             if self.single:
-                fsync(place)
-            if self.single and not overwrite and not _linked(place, out):
-                raise FileExistsError(errno.EEXIST, "exists by now")
-            if os.path.lexists(place):
-                os.replace(place, out)  # of a folder, only onto an empty one
-            fsync(out.parent)
+                fsync_path(place)
+            if self.single and not overwrite:
+                try:
+                    link_or_rename(place, out)
+                except FileExistsError:
+                    raise FileExistsError(errno.EEXIST, "exists by now") from None
+                _files.remove(place)
+            else:
+                _files.rename(place, out)  # of a folder, only onto an empty one
+            _files.fsync_folder(out.parent)
 
 
 def check_writable(files: Iterable[Path], *, replaced: bool) -> None:
@@ -180,49 +194,6 @@ def check_writable(files: Iterable[Path], *, replaced: bool) -> None:
         for path in (file, file.resolve().parent) if replaced else (file,):
             if not os.access(path, os.W_OK, effective_ids=True):
                 raise FileAccessError(path, "cannot be altered: permission denied")
-
-
-@contextmanager
-def exclusive(files: Iterable[Path]) -> Iterator[None]:
-    """Refuse to alter files that another process is altering, or has locked; locks go with the process."""
-    with ExitStack() as stack:
-        for path in sorted({file.resolve() for file in files}):
-            stack.enter_context(_locked(path))
-        yield
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with file_errors(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileAccessError(
-                path, "is locked: another process uses or alters it", hint="Try again later."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(fd)
-
-
-def replace_file(new: Path, old: Path) -> None:
-    """Let a file take another's place, durably and in one step, with the permissions that the other had."""
-    with file_errors(old, "cannot be replaced"):
-        target = old.resolve()
-        shutil.copymode(target, new)
-        fsync(new)
-        try:
-            os.replace(new, target)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            with replacing(target) as beside:  # a link that leads to another file system
-                shutil.copyfile(new, beside)
-        fsync(target.parent)
 
 
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
@@ -235,18 +206,6 @@ def _leads_to_file(entry: os.DirEntry[str]) -> bool:
     with suppress(OSError):
         return entry.is_file()
     return False
-
-
-def _linked(place: Path, out: Path) -> bool:
-    """Give a file its place unless there is one; False if there is. Where there are no links, the caller moves it."""
-    try:
-        os.link(place, out)
-        place.unlink()
-    except FileExistsError:
-        return False
-    except OSError:
-        return not os.path.lexists(out)
-    return True
 
 
 def _copy_file(source: Path, target: Path) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from evergrad import _files
+from evergrad._files import appearing, file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
 from evergrad.formats.checkpoint import Bits
-from evergrad.formats.data_file import file_errors, open_file
-from evergrad.formats.durable import appearing
 from evergrad.injection.bit_changes import Column, Hit
 from evergrad.injection.faults import Fault, fault_from_json
 from evergrad.records import Json
@@ -343,7 +343,7 @@ def mark_undone(path: Path) -> None:
         if file.read() != MARK:
             file.write(MARK)
             file.flush()
-            os.fsync(file.fileno())
+            _files.fsync(file.fileno())
 
 
 def _jsonl(folder: Path) -> list[Path]:

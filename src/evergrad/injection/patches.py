@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from evergrad import _files
+from evergrad._files import file_errors, open_file, replacing
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.data_file import Changes, file_errors, open_file
-from evergrad.formats.durable import replacing
+from evergrad.formats.data_file import Changes
 from evergrad.injection.log import FileChange, Image
 from evergrad.injection.rng import Integers
 
@@ -119,7 +120,7 @@ class Patch:
                         _write_all(fd, image[: self.size - block * BLOCK].data, block * BLOCK)
                 else:
                     _write_mapped(fd, self.size, blocks, images)
-                os.fsync(fd)
+                _files.fsync(fd)
             finally:
                 os.close(fd)
 

@@ -17,8 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
+from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, UsageError, nearest, said
-from evergrad.formats.data_file import file_errors, open_file
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale
 from evergrad.wording import install_hint
 

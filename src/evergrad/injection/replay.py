@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import exclusive
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, Match, match, open_checkpoint
 from evergrad.formats.bitcast import finite, values
@@ -19,7 +20,7 @@ from evergrad.formats.checkpoint import Bits, Progress
 from evergrad.formats.data_file import rehearsal
 from evergrad.injection.bit_changes import Column, Plan, levels, present
 from evergrad.injection.faults import Fault
-from evergrad.injection.injector import Digest, Outcome, Workplace, exclusive, prepare
+from evergrad.injection.injector import Digest, Outcome, Workplace, prepare
 from evergrad.injection.log import InjectionLog
 from evergrad.records import TensorInfo
 

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
+from evergrad._files import exclusive, file_errors, replace_file
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.checkpoint import Bits, Progress
-from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, file_errors, rehearsal
+from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, rehearsal
 from evergrad.formats.version_records import Recorded
 from evergrad.injection.bit_changes import Column
-from evergrad.injection.injector import Workplace, check_writable, exclusive, replace_file
+from evergrad.injection.injector import Workplace, check_writable
 from evergrad.injection.log import FileChange, InjectionLog, logs_of, mark_undone
 from evergrad.injection.patches import Patch, restored, sha256
 from evergrad.records import Json

@@ -23,9 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from evergrad._files import file_errors, replacing
 from evergrad.errors import UsageError
-from evergrad.formats.data_file import file_errors
-from evergrad.formats.durable import replacing
 from evergrad.report.document import Block, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
 from evergrad.wording import install_hint
 

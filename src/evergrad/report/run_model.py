@@ -20,8 +20,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Literal
 
+from evergrad._files import read_small
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
-from evergrad.formats.data_file import read_small
 from evergrad.records import Json
 from evergrad.timeline import Event, read
 from evergrad.wording import counted

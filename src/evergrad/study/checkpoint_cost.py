@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
+from evergrad import _files
 from evergrad.checkpoint.checkpointer import Checkpointer
 from evergrad.checkpoint.tiers import Local, Memory, Persistent
 from evergrad.errors import StudyError, UsageError
-from evergrad.formats.durable import fsync
 from evergrad.records import Json
 from evergrad.state.paths import split
 from evergrad.study.folder import SCRATCH
@@ -135,9 +135,9 @@ class RootSaving(Strategy):
         if distributed.get_rank() == 0:
             beside = self._path.with_suffix(".new")
             torch.save({"step": step, "state": dict(self._state)}, beside)
-            fsync(beside)
-            os.replace(beside, self._path)
-            fsync(self._path.parent)
+            _files.fsync_path(beside)
+            _files.rename(beside, self._path)
+            _files.fsync_folder(self._path.parent)
         distributed.barrier()
 
     def drain(self) -> None:

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from evergrad._files import file_errors
 from evergrad.checkpoint.preemption import signal_name
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import open_checkpoint
 from evergrad.formats.bitcast import values
 from evergrad.formats.checkpoint import Bits, blocks
-from evergrad.formats.data_file import file_errors
 from evergrad.injection import InjectionLog, inject
 from evergrad.injection.faults import fault_of
 from evergrad.injection.sampling import population

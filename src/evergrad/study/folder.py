@@ -9,7 +9,6 @@ DIR/study.json       the plan, its scale, and what was given from outside
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,9 +20,8 @@ from typing import Any, Self
 
 import xxhash
 
+from evergrad._files import is_locked, read_small, replacing, take_lock
 from evergrad.errors import DamagedFile, FileAccessError, StudyError, UsageError, reason
-from evergrad.formats.data_file import read_small
-from evergrad.formats.durable import replacing
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
 from evergrad.study.plan import Plan
@@ -213,7 +211,7 @@ class StudyFolder:
             raise FileAccessError(self.path, f"cannot be used: {reason(error)}") from error
         try:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take_lock(fd)
             except OSError:
                 holder = os.pread(fd, 64, 0).decode(errors="replace").strip()
                 raise StudyError(
@@ -228,17 +226,7 @@ class StudyFolder:
 
     def is_running(self) -> bool:
         """Whether some process runs the study now."""
-        try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(fd)
-        return False
+        return is_locked(self.path / "lock")
 
     def plan(self) -> Plan:
         """The plan that the folder was made for."""

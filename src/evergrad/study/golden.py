@@ -20,8 +20,8 @@ from typing import Any
 
 import xxhash
 
+from evergrad._files import replacing
 from evergrad.errors import DamagedFile, FileAccessError, reason, said
-from evergrad.formats.durable import replacing
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
 from evergrad.study.trials import Observation

@@ -80,7 +80,7 @@ def read_plan_text(name_or_path: str | Path) -> PlanText:
     if isinstance(name_or_path, str) and name_or_path in known:
         text = (resources.files(GALLERY) / f"{name_or_path}.toml").read_text(encoding="utf-8")
         return parse(text, name_or_path)
-    from evergrad.formats.data_file import read_small  # brings NumPy, which completing a name does without
+    from evergrad._files import read_small  # brings NumPy, which completing a name does without
 
     path = Path(name_or_path)
     try:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from evergrad._files import fsync_path
 from evergrad.errors import StudyError, UsageError
 from evergrad.formats import open_checkpoint
-from evergrad.formats.durable import fsync
 from evergrad.injection.faults import fault_of
 from evergrad.injection.live_faults import Aim, LiveState
 from evergrad.records import Role
@@ -55,7 +55,7 @@ def made_golden(folder: Path, trial: Trial) -> Golden:
         golden = _train_golden(place, settings, trial.rules)
     if is_first():
         if (place / golden.checkpoint).is_file():
-            fsync(place / golden.checkpoint)
+            fsync_path(place / golden.checkpoint)
         keep_golden(folder, golden)
     meet()
     return golden

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from evergrad._files import replacing
 from evergrad.errors import FileAccessError, reason
-from evergrad.formats.durable import replacing
 from evergrad.records import Json
 from evergrad.study.comparisons import Comparison, Trend, compare_cells, measured, trend
 from evergrad.study.folder import StudyFolder

@@ -1,6 +1,7 @@
 """Storage that crashes, is full, read-only or slow: for tests of what is left, what is said, and what goes on.
 
-Whatever the checkpointer changes in a file system, it changes by the functions of `evergrad.checkpoint.storage`.
+Whatever the checkpointer changes in a file system, it changes by the functions of `evergrad._files`
+that `CALLS` names.
 `StorageCalls` stands in for all of them, within one process: that of a trainer with `agent=False`, or an agent that a
 test runs itself (`evergrad.checkpoint.agent.agent.run_agent`, in a process that it forked).
 
@@ -25,10 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from evergrad.checkpoint import storage
-
-# Made of the others, which they look up when they are called: those are what is counted.
-_COMPOSITE = {"make_folders", "publish"}
+from evergrad import _files
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class StorageCalls:
     >>> import tempfile
     >>> from pathlib import Path
     >>> with tempfile.TemporaryDirectory() as folder, StorageCalls() as seen:
-    ...     storage.publish(Path(folder, "a"), b"some text")
+    ...     _files.publish(Path(folder, "a"), b"some text")
     >>> [(call.number, call.name) for call in seen.calls]
     [(1, 'create'), (2, 'resize'), (3, 'write'), (4, 'fsync'), (5, 'rename'), (6, 'fsync_folder')]
     """
@@ -70,17 +68,16 @@ class StorageCalls:
         """A call has ended."""
 
     def __enter__(self) -> Self:
-        for name in storage.__all__:
-            if name not in _COMPOSITE:
-                self._originals[name] = original = getattr(storage, name)
-                setattr(storage, name, self._wrapped(name, original))
+        for name in _files.CALLS:
+            self._originals[name] = original = getattr(_files, name)
+            setattr(_files, name, self._wrapped(name, original))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name, original in self._originals.items():
-            setattr(storage, name, original)
+            setattr(_files, name, original)
         self._originals.clear()
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,6 @@ starts another. It imports no torch, and leaves when nothing is owed and no trai
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import os
@@ -32,14 +31,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from evergrad._files import Process, is_locked, open_lock, open_regular, process, read_small, removal_advice, take_lock
 from evergrad.checkpoint.agent.events import Alive, Attached, Event, Refused, Settled
 from evergrad.checkpoint.agent.pipeline import Engine, load_module
 from evergrad.checkpoint.arena import open_files_hint
-from evergrad.checkpoint.locks import Process, is_locked, open_lock, process, removal_advice
 from evergrad.checkpoint.run_folder import LOCK, Job, arena_folder, moved_to, open_run_folder, remove_orphans
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
-from evergrad.formats.data_file import open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
 LINGER_S = 60.0
@@ -315,7 +313,7 @@ def _take(lock: int, folder: Path) -> bool:
     end = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(lock)
             return True
         except OSError:
             if _answers(folder):

@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from evergrad._files import is_locked, locked, removal_advice
 from evergrad.checkpoint.agent.agent import START_LOCK, agent_process, end_agent, socket_address, timeout_seconds
 from evergrad.checkpoint.agent.events import Alive, Attached, Refused, Settled, Unfinished, read_event
 from evergrad.checkpoint.agent.pipeline import Engine, Module, describe_module
 from evergrad.checkpoint.arena import Ticket, open_files_hint
-from evergrad.checkpoint.locks import is_locked, locked, removal_advice
 from evergrad.checkpoint.pending import Board
 from evergrad.checkpoint.run_folder import LOCK, Job, arena_folder, remove_orphans
 from evergrad.checkpoint.version import Version

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from evergrad._files import open_file, open_regular, read_small, rewrite
 from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.manifest import Manifest
@@ -21,7 +22,6 @@ from evergrad.checkpoint.run_folder import former_homes, moved_along
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, reason
-from evergrad.formats.data_file import open_file, open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
 __all__: list[str] = []
@@ -102,10 +102,8 @@ class Completion:
         if self._own is not None and (self._remembered is None or version.age() > self._remembered.age()):
             self._remembered = version
             path = self._own.with_suffix(".committed")
-            temporary = path.with_suffix(".partial")
             with suppress(OSError):
-                _write(temporary, f"{version.name}\n".encode())
-                os.replace(temporary, path)
+                rewrite(path, f"{version.name}\n".encode(), path.with_suffix(".partial"))
 
     def last_committed(self) -> Version | None:
         """The newest version that any node has seen committed where it survives a reboot."""
@@ -224,10 +222,8 @@ class Completion:
         """The journal with what still matters; a new file, so that readers start from its beginning."""
         if self._own is None or not self._behind:
             return
-        temporary = self._own.with_suffix(".partial")
         try:
-            _write(temporary, b"".join(self._lines.values()))
-            os.replace(temporary, self._own)
+            rewrite(self._own, b"".join(self._lines.values()), self._own.with_suffix(".partial"))
             self._behind = False
             self._said = ""
         except OSError as error:
@@ -293,11 +289,6 @@ def _not_read(error: OSError) -> str:
     """Return in words that news is left out, and the system's reason."""
     why = _why(error)
     return f"left out: cannot be read: {why}" if why.endswith(".") else f"cannot be read: {why}: left out"
-
-
-def _write(path: Path, data: bytes) -> None:
-    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as out:
-        out.write(data)
 
 
 _said: dict[Path, str] = {}

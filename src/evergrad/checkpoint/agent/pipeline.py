@@ -22,7 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from evergrad.checkpoint import storage
+from evergrad import _files
+from evergrad._files import open_regular
 from evergrad.checkpoint.agent.events import Committed, Event, Failed, Free, Unfinished
 from evergrad.checkpoint.agent.inventory import Completion, Holdings
 from evergrad.checkpoint.agent.upload import Shares
@@ -39,7 +40,6 @@ from evergrad.checkpoint.tiers.base import Work as base_Work
 from evergrad.checkpoint.tiers.memory import Held, held_by
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, EvergradError, FormatError, SaveRefused, TierError, UsageError, reason
-from evergrad.formats.data_file import open_regular
 from evergrad.formats.version_records import shard_name
 from evergrad.wording import meant
 
@@ -1068,7 +1068,7 @@ def _earlier(files: ArenaFiles, ticket: Ticket) -> Manifest | None:
 def _keep_digests(files: ArenaFiles, ticket: Ticket, manifest: Manifest) -> None:
     """Keep digests beside the arena for whoever goes on after a crash. Nothing else depends on them."""
     try:
-        storage.publish(files.digests, replace(manifest, generation=ticket.generation).to_bytes())
+        _files.publish(files.digests, replace(manifest, generation=ticket.generation).to_bytes())
     except OSError as error:
         _log.warning("%s: cannot be written: %s", files.digests, reason(error))
 

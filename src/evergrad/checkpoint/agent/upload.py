@@ -20,13 +20,13 @@ from pathlib import Path
 
 import xxhash
 
-from evergrad.checkpoint import storage
+from evergrad import _files
+from evergrad._files import read_small
 from evergrad.checkpoint.layout import Entry, cut, parse
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.tiers import Work
 from evergrad.checkpoint.version import Version
-from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import shard_name
 
 _log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class Shares:
         }
         folder = self._folder / manifest.version.name
         for path in (self._folder, folder):
-            storage.make_folder(path)
-        storage.publish(folder / f"{shard_name(manifest.rank)}.json", json.dumps(mine).encode())
+            _files.make_folder(path)
+        _files.publish(folder / f"{shard_name(manifest.rank)}.json", json.dumps(mine).encode())
 
     def divide(self, work: Work, given_up: Callable[[], bool]) -> Work:
         """The work without what others upload; waits for them a little, or until it is given up."""
@@ -86,8 +86,8 @@ class Shares:
                 if version is not None and version.age() < newest.age():
                     with suppress(OSError):
                         for entry in os.listdir(self._folder / name):
-                            storage.remove(self._folder / name / entry)
-                        storage.remove_folder(self._folder / name)
+                            _files.remove(self._folder / name / entry)
+                        _files.remove_folder(self._folder / name)
 
     def _hear(self, version: Version, rank: int, end: float, given_up: Callable[[], bool]) -> Mapping[str, str]:
         path = self._folder / version.name / f"{shard_name(rank)}.json"

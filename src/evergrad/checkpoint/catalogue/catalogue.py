@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import xxhash
 
+from evergrad._files import is_locked
 from evergrad.checkpoint.catalogue.history import History, Journal, ShardNote, Verdict
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import Found, Home, Survey, find_home, survey
-from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import safe_name, time_text
 from evergrad.checkpoint.tiers import Tier

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import check_replaceable, file_errors, fsync_path, replace_folder, temporary_name
 from evergrad.checkpoint.catalogue.catalogue import CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.catalogue.verify import open_intact
@@ -30,8 +31,6 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, RestoreError, UsageError
 from evergrad.formats import Checkpoint, convert
 from evergrad.formats.checkpoint import Bits
-from evergrad.formats.data_file import file_errors
-from evergrad.formats.durable import check_replaceable, fsync, temporary_name
 from evergrad.records import Json, Role, TensorInfo
 from evergrad.state import FlatState, Placement, Skeleton, Where, find_sharing, select, unflatten
 from evergrad.state.selection import tensor_info
@@ -393,19 +392,8 @@ def _write_dcp(flat: FlatState, target: Path) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
             save(state, checkpoint_id=temporary, no_dist=True)
             for path in (*temporary.rglob("*"), temporary):
-                fsync(path)
-            old = temporary_name(target) if target.exists() else None
-            if old is not None:
-                os.rename(target, old)
-            try:
-                os.rename(temporary, target)
-            except OSError:
-                if old is not None:
-                    os.rename(old, target)
-                raise
-            fsync(target.parent)
-            if old is not None:
-                shutil.rmtree(old, ignore_errors=True)
+                fsync_path(path)
+            replace_folder(temporary, target)
     except CheckpointException as error:
         raise FileAccessError(target, f"cannot be written: {error}") from error
     finally:

@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import xxhash
 
+from evergrad._files import open_regular, read_small
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import now, safe_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
-from evergrad.formats.data_file import open_regular, read_small
 from evergrad.formats.version_records import read_record, record_bytes
 
 _log = logging.getLogger(__name__)

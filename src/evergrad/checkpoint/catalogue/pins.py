@@ -17,12 +17,12 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from evergrad.checkpoint import storage
+from evergrad import _files
+from evergrad._files import open_file
 from evergrad.checkpoint.catalogue.history import FOLDER
 from evergrad.checkpoint.run_folder import now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError, nearest, reason, said
-from evergrad.formats.data_file import open_file
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.wording import meant
 
@@ -105,17 +105,17 @@ class Pins:
         text = record_bytes({"schema_version": SCHEMA_VERSION, **record, "time": now()})
         try:
             for folder in (path.parent.parent, path.parent):
-                if storage.make_folder(folder):
-                    storage.fsync_folder(folder.parent)
-            storage.publish(path, text)
+                if _files.make_folder(folder):
+                    _files.fsync_folder(folder.parent)
+            _files.publish(path, text)
         except OSError as error:
             raise FileAccessError(path, f"cannot be written: {reason(error)}") from error
 
     def _remove(self, path: Path) -> None:
         try:
-            storage.remove(path)
+            _files.remove(path)
             if path.parent.is_dir():
-                storage.fsync_folder(path.parent)
+                _files.fsync_folder(path.parent)
         except OSError as error:
             raise FileAccessError(path, f"cannot be removed: {reason(error)}") from error
 

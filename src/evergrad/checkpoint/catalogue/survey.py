@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from evergrad._files import read_small
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import (
     arenas_root,
@@ -30,7 +31,6 @@ from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, re
 from evergrad.checkpoint.tiers.base import Redaction
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, FileAccessError, FormatError, UsageError, reason, said
-from evergrad.formats.data_file import read_small
 from evergrad.formats.version_records import read_record
 
 

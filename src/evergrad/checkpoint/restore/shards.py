@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from evergrad._files import open_regular, read_small, take_lock
 from evergrad.checkpoint.arena import Ticket, populate
 from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import Entry, Parsed, parse
@@ -22,7 +22,6 @@ from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, FormatError, reason
-from evergrad.formats.data_file import open_regular, read_small
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides
 
@@ -214,7 +213,7 @@ def _lock(fd: int, copy: Copy) -> None:
     """Keep a file from being written over as a spare while it is read; a file system without locks cannot."""
     if copy.generation is None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            take_lock(fd, shared=True)
         except BlockingIOError:
             raise DamagedFile(copy.shard, "is being written over: the version was retired") from None
         except OSError:

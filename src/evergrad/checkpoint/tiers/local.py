@@ -12,7 +12,6 @@ new ones, so the last retired shard is kept as a spare.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -21,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from evergrad.checkpoint import storage
+from evergrad import _files
+from evergrad._files import is_locked, take_lock
 from evergrad.checkpoint.arena import open_files_hint
-from evergrad.checkpoint.locks import is_locked
 from evergrad.checkpoint.tiers.base import Copy, RunFolder, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
@@ -70,7 +69,7 @@ class _LocalStore(Store):
 
     def check(self) -> None:
         try:
-            storage.make_folders(self._folder)
+            _files.make_folders(self._folder)
             if os.statvfs(self._folder).f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, "read-only file system")
             if not os.access(self._folder, os.W_OK | os.X_OK):
@@ -125,14 +124,14 @@ class _LocalStore(Store):
 
     def drop(self, copy: Copy) -> None:
         try:
-            storage.remove(copy.manifest)
-            storage.fsync_folder(copy.manifest.parent)
+            _files.remove(copy.manifest)
+            _files.fsync_folder(copy.manifest.parent)
             spare = self._spare(copy.rank)
-            if spare.exists() or is_locked(copy.shard):  # locked: someone reads it
-                storage.remove(copy.shard)
+            if spare.exists() or is_locked(copy.shard, shared=True):  # locked: someone reads it
+                _files.remove(copy.shard)
             else:
                 with suppress(FileNotFoundError):
-                    storage.rename(copy.shard, spare)
+                    _files.rename(copy.shard, spare)
             self._remove(copy.manifest.parent, copy.rank)
         except FileNotFoundError:
             pass
@@ -141,30 +140,30 @@ class _LocalStore(Store):
 
     def _put(self, work: Work) -> None:
         self._home.check("local")
-        storage.make_folders(self._folder)
+        _files.make_folders(self._folder)
         folder = self._folder / work.version.name
-        if storage.make_folder(folder):
-            storage.fsync_folder(self._folder)
+        if _files.make_folder(folder):
+            _files.fsync_folder(self._folder)
         stem = shard_name(work.rank)
         partial, shard, manifest = (
             folder / name for name in (f".{stem}.partial", f"{stem}.safetensors", f"{stem}.json")
         )
         if manifest.exists():  # taken up again after a crash: a step and an attempt are captured once only
-            storage.fsync_folder(folder)
+            _files.fsync_folder(folder)
             return
         if not partial.exists():
             with suppress(FileNotFoundError):
-                storage.rename(self._spare(work.rank), partial)
+                _files.rename(self._spare(work.rank), partial)
         fd = self._open(partial)
         try:
-            storage.allocate(fd, len(work.shard))
+            _files.allocate(fd, len(work.shard))
             self._write(fd, work.shard)
-            storage.fsync(fd)
+            _files.fsync(fd)
         finally:
             os.close(fd)
-        storage.rename(partial, shard)
+        _files.rename(partial, shard)
         # The manifest last: a torn save must look like no save.
-        storage.publish(manifest, work.manifest.to_bytes())
+        _files.publish(manifest, work.manifest.to_bytes())
         with suppress(OSError, TierError):
             self._tidy(work)
 
@@ -173,25 +172,25 @@ class _LocalStore(Store):
         for version in self.torn(work.rank):
             if version.age() < work.version.age():
                 folder = self._folder / version.name
-                storage.remove(folder / f"{shard_name(work.rank)}.safetensors")
+                _files.remove(folder / f"{shard_name(work.rank)}.safetensors")
                 self._remove(folder, work.rank)
 
     def _remove(self, folder: Path, rank: int) -> None:
         """Remove a folder whose shard of a rank is gone, with what was begun there; others' shards stay."""
         for name in _names(folder):
             if name.startswith(f".{shard_name(rank)}."):
-                storage.remove(folder / name)
-        storage.remove_folder(folder)
+                _files.remove(folder / name)
+        _files.remove_folder(folder)
 
     def _open(self, partial: Path) -> int:
         """The file to write to, locked; a spare that someone still reads is left to them."""
-        fd = storage.create(partial, direct=self._direct)
+        fd = _files.create(partial, direct=self._direct)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(fd)
         except BlockingIOError:
             os.close(fd)
-            storage.remove(partial)
-            fd = storage.create(partial, direct=self._direct)
+            _files.remove(partial)
+            fd = _files.create(partial, direct=self._direct)
         except OSError:
             pass  # a file system without locks
         return fd
@@ -202,21 +201,21 @@ class _LocalStore(Store):
         size = len(data)
         whole = size - size % mmap.PAGESIZE
         for begin in range(0, whole, _CHUNK):
-            storage.write(fd, data[begin : min(begin + _CHUNK, whole)], begin)
+            _files.write(fd, data[begin : min(begin + _CHUNK, whole)], begin)
         if size > whole:
             page = mmap.mmap(-1, mmap.PAGESIZE)  # O_DIRECT wants aligned memory
             page[: size - whole] = data[whole:]
-            storage.write(fd, memoryview(page), whole)
-            storage.resize(fd, size)
+            _files.write(fd, memoryview(page), whole)
+            _files.resize(fd, size)
 
     def _clear(self, work: Work) -> None:
         """Remove what a failed attempt left, and the spare: the disk may be full."""
         folder, stem = self._folder / work.version.name, shard_name(work.rank)
-        storage.remove(folder / f".{stem}.partial")
+        _files.remove(folder / f".{stem}.partial")
         if not (folder / f"{stem}.json").exists():
-            storage.remove(folder / f"{stem}.safetensors")
-        storage.remove(self._spare(work.rank))
-        storage.remove_folder(folder)
+            _files.remove(folder / f"{stem}.safetensors")
+        _files.remove(self._spare(work.rank))
+        _files.remove_folder(folder)
 
     def _spare(self, rank: int) -> Path:
         return self._folder / f".spare-{shard_name(rank)}"

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from evergrad.checkpoint import storage
+from evergrad import _files
+from evergrad._files import open_file
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.checkpoint.layout import shard_record
 from evergrad.checkpoint.manifest import Manifest
@@ -15,7 +16,6 @@ from evergrad.checkpoint.run_folder import find_arenas
 from evergrad.checkpoint.tiers.base import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError
-from evergrad.formats.data_file import open_file
 
 
 class Held(NamedTuple):
@@ -67,7 +67,7 @@ class _MemoryStore(Store):
     def put(self, work: Work) -> None:
         manifest = replace(work.manifest, generation=work.ticket.generation)
         try:
-            storage.publish(work.files.manifest, manifest.to_bytes())
+            _files.publish(work.files.manifest, manifest.to_bytes())
         except OSError as error:
             raise TierError(f"{work.files.manifest}: cannot be written: {open_files_hint(error)}") from error
 
@@ -96,7 +96,7 @@ class _MemoryStore(Store):
 
     def drop(self, copy: Copy) -> None:
         # The next save overwrites the arena anyway; only its claim to be a checkpoint is taken back.
-        storage.remove(copy.manifest)
+        _files.remove(copy.manifest)
 
     def _copy(self, files: ArenaFiles) -> Copy | None:
         ticket = files.read_ticket()

@@ -7,7 +7,6 @@ where it cannot. Every call may be made again: `Retry` decides how often. Names 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -22,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from evergrad.checkpoint import storage
+from evergrad import _files
+from evergrad._files import NoFile, open_file, take_lock
 from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.tiers.base import Redaction
 from evergrad.errors import EvergradError, FileAccessError, TierError, UsageError, reason
-from evergrad.formats.data_file import NoFile, open_file
 
 __all__: list[str] = []
 
@@ -411,7 +410,7 @@ _PARTIAL = ".partial"
 
 
 class PosixBucket(Bucket):
-    """Files below a folder. All changes go through `checkpoint/storage.py`."""
+    """Files below a folder. All changes go through `_files.py`."""
 
     def __init__(self, access: Access, root: Path) -> None:
         super().__init__(access)
@@ -453,8 +452,8 @@ class PosixBucket(Bucket):
             path = self._root / name
             if new and path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-            storage.make_folders(path.parent)
-            storage.publish(path, data)
+            _files.make_folders(path.parent)
+            _files.publish(path, data)
 
         self._retry(f"writing {name}", put)
 
@@ -462,22 +461,22 @@ class PosixBucket(Bucket):
         def put() -> int:
             path = self._root / name
             partial = path.with_name(f".{path.name}{_PARTIAL}")
-            storage.make_folders(path.parent)
+            _files.make_folders(path.parent)
             with _written(partial) as fd:
                 total = 0
                 try:
                     for part in rechunk(source(), _CHUNK):
                         self.pay(len(part))
-                        storage.write(fd, part, total)
+                        _files.write(fd, part, total)
                         total += len(part)
-                    storage.resize(fd, total)  # what was there before may have been longer
-                    storage.fsync(fd)
-                    storage.rename(partial, path)
+                    _files.resize(fd, total)  # what was there before may have been longer
+                    _files.fsync(fd)
+                    _files.rename(partial, path)
                 except OSError:
                     with suppress(OSError):
-                        storage.remove(partial)  # a full disk shall not stay full for this
+                        _files.remove(partial)  # a full disk shall not stay full for this
                     raise
-            storage.fsync_folder(path.parent)
+            _files.fsync_folder(path.parent)
             return total
 
         return self._retry(f"writing {name}", put)
@@ -487,8 +486,8 @@ class PosixBucket(Bucket):
             path = self._root / name
 
             def gone(path: Path = path) -> None:
-                storage.remove(path)
-                storage.fsync_folder(path.parent)  # a COMMIT.json must not come back without its shards
+                _files.remove(path)
+                _files.fsync_folder(path.parent)  # a COMMIT.json must not come back without its shards
 
             with suppress(FileNotFoundError):
                 self._retry(f"removing {name}", gone)
@@ -507,9 +506,9 @@ class PosixBucket(Bucket):
         """Remove the partial files of a folder that are over, and the folder itself if it is, and nothing is in it."""
         for entry in os.listdir(self._root / folder):
             if entry.startswith(f".{stem}") and entry.endswith(_PARTIAL) and is_over(f"{folder}/{entry[1:]}"):
-                storage.remove(self._root / folder / entry)
+                _files.remove(self._root / folder / entry)
         if is_over(f"{folder}/"):  # else someone may be about to write there
-            storage.remove_folder(self._root / folder)
+            _files.remove_folder(self._root / folder)
 
     def _retry(self, what: str, call: Callable[[], _T]) -> _T:
         return self.access.retry(what, call)
@@ -528,10 +527,10 @@ def _item(entry: os.DirEntry[str]) -> Item:
 @contextmanager
 def _written(partial: Path) -> Iterator[int]:
     """A partial file, open and locked; what another process writes is left to it, and waited for."""
-    fd = storage.create(partial)
+    fd = _files.create(partial)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(fd)
         except BlockingIOError:
             raise OSError(errno.EBUSY, "another process is writing it") from None
         except OSError:

@@ -29,8 +29,8 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from evergrad.checkpoint import storage
-from evergrad.checkpoint.locks import locked
+from evergrad import _files
+from evergrad._files import locked, open_file, read_small
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers.base import Copy, Gone, Redaction, RunFolder, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.tiers.commits import COMMIT_NAME, Commit, Ledger, StoredShard, payload_name, together
@@ -48,7 +48,6 @@ from evergrad.checkpoint.tiers.object_store import (
 from evergrad.checkpoint.tiers.s3 import MIN_PART_BYTES, S3Bucket
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError, UsageError, reason, said
-from evergrad.formats.data_file import open_file, read_small
 from evergrad.formats.version_records import read_record, record_bytes, shard_name, shard_rank
 from evergrad.wording import install_hint, meant
 
@@ -70,7 +69,7 @@ def fetch_shard(bucket: Bucket, name: str, shard: StoredShard, manifest: bytes, 
     target, record = folder / f"{stem}.safetensors", folder / f"{stem}.json"
     with locked(folder / f".{stem}.lock"):
         if not _is_fetched(target, record, shard):
-            storage.remove(record)
+            _files.remove(record)
             size = Manifest.from_bytes(manifest, bucket.label(name), digests=False).size
             partial = folder / f".{stem}.partial"
             try:
@@ -78,10 +77,10 @@ def fetch_shard(bucket: Bucket, name: str, shard: StoredShard, manifest: bytes, 
                     _unpack(bucket, name, shard, size, folder / f".{stem}.packed", partial)
                 else:
                     _download(bucket, name, shard.stored, partial)
-                storage.rename(partial, target)
-                storage.publish(record, manifest)
+                _files.rename(partial, target)
+                _files.publish(record, manifest)
             finally:
-                storage.remove(partial)
+                _files.remove(partial)
     return target, record
 
 
@@ -98,21 +97,21 @@ def _download(bucket: Bucket, name: str, size: int, path: Path) -> None:
     found = bucket.size(name)
     if found != size:
         raise DamagedFile(bucket.label(name), "wrong length", expected=f"{size} bytes", found=found)
-    fd = storage.create(path)
+    fd = _files.create(path)
     try:
-        storage.resize(fd, size)
+        _files.resize(fd, size)
 
         def bring(begin: int) -> None:
             end = min(begin + RANGE_BYTES, size)
             data = bucket.read(name, begin, end)
             if len(data) != end - begin:
                 raise DamagedFile(bucket.label(name), "cut short", expected=f"{end - begin} bytes", found=len(data))
-            storage.write(fd, data, begin)
+            _files.write(fd, data, begin)
 
         with ThreadPoolExecutor(_PARALLEL) as pool:
             for _ in pool.map(bring, range(0, size, RANGE_BYTES)):
                 pass
-        storage.fsync(fd)
+        _files.fsync(fd)
     finally:
         os.close(fd)
 
@@ -123,18 +122,18 @@ def _unpack(bucket: Bucket, name: str, shard: StoredShard, size: int, packed: Pa
         if source is None:
             _download(bucket, name, shard.stored, packed)
             source = packed
-        fd = storage.create(path)
+        fd = _files.create(path)
         try:
             at = 0
             for raw in unpack(_chunks(source), size, bucket.label(name)):
-                storage.write(fd, raw, at)
+                _files.write(fd, raw, at)
                 at += len(raw)
-            storage.resize(fd, at)
-            storage.fsync(fd)
+            _files.resize(fd, at)
+            _files.fsync(fd)
         finally:
             os.close(fd)
     finally:
-        storage.remove(packed)
+        _files.remove(packed)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, StateError, UnsupportedContent
 from evergrad.formats.checkpoint import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
-from evergrad.formats.data_file import closed_on_error, file_errors, open_file
+from evergrad.formats.data_file import closed_on_error
 from evergrad.formats.hdf5.file import Entry, Hdf5File, Listing, hdf5_errors, library, list_file
 from evergrad.formats.hdf5.storage import DataSet, boxes
 from evergrad.formats.offset_checkpoint import describe

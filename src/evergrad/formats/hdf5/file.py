@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evergrad import _files
+from evergrad._files import file_errors
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent, reason, said
 from evergrad.formats.checkpoint import OtherTensor
-from evergrad.formats.data_file import Bytes, DataFile, NeedsRewrite, file_errors, rehearsing
+from evergrad.formats.data_file import Bytes, DataFile, NeedsRewrite, rehearsing
 from evergrad.formats.region import Seal
 from evergrad.wording import install_hint
 
@@ -161,7 +163,7 @@ class Hdf5File:
                     self._handle.close()
             if self._altered and self._own is not None:
                 with file_errors(self.path, "changes could not be made durable"), self._own.open("rb") as file:
-                    os.fsync(file.fileno())
+                    _files.fsync(file.fileno())
         finally:
             if self._data is not None:
                 self._data.close()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evergrad._files import replacing
 from evergrad.dtypes import DType
 from evergrad.formats.checkpoint import Bits, aliases_of, blocks
-from evergrad.formats.durable import replacing
 from evergrad.formats.hdf5.checkpoint import Source, write_hdf5
 from evergrad.formats.hdf5.file import library
 from evergrad.formats.registry import open_checkpoint

@@ -18,8 +18,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from evergrad._files import read_small
 from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason, said
-from evergrad.formats.data_file import read_small
 from evergrad.recovery.failures.schedule import KINDS, TARGETS, WORDS, Failure, read_words
 from evergrad.wording import checked_choice, meant, shown
 

@@ -50,7 +50,7 @@ class Head:
 
     def write(self, run: Path) -> None:
         """Into the run's folder, whole or not at all."""
-        from evergrad.formats.durable import replacing
+        from evergrad._files import replacing
 
         with replacing(run / HEAD_FILE) as path:
             path.write_text(json.dumps(asdict(self) | {"schema_version": _SCHEMA_VERSION}, indent=2) + "\n")

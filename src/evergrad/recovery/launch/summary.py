@@ -151,7 +151,7 @@ def merge_timelines(run: Path) -> None:
 
 def write_record(run: Path, settings: LaunchSettings, started_s: float, summary: Summary | None = None) -> None:
     """Write `run.json`, whole or not at all: at the beginning, and again at the end."""
-    from evergrad.formats.durable import replacing
+    from evergrad._files import replacing
 
     record: dict[str, Json] = {
         "schema_version": _SCHEMA_VERSION,

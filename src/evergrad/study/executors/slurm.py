@@ -10,7 +10,6 @@ No thread: see `feeding`. What a worker prints is in `logs/` in the folder.
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import json
 import os
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evergrad._files import take_lock
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.study.executors.base import Ended, Feeding, Task
 from evergrad.study.executors.listener import Reception, Wire
@@ -228,7 +228,7 @@ def _private(folder: Path) -> Path:
 def _locked(folder: Path) -> int:
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(descriptor)
     except BlockingIOError:
         os.close(descriptor)
         raise
