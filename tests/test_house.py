@@ -229,6 +229,39 @@ def test_nothing_in_the_source_unpickles_or_evaluates() -> None:
         assert not _imports(path) & {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}, path
 
 
+# What changes file systems other than by `_files`, or appends to files other than by `_jsonl`, and why.
+MAY_CALL: dict[str, set[str]] = {
+    "_files.py": {"os.fsync", "os.rename", "os.link", "fcntl.flock"},
+    "_jsonl.py": {"os.O_APPEND", "os.fdatasync"},
+    "doctor.py": {"os.fsync"},  # how long that takes is what it measures
+    "checkpoint/agent/agent.py": {"os.O_APPEND"},  # what the agent prints
+    "recovery/launch/output.py": {"os.O_APPEND"},  # what ranks print
+    "recovery/tracebacks.py": {"os.O_APPEND"},  # the same files
+    "study/executors/worker_process.py": {"os.O_APPEND"},  # what workers print
+}
+
+
+@pytest.mark.check
+def test_files_are_made_durable_renamed_locked_and_appended_to_in_one_place() -> None:
+    names = {"fsync", "fdatasync", "replace", "rename", "renames", "link", "O_APPEND", "flock", "lockf"}
+    for path in MODULES:
+        called = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id in ("os", "fcntl") and node.attr in names:
+                    called.add(f"{node.value.id}.{node.attr}")
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module not in ("os", "fcntl") or not names & {alias.name for alias in node.names}, path
+            elif isinstance(node, ast.Call):
+                function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                modes = [*node.args[:2], *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+                if function in ("open", "fdopen") and any(
+                    isinstance(mode, ast.Constant) and re.fullmatch("a[bt+]*", str(mode.value)) for mode in modes
+                ):
+                    called.add("os.O_APPEND")
+        assert called == MAY_CALL.get(str(path.relative_to(SOURCE)), set()), path
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(
     "page",

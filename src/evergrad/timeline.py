@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from evergrad._jsonl import Appender, read_lines
 from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent, said
 from evergrad.records import Json
 
@@ -150,8 +150,7 @@ class Recorder:
         self.path, self.source = Path(path), source
         self._complained = False
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._fd: int | None = os.open(self.path, flags, 0o666)
+            self._log: Appender | None = Appender(self.path, any_kind=True)
         except OSError as error:
             raise FileAccessError(self.path, f"the timeline cannot be written: {error.strerror}") from None
 
@@ -161,10 +160,10 @@ class Recorder:
             raise TypeError(f"{taken[0]} is what every event has: name the field otherwise")
         values = {name: _plain(value) for name, value in fields.items()}
         line = Event(time.time(), time.monotonic(), self.source, event, values).to_json() + "\n"
-        if self._fd is None:
+        if self._log is None:
             return
         try:
-            os.write(self._fd, line.encode())
+            self._log.append(line.encode())
         except OSError as error:
             if not self._complained:
                 self._complained = True
@@ -172,9 +171,9 @@ class Recorder:
 
     def close(self) -> None:
         """Nothing is recorded from now on; no other thread is recording any more. Twice is fine."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -193,8 +192,7 @@ def read(path: str | PathLike[str], damaged: list[int] | None = None) -> Iterato
     other: tuple[int, _OtherSchema] | None = None
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                is_torn = not line.endswith(b"\n")  # only the last one can be
+            for number, line, is_torn in read_lines(file):
                 try:
                     yield Event.from_json(line)
                     sound += 1

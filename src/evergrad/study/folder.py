@@ -21,6 +21,7 @@ from typing import Any, Self
 import xxhash
 
 from evergrad._files import is_locked, read_small, replacing, take_lock
+from evergrad._jsonl import Appender, Line, read_lines
 from evergrad.errors import DamagedFile, FileAccessError, StudyError, UsageError, reason
 from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
@@ -77,10 +78,8 @@ def read_journal(path: Path, *, brief: bool = False, only: Collection[str] | Non
     kept = Kept()
     try:
         with path.open("rb") as file:
-            number = 0
-            while line := file.readline(_LONGEST_LINE):
-                number += 1
-                _take(kept, line, f"{path.name} line {number}", brief, only)
+            for line in read_lines(file, _LONGEST_LINE):
+                _take(kept, line, f"{path.name} line {line.number}", brief, only)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -88,12 +87,12 @@ def read_journal(path: Path, *, brief: bool = False, only: Collection[str] | Non
     return kept
 
 
-def _take(kept: Kept, line: bytes, where: str, brief: bool, only: Collection[str] | None) -> None:
-    if not line.strip():
+def _take(kept: Kept, line: Line, where: str, brief: bool, only: Collection[str] | None) -> None:
+    if not line.data.strip():
         return
     try:
-        content, mark, end = line.rstrip(b"\n").rpartition(_SUM)
-        told: Any = json.loads(line)
+        content, mark, end = line.data.rstrip(b"\n").rpartition(_SUM)
+        told: Any = json.loads(line.data)
         if not mark or end != f'"{_sum(content)}"}}'.encode():
             raise ValueError("its sum is not that of its content")
         if told["schema_version"] != SCHEMA_VERSION_JOURNAL:
@@ -106,7 +105,7 @@ def _take(kept: Kept, line: bytes, where: str, brief: bool, only: Collection[str
         seen = Observation.from_json(told["observation"], brief=brief)
         entry = Entry(Trial.from_json(told["trial"]), seen, str(told["golden"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        torn = "" if line.endswith(b"\n") else ", torn by whoever wrote it"
+        torn = ", torn by whoever wrote it" if line.is_torn else ""
         kept.damaged.append(f"{where}: {error or type(error).__name__}{torn}; its trial runs again")
         return
     before = kept.entries.get(entry.trial.id)
@@ -120,10 +119,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            size = os.fstat(self._fd).st_size
-            if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                os.write(self._fd, b"\n")  # a torn line stays as it is, and ends here
+            self._log = Appender(path, end_torn_line=True)
         except OSError as error:
             raise FileAccessError(path, f"cannot be written: {reason(error)}") from error
 
@@ -148,15 +144,9 @@ class Journal:
         for record in records:
             content = json.dumps({"schema_version": SCHEMA_VERSION_JOURNAL, **record}, allow_nan=False)[:-1].encode()
             lines.append(content + _SUM + f'"{_sum(content)}"}}\n'.encode())
-        data = b"".join(lines)
-        before = os.fstat(self._fd).st_size
         try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._fd, data[written:])
-            os.fdatasync(self._fd)
+            self._log.append_durably(b"".join(lines))
         except OSError as error:
-            os.ftruncate(self._fd, before)  # half a line would only have to be explained later
             raise StudyError(
                 f"{self._path}: {len(lines)} results could not be written: {reason(error)}. "
                 "What was written before is sound: make room, and run the same command again."
@@ -164,9 +154,7 @@ class Journal:
 
     def close(self) -> None:
         """Nothing more is written."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._log.close()
 
     def __enter__(self) -> Self:
         return self

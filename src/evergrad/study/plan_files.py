@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from evergrad._files import read_small
 from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.wording import meant, shown
 
@@ -80,8 +81,6 @@ def read_plan_text(name_or_path: str | Path) -> PlanText:
     if isinstance(name_or_path, str) and name_or_path in known:
         text = (resources.files(GALLERY) / f"{name_or_path}.toml").read_text(encoding="utf-8")
         return parse(text, name_or_path)
-    from evergrad._files import read_small  # brings NumPy, which completing a name does without
-
     path = Path(name_or_path)
     try:
         if path.stat().st_size > _MOST_BYTES:

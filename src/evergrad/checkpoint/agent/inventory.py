@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from evergrad._files import open_file, open_regular, read_small, rewrite
+from evergrad._files import open_file, read_small, rewrite
+from evergrad._jsonl import Appender, split_whole
 from evergrad.checkpoint.arena import Ticket, open_files_hint
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.manifest import Manifest
@@ -90,9 +91,9 @@ class Completion:
         self._lines[version, tier, rank] = text = record_bytes(line)
         if not self._behind:
             try:
-                with os.fdopen(open_regular(self._own, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as out:
-                    out.write(text)
-                    self._behind = out.tell() > _TOO_LONG
+                with Appender(self._own) as log:
+                    log.append(text)
+                    self._behind = log.size > _TOO_LONG
             except OSError as error:
                 self._say_behind(error)
         self._catch_up()
@@ -259,9 +260,9 @@ class Completion:
                 offset = 0  # made anew by a writer that started again
             file.seek(offset)
             data = file.read()
-        whole = data.rfind(b"\n") + 1  # a line that is being written is read next time
+        whole, rest = split_whole(data)  # a line that is being written is read next time
         damaged = 0
-        for line in data[:whole].splitlines(keepends=True):
+        for line in whole.splitlines(keepends=True):
             try:
                 record = read_record(line)
                 version = Version.parse(record["version"])
@@ -276,8 +277,8 @@ class Completion:
                 damaged += 1
         if damaged:
             _log.warning("%s: %d damaged %s left out", path, damaged, "line is" if damaged == 1 else "lines are")
-        self._check_rest(path, data[whole:])
-        self._read[path.name] = (status.st_ino, offset + whole)
+        self._check_rest(path, rest)
+        self._read[path.name] = (status.st_ino, offset + len(whole))
 
 
 def _why(error: OSError) -> str:

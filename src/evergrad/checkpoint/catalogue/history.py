@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 import xxhash
 
-from evergrad._files import open_regular, read_small
+from evergrad._files import open_file
+from evergrad._jsonl import Appender, read_lines
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import now, safe_name
 from evergrad.checkpoint.version import Version
@@ -136,7 +137,8 @@ class Journal:
         for name in names:
             path = self._folder / name
             try:
-                lines = read_small(path).splitlines(keepends=True)
+                with open_file(path) as file:
+                    lines = [line.data for line in read_lines(file)]
             except OSError as error:
                 _log.warning("%s: left out of the history: %s", path, reason(error))
                 continue
@@ -147,15 +149,8 @@ class Journal:
         path = self._folder / f"{safe_name(writer)}.jsonl"
         try:
             self._folder.mkdir(exist_ok=True)
-            fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            try:
-                size = os.fstat(fd).st_size
-                if size and os.pread(fd, 1, size - 1) != b"\n":
-                    line = b"\n" + line  # a crash tore the last line: this one must not be lost with it
-                while line:
-                    line = line[os.write(fd, line) :]
-            finally:
-                os.close(fd)
+            with Appender(path, end_torn_line=True) as log:  # a line that a crash tore must not cost this one
+                log.append(line)
             self._said = ""
         except OSError as error:
             what = f"{path}: not noted in the history: {reason(error)}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from evergrad._files import replacing
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.records import Json
 
@@ -50,8 +51,6 @@ class Head:
 
     def write(self, run: Path) -> None:
         """Into the run's folder, whole or not at all."""
-        from evergrad._files import replacing
-
         with replacing(run / HEAD_FILE) as path:
             path.write_text(json.dumps(asdict(self) | {"schema_version": _SCHEMA_VERSION}, indent=2) + "\n")
 

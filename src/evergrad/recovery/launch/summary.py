@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from evergrad._files import replacing
+from evergrad._jsonl import Appender, split_whole
 from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
@@ -141,18 +143,14 @@ def merge_timelines(run: Path) -> None:
     """Append what other nodes have recorded to the one timeline; those that cannot be read stay."""
     for path in sorted(run.glob("timeline-*.jsonl")):
         with suppress(OSError):
-            lines = path.read_bytes()
-            whole = lines[: lines.rfind(b"\n") + 1]
-            with open(run / "timeline.jsonl", "ab", buffering=0) as timeline:
-                while whole:
-                    whole = whole[timeline.write(whole) :]
+            whole, _ = split_whole(path.read_bytes())
+            with Appender(run / "timeline.jsonl") as timeline:
+                timeline.append(whole)
             path.unlink()
 
 
 def write_record(run: Path, settings: LaunchSettings, started_s: float, summary: Summary | None = None) -> None:
     """Write `run.json`, whole or not at all: at the beginning, and again at the end."""
-    from evergrad._files import replacing
-
     record: dict[str, Json] = {
         "schema_version": _SCHEMA_VERSION,
         "command": [*settings.command],
