@@ -1,4 +1,4 @@
-"""The calls that change a file system by name, files that appear whole or not at all, and locks on files.
+"""The calls that change a file system, files that appear whole or not at all, and locks on files.
 
 CALLS names the functions that change a file system, each one call of it. They are all here so that their order can be
 read, and so that a test can stop a process after any one of them: `evergrad.testing` replaces them in this module, and

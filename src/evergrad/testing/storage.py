@@ -1,7 +1,6 @@
 """Storage that crashes, is full, read-only or slow: for tests of what is left, what is said, and what goes on.
 
-Whatever the checkpointer changes in a file system, it changes by the functions of `evergrad._files`
-that `CALLS` names.
+The checkpointer changes a file system by the functions of `evergrad._files` that `CALLS` names.
 `StorageCalls` stands in for all of them, within one process: that of a trainer with `agent=False`, or an agent that a
 test runs itself (`evergrad.checkpoint.agent.agent.run_agent`, in a process that it forked).
 
