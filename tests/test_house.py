@@ -107,7 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "study",
         "report",
     },
-    "__init__": {"errors", "records", "state", "formats", "injection", "checkpoint", "recovery"},
+    "__init__": {"errors", "records", "state", "formats", "injection", "checkpoint", "recovery", "study"},
     "__main__": {"cli"},
 }
 

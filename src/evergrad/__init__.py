@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from evergrad.records import Comparison, Role, TensorDiff, TensorInfo
     from evergrad.recovery import Job, join
     from evergrad.state import FlatState, Skeleton, flatten, select, unflatten
+    from evergrad.study import run_study
 
 __version__ = "0.1.0"
 
@@ -103,6 +104,7 @@ _HOMES = {
     "open_checkpoint": "formats",
     "replay": "injection",
     "rng_state": "checkpoint",
+    "run_study": "study",
     "save_hdf5": "formats",
     "select": "state",
     "undo": "injection",
@@ -155,6 +157,7 @@ __all__ = [
     "open_checkpoint",
     "replay",
     "rng_state",
+    "run_study",
     "save_hdf5",
     "select",
     "undo",

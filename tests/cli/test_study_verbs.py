@@ -145,7 +145,7 @@ def test_the_gallery_is_listed_and_shown(say: Say) -> None:
         (["run", "bitflip-nevv", "--out", "x"], "Did you mean 'bitflip-nev'"),
         (["run", "bitflip-nev", "--scale", "huge", "--out", "x"], "expected tiny, small, gpu or paper"),
         (["run", "bitflip-nev", "--executor", "cloud", "--out", "x"], "--executor: expected local, dask or slurm"),
-        (["run", "bitflip-nev", "--scheduler", "tcp://h:1", "--out", "x"], "goes with --executor dask"),
+        (["run", "bitflip-nev", "--scheduler", "tcp://h:1", "--out", "x"], "scheduler: goes with executor dask"),
         (["table", "nowhere"], "holds no study"),
         (["status", "nowhere"], "holds no study"),
         (["export", "nowhere"], "holds no study"),

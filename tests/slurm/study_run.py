@@ -23,7 +23,7 @@ def run(jobs: int, plan: Path, out: Path) -> Results:
     def executor(folder: Path) -> SlurmCluster:
         return SlurmCluster(folder, "study_work:perform", jobs=jobs, minutes=10)
 
-    return run_study(Plan.of(read_plan_text(plan)), out, executor, report=report)
+    return run_study(Plan.of(read_plan_text(plan)), out, executor=executor, progress=report)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import evergrad as eg
 from evergrad.errors import DamagedFile, StudyError, UsageError
 from evergrad.formats.version_records import record_bytes
 from evergrad.study.folder import StudyFolder
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
 from evergrad.study.results import Results, results_of
-from evergrad.study.runner import run_study
+from evergrad.study.runner import ExecutorSettings, run_study
+from evergrad.study.table_formats import written
 from evergrad.study.trials import End, Outcome
 
 HERE = Path(__file__).parent
@@ -46,8 +50,8 @@ def run(plan: Path, out: Path, kind: str = "inline", seen: list[int] | None = No
     return run_study(
         Plan.of(read_plan_text(plan)),
         out,
-        lambda folder: executor(kind, folder),
-        report=lambda at: seen.append(at.done) if seen is not None and at.phase == "trials" else None,
+        executor=lambda folder: executor(kind, folder),
+        progress=lambda at: seen.append(at.done) if seen is not None and at.phase == "trials" else None,
     )
 
 
@@ -319,3 +323,45 @@ def test_a_kill_while_the_plan_was_written_locks_nobody_out(tmp_path: Path, plan
     (out / ".study.json.abc.partial").write_text("{")
     assert run(plan_file(), out).trials == 6
     assert not list(out.glob("*.partial"))
+
+
+def test_a_study_runs_from_a_name_a_path_or_a_plan(tmp_path: Path, plan_file: Callable[..., Path]) -> None:
+    path = plan_file(trainings=9)
+    inline = executor("inline", tmp_path / "out")
+    lines: list[str] = []
+    results = eg.run_study(
+        path, tmp_path / "out", trainings=4, executor=inline, progress=lambda at: lines.append(str(at))
+    )
+    assert [cell.trainings for cell in results.cells] == [4, 4]
+    assert results == results_of(tmp_path / "out")
+    assert results.facts["command"] == f"evergrad study run {path} --trainings 4"
+    assert lines[0] == "golden runs: 0 of 1"
+    assert lines[-1].startswith("trials: 8 of 8")
+    assert written(results.table("published"), "markdown").startswith("**toy: N-EV %**")
+    # A plan that was read before has the same trials: nothing is run again, and no executor is made.
+    again = eg.run_study(Plan.read(path, trainings=4), str(tmp_path / "out"), executor="dask")
+    assert verdicts(again) == verdicts(results)
+    assert set(counted(tmp_path / "out").values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"plan": "bitflip-nevv"}, "Did you mean 'bitflip-nev'? The gallery has bit-mask, bit-position, bitflip-nev"),
+        ({"scale": "huge"}, "expected tiny, small, gpu or paper"),
+        ({"device": "tpu"}, "device: expected cpu, cuda or cuda:1, found 'tpu'"),
+        ({"workers": 0}, "workers: expected a whole number, 1 or more, found 0"),
+        ({"executor": "cloud"}, "executor: expected local, dask, slurm or in-process, found 'cloud'"),
+        ({"plan": Plan.read("inference"), "seed": 3}, "seed: goes with a name or a path, found a Plan"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_makes_no_folder(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)) as error:
+        eg.run_study(**{"plan": "bitflip-nev", "out": tmp_path / "out", **given})
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_another_executor_are_refused() -> None:
+    with pytest.raises(UsageError, match="partition: goes with executor slurm, found executor dask"):
+        ExecutorSettings("dask", partition="short")

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 from evergrad.study.executors.base import Executor
-from evergrad.study.plan import Plan
-from evergrad.study.plan_files import read_plan_text
 from evergrad.study.runner import Progress, run_study
 
 
@@ -33,7 +31,7 @@ def main(kind: str, plan: str, out: str) -> None:
     def report(at: Progress) -> None:
         print(at.phase, at.done, at.due, flush=True)
 
-    run_study(Plan.of(read_plan_text(plan)), Path(out), lambda folder: executor(kind, folder), report=report)
+    run_study(plan, out, executor=lambda folder: executor(kind, folder), progress=report)
 
 
 if __name__ == "__main__":

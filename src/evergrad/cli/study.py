@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +17,6 @@ from evergrad.wording import checked_choice, shown
 
 if TYPE_CHECKING:
     from evergrad.records import Json
-    from evergrad.study.executors.base import Executor
     from evergrad.study.plan import Plan
     from evergrad.study.runner import Progress
 
@@ -40,18 +38,6 @@ Scale = Annotated[
 StudyDir = Annotated[
     Path, typer.Argument(metavar="DIR", parser=given_path, help="The folder that the study was run with (--out).")
 ]
-
-
-def duration(seconds: float) -> str:
-    """In a person's units.
-
-    >>> duration(42.3), duration(150), duration(9000), duration(400_000)
-    ('42 s', '2.5 min', '2.5 h', '4.6 days')
-    """
-    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {name}" if unit == 1 else f"{seconds / unit:.1f} {name}"
-    return f"{seconds / 86400:.1f} days"
 
 
 # `evergrad study export`: a study's tables and trials as files.
@@ -223,7 +209,6 @@ EPILOG_RUN = (
 
 _EXECUTORS = ("local", "dask", "slurm")
 _SAY_EVERY_S = 5.0
-_SLURM_JOBS = 4
 
 
 def run(
@@ -269,54 +254,40 @@ def run(
 ) -> int:
     """Run a study: golden runs, then every trial that is missing; the same command again goes on."""
     from evergrad.study.plan import Plan
-    from evergrad.study.plan_files import read_plan_text
+    from evergrad.study.runner import ExecutorSettings, run_study
+    from evergrad.study.tables import results_to_json, study_table
 
     checked_choice("--executor", executor, _EXECUTORS)
-    if scheduler is not None and executor != "dask":
-        raise UsageError("--scheduler: goes with --executor dask")
-    of_slurm = {"partition": partition, "minutes": minutes, "sbatch": sbatch, "host": host}
-    for option, found in of_slurm.items():
-        if found and executor != "slurm":
-            raise UsageError(f"--{option}: goes with --executor slurm")
-    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise UsageError(f"--device: expected cpu, cuda or cuda:1, found {shown(device)}")
-    jobs = _jobs(partition, minutes, sbatch or [], host)
-    given: dict[str, Json] = {"device": device, "trainings": trials_per_cell, "seed": seed}
-    overrides: dict[str, Json] = {key: value for key, value in given.items() if value is not None}
-    source = read_plan_text(name)
-    plan = Plan.of(source, scale, overrides)
+    options = _sbatch_options(sbatch or [])
+    where = ExecutorSettings(executor, scheduler, partition, minutes, options, host)
     if dry_run:
+        plan = Plan.read(name, scale=scale, trials_per_cell=trials_per_cell, seed=seed, device=device)
         return _dry_run(plan, workers, as_json)
     if out is None:
         raise UsageError("--out: expected --out DIR, the folder that the study goes to (or --dry-run)")
-    from evergrad.study.runner import run_study
-
-    folder = out
     try:
-        with _told(as_json) as report:
+        with _told() as progress:
             results = run_study(
-                plan,
-                folder,
-                lambda place: _executor(plan, place, executor, scheduler, workers, jobs),
-                name=source.name,
-                overrides=overrides,
-                command=_command(name, plan, overrides),
-                report=report,
+                name,
+                out,
+                scale=scale,
+                trials_per_cell=trials_per_cell,
+                seed=seed,
+                device=device,
+                workers=workers,
+                executor=where,
+                progress=progress,
             )
     except KeyboardInterrupt:
         print(
             printable(f"evergrad: interrupted. What has ended is in {out}; the same command goes on."), file=sys.stderr
         )
         return 130
-    from evergrad.study.probe_tables import watched_kind, watched_table
-    from evergrad.study.tables import published_table, results_to_json
-
     code = 1 if any(cell.known < cell.due for cell in results.cells) else 0
     if as_json:
         print_json(results_to_json(results))
         return code
-    kind = watched_kind(results)
-    console().print(watched_table(results, kind) if kind else published_table(results))
+    console().print(study_table(results, default="paper"))
     print()
     print(printable(f"{results.trials:,} trials in {out}: 'evergrad study table {out}' shows every column."))
     for note in results.notes:
@@ -324,50 +295,18 @@ def run(
     return code
 
 
-def _command(name: str, plan: Plan, overrides: dict[str, Json]) -> tuple[str, ...]:
-    """What makes these results again; a study does not depend on how many workers there were."""
-    words = ["evergrad", "study", "run", name]
-    if plan.scale:
-        words += ["--scale", plan.scale]
-    for key, value in overrides.items():
-        words += ["--trials-per-cell" if key == "trainings" else f"--{key}", str(value)]
-    return tuple(words)
-
-
-def _jobs(partition: str | None, minutes: int | None, sbatch: list[str], host: str | None) -> dict[str, Any]:
-    """What each Slurm job is to be like."""
+def _sbatch_options(words: list[str]) -> dict[str, str]:
     options: dict[str, str] = {}
-    for word in sbatch:
+    for word in words:
         name, is_given, value = word.removeprefix("--").partition("=")
         if not name or not is_given:
             raise UsageError(f"--sbatch: expected NAME=VALUE, as in account=physics, found {shown(word)}")
         options[name] = value
-    return {"partition": partition, "minutes": minutes or 60, "options": options, "host": host}
-
-
-def _executor(
-    plan: Plan, folder: Path, kind: str, scheduler: str | None, workers: int | None, jobs: dict[str, Any]
-) -> Executor:
-    from evergrad.study.estimates import default_workers
-    from evergrad.study.executors.dask import DaskCluster
-    from evergrad.study.executors.local import LocalProcesses
-    from evergrad.study.executors.slurm import SlurmCluster
-    from evergrad.study.runner import PERFORM
-
-    if kind == "slurm":
-        # The ranks of a training are processes of one job; where time is measured, there is no other job beside it.
-        cpus = max(getattr(cell.training, "ranks", 1) for cell in plan.cells)
-        most = 1 if any(cell.saving is not None for cell in plan.cells) else _SLURM_JOBS
-        return SlurmCluster(folder, PERFORM, jobs=workers or most, cpus=cpus, **jobs)
-    if kind == "dask" and scheduler is not None:  # workers is how many to wait for
-        return DaskCluster(folder, PERFORM, scheduler=scheduler, workers=workers)
-    if kind == "dask":
-        return DaskCluster(folder, PERFORM, workers=workers or default_workers(plan))
-    return LocalProcesses(folder, PERFORM, workers=workers or default_workers(plan))
+    return options
 
 
 def _dry_run(plan: Plan, workers: int | None, as_json: bool) -> int:
-    from evergrad.study.estimates import estimate
+    from evergrad.study.estimates import duration, estimate
 
     found = estimate(plan, workers, tell=lambda what: print(printable(f"{what} …"), file=sys.stderr, flush=True))
     if as_json:
@@ -389,7 +328,7 @@ def _dry_run(plan: Plan, workers: int | None, as_json: bool) -> int:
 
 
 @contextmanager
-def _told(as_json: bool) -> Iterator[Callable[[Progress], None]]:
+def _told() -> Iterator[Callable[[Progress], None]]:
     """A bar on a terminal, plain lines elsewhere; on stderr, so that JSON stays alone."""
     if not sys.stderr.isatty():
         yield _lines()
@@ -403,10 +342,7 @@ def _told(as_json: bool) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task("golden runs", total=None, left="")
 
         def report(at: Progress) -> None:
-            what = "golden runs" if at.phase == "golden" else "trials"
-            left = f"{duration(at.left_s)} to go" if at.left_s is not None else ""
-            lost = f", {at.lost} workers lost" if at.lost else ""
-            bar.update(task, description=what, completed=at.done, total=at.due, left=left + lost)
+            bar.update(task, description=at.what, completed=at.done, total=at.due, left=at.outlook)
 
         yield report
 
@@ -419,10 +355,7 @@ def _lines() -> Callable[[Progress], None]:
         if now - said[0] < _SAY_EVERY_S:
             return
         said[0] = now
-        what = "golden runs" if at.phase == "golden" else "trials"
-        left = f", {duration(at.left_s)} to go" if at.left_s is not None else ""
-        lost = f", {at.lost} workers lost" if at.lost else ""
-        print(f"{what}: {at.done:,} of {at.due:,}{left}{lost}", file=sys.stderr, flush=True)
+        print(at, file=sys.stderr, flush=True)
 
     return report
 
@@ -562,21 +495,15 @@ def table(
     if layout is not None:
         checked_choice("--layout", layout, _LAYOUTS)
     checked_choice("--format", form, _FORMS)
-    from evergrad.study import tables
-    from evergrad.study.probe_tables import WATCHED, watched_kind, watched_table
     from evergrad.study.results import results_of
     from evergrad.study.table_formats import written
+    from evergrad.study.tables import results_to_json, study_table
 
     results = results_of(folder)
     if as_json:
-        print_json(tables.results_to_json(results))
+        print_json(results_to_json(results))
         return 0
-    kind = {"paper": "published"}.get(layout or "", layout) or watched_kind(results) or "summary"
-    if kind in WATCHED:
-        made = watched_table(results, kind)
-    else:
-        axis = (results.rows,) if kind == "trends" else ()
-        made = getattr(tables, f"{kind}_table")(results, *axis)
+    made = study_table(results, layout)
     if form == "rich":
         console().print(made)
     else:

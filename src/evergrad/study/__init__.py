@@ -18,22 +18,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from evergrad.study.estimates import Estimate, estimate
     from evergrad.study.plan import Plan
     from evergrad.study.plan_files import gallery, read_plan_text
     from evergrad.study.results import Cell, Results, results_of
-    from evergrad.study.runner import run_study
+    from evergrad.study.runner import ExecutorSettings, Progress, run_study
+    from evergrad.study.table_formats import written
+    from evergrad.study.tables import study_table
 
 _HOMES = {
     "Cell": "results",
+    "Estimate": "estimates",
+    "ExecutorSettings": "runner",
     "Plan": "plan",
+    "Progress": "runner",
     "Results": "results",
+    "estimate": "estimates",
     "gallery": "plan_files",
     "read_plan_text": "plan_files",
     "results_of": "results",
     "run_study": "runner",
+    "study_table": "tables",
+    "written": "table_formats",
 }
 
-__all__ = ["Cell", "Plan", "Results", "gallery", "read_plan_text", "results_of", "run_study"]
+__all__ = [
+    "Cell",
+    "Estimate",
+    "ExecutorSettings",
+    "Plan",
+    "Progress",
+    "Results",
+    "estimate",
+    "gallery",
+    "read_plan_text",
+    "results_of",
+    "run_study",
+    "study_table",
+    "written",
+]
 
 
 def __getattr__(name: str) -> object:

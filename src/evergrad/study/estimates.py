@@ -85,6 +85,18 @@ def default_workers(plan: Plan) -> int:
     return max(1, len(os.sched_getaffinity(0)) // most)
 
 
+def duration(seconds: float) -> str:
+    """Format a time in the unit that suits its length.
+
+    >>> duration(42.3), duration(150), duration(9000), duration(400_000)
+    ('42 s', '2.5 min', '2.5 h', '4.6 days')
+    """
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}" if unit == 1 else f"{seconds / unit:.1f} {name}"
+    return f"{seconds / 86400:.1f} days"
+
+
 def time_rank(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
     """What a rank has to say of it."""
     return {"seconds": [*_timed(Training.from_json(work))]}

@@ -31,13 +31,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from evergrad.errors import UsageError
 from evergrad.records import Json
-from evergrad.study.plan_files import PlanText
+from evergrad.study.plan_files import PlanText, read_plan_text
 from evergrad.study.trials import Axes, Command, Rules, Saving, Thresholds, Trial
 from evergrad.training.settings import Training
 from evergrad.wording import checked_choice, shown
@@ -170,6 +172,31 @@ class Plan:
     """The TOML that it was read from."""
     base: str = ""
     """The folder that paths in it start from."""
+    name: str = ""
+    """The gallery's name of it, or the path of its file."""
+    overrides: Mapping[str, Json] = field(default_factory=dict)
+    """The settings that replaced those of the text: `device`, `trainings`, `seed`."""
+
+    @classmethod
+    def read(
+        cls,
+        name_or_path: str | Path,
+        *,
+        scale: str | None = None,
+        trials_per_cell: int | None = None,
+        seed: int | None = None,
+        device: str | None = None,
+    ) -> Plan:
+        """Read a study of the gallery or a TOML file; `trials_per_cell`, `seed`, `device` replace its own.
+
+        >>> Plan.read("bitflip-nev", scale="tiny", trials_per_cell=3).trials
+        18
+        """
+        if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise UsageError(f"device: expected cpu, cuda or cuda:1, found {shown(device)}")
+        given: dict[str, Json] = {"device": device, "trainings": trials_per_cell, "seed": seed}
+        overrides = {key: value for key, value in given.items() if value is not None}
+        return cls.of(read_plan_text(name_or_path), scale, overrides)
 
     @classmethod
     def of(

@@ -203,6 +203,8 @@ class PlanReader:
             cells=cells,
             text=self.source.text,
             base=self.source.base,
+            name=self.source.name,
+            overrides=self.overrides,
         )
 
     def _check_distinct(self, cells: Sequence[CellPlan]) -> None:

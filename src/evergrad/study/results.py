@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evergrad.study.folder import Entry, Kept, StudyFolder
 from evergrad.study.golden import Golden, read_golden
 from evergrad.study.plan import CellPlan, Plan
 from evergrad.study.trials import SCALE, Axes, Command, End, Observation, Outcome, Trial, judge
 from evergrad.training.settings import Direction
+
+if TYPE_CHECKING:
+    from evergrad.study.table_formats import Table
 
 __all__: list[str] = []
 
@@ -86,6 +90,12 @@ class Results:
     """Seed, commit, width, data, thresholds, what differs from the paper: by name, in the order of printing."""
     notes: tuple[str, ...] = ()
     """What a reader must know: damaged lines in the journal, cells that are not complete."""
+
+    def table(self, kind: str | None = None) -> Table:
+        """One table: see `evergrad.study.tables.study_table`."""
+        from evergrad.study.tables import study_table
+
+        return study_table(self, kind)
 
 
 # From a plan and a journal to cells: which trials are due, what became of them, when a cell knows enough.

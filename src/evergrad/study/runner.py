@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
-from evergrad.errors import StudyError
-from evergrad.records import Json
+from evergrad.errors import StudyError, UsageError
+from evergrad.study.estimates import default_workers, duration
 from evergrad.study.executors.base import Ended, Executor, Fate, Task
 from evergrad.study.folder import SCRATCH, Entry, Journal, StudyFolder
 from evergrad.study.golden import Golden, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.provenance import run_facts
-from evergrad.study.results import Results, Tally, results_of
+from evergrad.study.results import Results, Tally, results_from, results_of
 from evergrad.study.statistics import proportion_interval
 from evergrad.study.trials import Command, End, Observation, Trial, golden_work, is_own_doing, trial_work
+from evergrad.wording import checked_choice, shown
 
 PERFORM = "evergrad.study.tasks:perform"
+"""The function that runs a task of a study, as executors are told of it."""
 
 _ATTEMPTS = 3
 _LOST_IN_A_ROW = 12
 _WAIT_S = 0.5
 
-MakeExecutor = Callable[[Path], Executor]
+_SLURM_JOBS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +55,176 @@ class Progress:
         """Seconds to go, by the pace so far."""
         return (self.due - self.done) * self.seconds / self.ran if self.ran else None
 
+    @property
+    def what(self) -> str:
+        """Name the phase: `golden runs` or `trials`."""
+        return "golden runs" if self.phase == "golden" else "trials"
+
+    @property
+    def outlook(self) -> str:
+        """Tell the time to go, as far as it is known, and how many workers were lost; may be empty."""
+        left = [f"{duration(self.left_s)} to go"] if self.left_s is not None else []
+        return ", ".join([*left, f"{self.lost} workers lost"] if self.lost else left)
+
+    def __str__(self) -> str:
+        """One line.
+
+        >>> print(Progress("trials", 30, 60, seconds=300, ran=30))
+        trials: 30 of 60, 5.0 min to go
+        """
+        return ", ".join(filter(None, (f"{self.what}: {self.done:,} of {self.due:,}", self.outlook)))
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """Where the trials of a study run. Settings that the executor does not have are refused."""
+
+    kind: str = "local"
+    """`local`: processes of this machine. `dask` and `slurm`: a cluster. `in-process`: this process, one trial after
+    the other, for debuggers; workers compute with one thread, so call `torch.set_num_threads(1)` before."""
+    scheduler: str | None = None
+    """The address of a Dask scheduler; without it, a cluster on this machine."""
+    partition: str | None = None
+    """Of Slurm; without it, Slurm's default."""
+    minutes: int | None = None
+    """The limit of each Slurm job: 60. The next takes the place of one that is over."""
+    sbatch: Mapping[str, str] = field(default_factory=dict)
+    """Other options of sbatch, by name: `{"account": "physics"}`."""
+    host: str | None = None
+    """By which Slurm jobs reach this machine; without it, by its name."""
+
+    def __post_init__(self) -> None:
+        checked_choice("executor", self.kind, ("local", "dask", "slurm", "in-process"))
+        for name, kind in _BELONGS_TO.items():
+            if getattr(self, name) and self.kind != kind:
+                raise UsageError(f"{name}: goes with executor {kind}, found executor {self.kind}")
+
+    def make(self, plan: Plan, folder: Path, workers: int | None = None) -> Executor:
+        """Start the executor for the trials of this plan."""
+        if self.kind == "slurm":
+            from evergrad.study.executors.slurm import SlurmCluster
+
+            # The ranks of a training are processes of one job; where time is measured, no other job runs beside it.
+            cpus = max(getattr(cell.training, "ranks", 1) for cell in plan.cells)
+            jobs = workers or (1 if any(cell.saving is not None for cell in plan.cells) else _SLURM_JOBS)
+            return SlurmCluster(
+                folder,
+                PERFORM,
+                jobs=jobs,
+                cpus=cpus,
+                partition=self.partition,
+                minutes=self.minutes or 60,
+                options=self.sbatch,
+                host=self.host,
+            )
+        if self.kind == "dask":
+            from evergrad.study.executors.dask import DaskCluster
+
+            if self.scheduler is not None:  # workers is how many to wait for
+                return DaskCluster(folder, PERFORM, scheduler=self.scheduler, workers=workers)
+            return DaskCluster(folder, PERFORM, workers=workers or default_workers(plan))
+        if self.kind == "in-process":
+            from evergrad.study.executors.in_process import InProcess
+
+            return InProcess(folder, PERFORM)
+        from evergrad.study.executors.local import LocalProcesses
+
+        return LocalProcesses(folder, PERFORM, workers=workers or default_workers(plan))
+
+
+_BELONGS_TO = {"scheduler": "dask", "partition": "slurm", "minutes": "slurm", "sbatch": "slurm", "host": "slurm"}
+
 
 def run_study(
-    plan: Plan,
-    out: Path,
-    make_executor: MakeExecutor,
+    plan: str | Path | Plan,
+    out: str | Path,
     *,
-    name: str = "",
-    overrides: Mapping[str, Json] | None = None,
-    command: tuple[str, ...] = (),
-    report: Callable[[Progress], None] = lambda _: None,
+    scale: str | None = None,
+    trials_per_cell: int | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+    executor: str | ExecutorSettings | Executor | Callable[[Path], Executor] = "local",
+    progress: Callable[[Progress], object] | None = None,
 ) -> Results:
-    """Run what is missing of a study, in its folder; returns what it has found."""
+    """Run a study: golden runs, then every trial that is missing; the same call again goes on.
+
+    `plan` is a name of the gallery, the path of a plan in TOML, or a `Plan`; `out` is the study's folder, new or one
+    to go on in. `scale` (tiny, small, paper …), `trials_per_cell`, `seed` and `device` replace the plan's; a
+    `Plan` has them already. `workers` is the number of trials at once: as many as keep the cores busy, or 4 Slurm jobs.
+
+    `executor` is `local`, `dask`, `slurm` or `in-process`, `ExecutorSettings`, an `Executor` of your own, which stays
+    open, or a function that makes one from the folder, which is closed. `progress` is called with how far the run is.
+
+    >>> import evergrad as eg
+    >>> results = eg.run_study("bitflip-nev", "runs/nev", scale="tiny", progress=print)    # doctest: +SKIP
+    golden runs: 0 of 3
+    trials: 42 of 150, 31 s to go
+    >>> print(results.table("paper"))                                                   # doctest: +SKIP
+    """
+    given = {"scale": scale, "trials_per_cell": trials_per_cell, "seed": seed, "device": device}
+    if isinstance(executor, str):
+        executor = ExecutorSettings(executor)
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise UsageError(f"workers: expected a whole number, 1 or more, found {shown(workers)}")
+    command: tuple[str, ...] = ()
+    if isinstance(plan, Plan):
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(f"{name}: goes with a name or a path, found a Plan. Give it to Plan.read instead.")
+    else:
+        typed = str(plan)
+        plan = Plan.read(plan, scale=scale, trials_per_cell=trials_per_cell, seed=seed, device=device)
+        command = _command(typed, plan)
     proportion_interval(0, 1)  # a missing library is better known before the work than after it
-    folder = StudyFolder(out)
+    folder = StudyFolder(Path(out))
     with folder.locked():
-        folder.keep_plan(plan, name or plan.study, overrides or {})
-        shutil.rmtree(out / SCRATCH, ignore_errors=True)  # of workers that were killed
-        run = _Run(plan, folder, report)
-        if run.prepare():
-            with Journal(folder.journal) as journal, make_executor(out) as executor:
-                journal.note_run(run_facts(command))
-                run.make_golden(executor)
-                run.run_trials(executor, journal)
-    return results_of(out)
+        folder.keep_plan(plan, plan.name or plan.study, plan.overrides)
+        shutil.rmtree(folder.path / SCRATCH, ignore_errors=True)  # of workers that were killed
+        run = _Run(plan, folder, progress or (lambda _: None))
+        if not run.tally.unfinished():
+            return results_from(run.tally, run.kept)
+        with Journal(folder.journal) as journal, _opened(executor, plan, folder.path, workers) as opened:
+            journal.note_run(run_facts(command))
+            run.make_golden(opened)
+            run.run_trials(opened, journal)
+    return results_of(folder.path)
+
+
+@contextmanager
+def _opened(
+    executor: ExecutorSettings | Executor | Callable[[Path], Executor], plan: Plan, folder: Path, workers: int | None
+) -> Iterator[Executor]:
+    """The executor; one that is made here is closed here."""
+    if isinstance(executor, Executor):
+        yield executor
+        return
+    made = executor.make(plan, folder, workers) if isinstance(executor, ExecutorSettings) else executor(folder)
+    with made:
+        yield made
+
+
+def _command(name: str, plan: Plan) -> tuple[str, ...]:
+    """The command that makes these results again; a study does not depend on how many workers there were."""
+    words = ["evergrad", "study", "run", name]
+    if plan.scale:
+        words += ["--scale", plan.scale]
+    for key, value in plan.overrides.items():
+        words += ["--trials-per-cell" if key == "trainings" else f"--{key}", str(value)]
+    return tuple(words)
 
 
 class _Run:
     """One run of a study, from what is there to what is missing."""
 
-    def __init__(self, plan: Plan, folder: StudyFolder, report: Callable[[Progress], None]) -> None:
+    def __init__(self, plan: Plan, folder: StudyFolder, report: Callable[[Progress], object]) -> None:
         self.folder, self.tally, self.report = folder, Tally.of(plan), report
+        self.kept = self.tally.take_up(folder)  # the journal as this run begins, in brief
         self.began = monotonic()
         self.ran = self.lost = self.in_a_row = 0
         self.patience = _LOST_IN_A_ROW
         self.attempts: Counter[str] = Counter()
         self.deaths: Counter[str] = Counter()
-
-    def prepare(self) -> bool:
-        """Take up what is there; whether anything is missing."""
-        self.tally.take_up(self.folder)
-        return bool(self.tally.unfinished())
 
     def make_golden(self, executor: Executor) -> None:
         """The golden run of every training that trials are missing of; each also tries where its cells aim."""
@@ -120,7 +252,7 @@ class _Run:
                     tried[key] += 1
                     executor.submit(waiting[key])
         # A journal may know trials of a golden run that had to be made again.
-        self.tally.take_journal(self.folder.kept(brief=True))
+        self.tally.take_journal(self.kept)
 
     def run_trials(self, executor: Executor, journal: Journal) -> None:
         """Keep the executor busy until nothing is missing."""

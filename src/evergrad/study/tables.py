@@ -15,7 +15,7 @@ from evergrad.errors import FileAccessError, reason
 from evergrad.records import Json
 from evergrad.study.comparisons import Comparison, Trend, compare_cells, measured, trend
 from evergrad.study.folder import StudyFolder
-from evergrad.study.probe_tables import watched_kinds, watched_table, watched_to_json
+from evergrad.study.probe_tables import WATCHED, watched_kind, watched_kinds, watched_table, watched_to_json
 from evergrad.study.results import Cell, Results, results_of, tally_of
 from evergrad.study.statistics import (
     coefficient_of_variation,
@@ -159,6 +159,22 @@ _METHODS = {
     "clopper-pearson": "Clopper and Pearson, exact",
     "anytime": "valid at every look, by a beta-binomial mixture, since the study may stop when it knows enough",
 }
+
+
+TABLES = ("summary", "paper", "comparisons", "trends", *WATCHED)
+
+
+def study_table(results: Results, layout: str | None = None, *, default: str = "summary") -> Table:
+    """The table of that layout, one of `TABLES`. Without one, the first of costs, spread and guards that the study asks
+    for; for a study of outcomes, `default`."""
+    layout = checked_choice("layout", layout or watched_kind(results) or default, TABLES)
+    if layout in WATCHED:
+        return watched_table(results, layout)
+    if layout == "paper":
+        return published_table(results)
+    if layout == "comparisons":
+        return comparisons_table(results)
+    return trends_table(results, results.rows) if layout == "trends" else summary_table(results)
 
 
 def summary_table(results: Results) -> Table:

@@ -498,13 +498,11 @@ def tell_of_studies(folder: Path, say: Callable[[str], None], run: Callable[...,
 def _study(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
     """Run the plan in this process, which has torch imported, and show its table in the published shape."""
     from evergrad.study import Plan, run_study
-    from evergrad.study.executors.in_process import InProcess
     from evergrad.study.plan_files import parse
-    from evergrad.study.runner import PERFORM
     from evergrad.study.trials import Outcome
 
     plan = Plan.of(parse(PLAN, "demo"))
-    results = run_study(plan, out, lambda place: InProcess(place, PERFORM))
+    results = run_study(plan, out, executor="in-process")
     first = results.cells[0]
     say(
         f"without a fault, accuracy goes from {first.golden_start:.1%} at the checkpoint to {first.golden:.1%};\n"
@@ -535,14 +533,12 @@ def _page(out: Path) -> str:
 def _ranks(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
     """Real ranks of DDP, warm from trial to trial."""
     from evergrad.study import Plan, run_study
-    from evergrad.study.executors.in_process import InProcess
     from evergrad.study.plan_files import parse
     from evergrad.study.rank_group import end_groups
-    from evergrad.study.runner import PERFORM
 
     plan = Plan.of(parse(RANKS, "demo-ranks"))
     try:
-        results = run_study(plan, out, lambda place: InProcess(place, PERFORM))
+        results = run_study(plan, out, executor="in-process")
     finally:
         end_groups()
     say(
