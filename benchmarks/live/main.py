@@ -18,6 +18,7 @@ from benchmarks.harness import RESULTS, Column, Report, Sample, interleave, say,
 from torch import nn
 
 import evergrad as eg
+from evergrad.injection import LiveInjection
 
 TITLE = "Live injection that waits, or has gone: what a training step costs"
 FAR = 1 << 40
@@ -61,7 +62,7 @@ def contenders(training: Training, twin: Training, steps: int) -> dict[str, Call
     without an injection for a twin.
     """
 
-    def schedule(chosen: Training) -> eg.LiveInjection:
+    def schedule(chosen: Training) -> LiveInjection:
         return eg.inject_live(chosen.model, chosen.optimizer, eg.BitFlip(), count=1, step=FAR)
 
     def waiting() -> Sample:

@@ -20,17 +20,12 @@ if TYPE_CHECKING:
         Local,
         MaxOverhead,
         Memory,
-        Pending,
         Persistent,
-        Policy,
-        Progress,
-        Version,
-        VersionRecord,
         YoungDaly,
         rng_state,
     )
     from evergrad.errors import EvergradError
-    from evergrad.formats import Checkpoint, load_hdf5, open_checkpoint, save_hdf5
+    from evergrad.formats import load_hdf5, open_checkpoint, save_hdf5
 
     # From their modules: these functions have a module's name, which a type checker would take in their place.
     from evergrad.formats.compare import compare
@@ -40,9 +35,7 @@ if TYPE_CHECKING:
     from evergrad.injection import (
         BitFlip,
         BitMask,
-        Fault,
         InjectionLog,
-        LiveInjection,
         Scale,
         SetValue,
         StuckAt,
@@ -52,9 +45,8 @@ if TYPE_CHECKING:
     )
     from evergrad.injection.replay import replay
     from evergrad.injection.undo import undo
-    from evergrad.records import Comparison, Role, TensorDiff, TensorInfo
-    from evergrad.recovery import Job, join
-    from evergrad.state import FlatState, Skeleton, flatten, select, unflatten
+    from evergrad.recovery import join
+    from evergrad.state import flatten, select, unflatten
     from evergrad.study import run_study
 
 __version__ = "0.1.0"
@@ -62,35 +54,20 @@ __version__ = "0.1.0"
 _HOMES = {
     "BitFlip": "injection",
     "BitMask": "injection",
-    "Checkpoint": "formats",
     "CheckpointWarning": "checkpoint",
     "Checkpointer": "checkpoint",
-    "Comparison": "records",
     "Compress": "checkpoint",
     "EvergradError": "errors",
     "EverySeconds": "checkpoint",
     "EverySteps": "checkpoint",
-    "Fault": "injection",
-    "FlatState": "state",
     "InjectionLog": "injection",
-    "Job": "recovery",
-    "LiveInjection": "injection",
     "Local": "checkpoint",
     "MaxOverhead": "checkpoint",
     "Memory": "checkpoint",
-    "Pending": "checkpoint",
     "Persistent": "checkpoint",
-    "Policy": "checkpoint",
-    "Progress": "checkpoint",
-    "Role": "records",
     "Scale": "injection",
     "SetValue": "injection",
-    "Skeleton": "state",
     "StuckAt": "injection",
-    "TensorDiff": "records",
-    "TensorInfo": "records",
-    "Version": "checkpoint",
-    "VersionRecord": "checkpoint",
     "YoungDaly": "checkpoint",
     "comm_faults": "injection",
     "compare": "formats",
@@ -115,35 +92,20 @@ _HOMES = {
 __all__ = [
     "BitFlip",
     "BitMask",
-    "Checkpoint",
     "CheckpointWarning",
     "Checkpointer",
-    "Comparison",
     "Compress",
     "EvergradError",
     "EverySeconds",
     "EverySteps",
-    "Fault",
-    "FlatState",
     "InjectionLog",
-    "Job",
-    "LiveInjection",
     "Local",
     "MaxOverhead",
     "Memory",
-    "Pending",
     "Persistent",
-    "Policy",
-    "Progress",
-    "Role",
     "Scale",
     "SetValue",
-    "Skeleton",
     "StuckAt",
-    "TensorDiff",
-    "TensorInfo",
-    "Version",
-    "VersionRecord",
     "YoungDaly",
     "comm_faults",
     "compare",

@@ -26,6 +26,7 @@ from torch import distributed
 
 import evergrad as eg
 import evergrad.checkpoint.checkpointer
+from evergrad.checkpoint import Progress
 from evergrad.checkpoint.policy import Cadence
 from evergrad.errors import CheckpointError
 
@@ -199,9 +200,9 @@ class Look:
     """Is never due, and keeps what it was shown."""
 
     def __init__(self) -> None:
-        self.seen: list[eg.Progress] = []
+        self.seen: list[Progress] = []
 
-    def is_due(self, progress: eg.Progress) -> bool:
+    def is_due(self, progress: Progress) -> bool:
         self.seen.append(progress)
         return False
 

@@ -23,6 +23,7 @@ from torch import distributed
 
 import evergrad as eg
 import evergrad.checkpoint.checkpointer
+from evergrad.checkpoint import Version
 from evergrad.errors import CheckpointError, EvergradError, RestoreError
 
 
@@ -74,7 +75,7 @@ def restore_30(me: Rank) -> None:
         assert ck.restore(live) == 30
         assert me.holds(live, 30)
         ck.save(31, me.state(31)).wait(timeout=60)  # and it goes on, as a new attempt
-        assert ck.versions()[0].version == eg.Version(31, 2)
+        assert ck.versions()[0].version == Version(31, 2)
 
 
 def construct_before_the_group(me: Rank) -> None:

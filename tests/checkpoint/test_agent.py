@@ -23,6 +23,7 @@ from small_job import until
 
 import evergrad as eg
 from evergrad._files import is_locked, locked
+from evergrad.checkpoint import Version
 from evergrad.checkpoint.agent import agent as serving
 from evergrad.checkpoint.agent import client
 from evergrad.checkpoint.agent.agent import SOCKET, socket_address
@@ -92,7 +93,7 @@ def test_an_agent_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path, shm:
             (agent,) = agents_of(shm)
             pending = ck.save(step, state(step))
             os.kill(agent, signal.SIGKILL)
-            assert pending.wait(timeout=60) == eg.Version(step, 1)
+            assert pending.wait(timeout=60) == Version(step, 1)
             until(lambda: ck._board._errors)
             with pytest.warns(eg.CheckpointWarning, match=r"the agent \(process \d+\) is gone"):
                 ck.save(step + 1, state(step)).wait(timeout=60)
@@ -125,7 +126,7 @@ def test_the_agent_leaves_and_the_newest_version_stays_in_memory(tmp_path: Path,
     (arena,) = find_arenas(arena_folder(Job.open(tmp_path)))
     ticket = arena.read_ticket()
     assert ticket is not None
-    assert ticket.version == eg.Version(3, 1)
+    assert ticket.version == Version(3, 1)
     with eg.Checkpointer(tmp_path) as ck:
         live = state(0)
         assert ck.restore(live) == 3
@@ -280,9 +281,9 @@ def test_two_users_do_not_meet(shm: Path) -> None:
 def test_a_version_that_a_new_agent_does_not_know_is_reported_as_lost() -> None:
     board = Board()
     board.follow(0, 1)
-    old, new = (Pending(eg.Version(step, 1), ["local"], "local", board) for step in (10, 20))
+    old, new = (Pending(Version(step, 1), ["local"], "local", board) for step in (10, 20))
     board.take(Committed(20, 1, "local"))
-    assert new.wait() == eg.Version(20, 1)
+    assert new.wait() == Version(20, 1)
     assert not old.done()
     board.give_up(["local"])
     with pytest.raises(TierError, match="an agent died since: it was retired, or lost"):

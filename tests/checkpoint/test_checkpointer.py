@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint import Version
 from evergrad.checkpoint.run_folder import find_arenas
 from evergrad.checkpoint.tiers import Work
 from evergrad.errors import CheckpointError, RestoreError, SaveRefused, StateError, TierError, UsageError
@@ -166,7 +167,7 @@ def test_a_tier_keeps_as_many_versions_as_it_is_told(make: Make, tmp_path: Path)
     assert sorted(folders) == ["v0000000005-01", "v0000000006-01", "v0000000007-01"]
 
 
-@pytest.mark.parametrize("asked", [6, eg.Version(6, 1)])
+@pytest.mark.parametrize("asked", [6, Version(6, 1)])
 def test_a_version_can_be_asked_for(make: Make, asked: Any) -> None:
     ck, live = make(), state(0)
     for step in (5, 6, 7):
@@ -263,13 +264,13 @@ def test_waiting_for_a_tier_by_name(make: Make) -> None:
     gate.after = "memory"
     ck = make(modules=[gate])
     pending = ck.save(1, state(1))
-    assert pending.wait(tier="memory", timeout=60) == eg.Version(1, 1)
+    assert pending.wait(tier="memory", timeout=60) == Version(1, 1)
     assert pending.done("memory")
     assert not pending.done()
     with pytest.raises(TimeoutError, match="tier local"):
         pending.wait(timeout=0.01)
     gate.open.set()
-    assert pending.result(timeout=60) == eg.Version(1, 1)
+    assert pending.result(timeout=60) == Version(1, 1)
     assert pending.exception() is None
     pending.captured()
     with pytest.raises(UsageError, match="unknown tier 'tape'"):
@@ -344,7 +345,7 @@ def test_closing_twice_is_fine_and_afterwards_nothing_works(make: Make) -> None:
     pending = ck.save(1, state(1))
     ck.close()
     ck.close()
-    assert pending.wait() == eg.Version(1, 1)
+    assert pending.wait() == Version(1, 1)
     with pytest.raises(UsageError, match="closed"):
         ck.save(2, state(2))
     with pytest.raises(UsageError, match="closed"):

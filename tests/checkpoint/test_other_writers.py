@@ -11,6 +11,7 @@ import torch
 from small_job import until
 
 import evergrad as eg
+from evergrad.checkpoint import Version
 from evergrad.checkpoint.tiers import persistent
 from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.errors import RestoreError
@@ -53,7 +54,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     commit = PersistentStore.commit
 
-    def noted(store: PersistentStore, version: eg.Version, world_size: int) -> None:
+    def noted(store: PersistentStore, version: Version, world_size: int) -> None:
         found.append(version.step)
         commit(store, version, world_size)
 

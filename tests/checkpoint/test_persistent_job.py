@@ -21,6 +21,7 @@ from s3_jobs import PATIENCE_S, Bucket, Observer, Trainer, another_machine, file
 from s3_server import SECRET, Fault, Proxy, s3_server
 
 import evergrad as eg
+from evergrad.checkpoint import Version
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.run_folder import Job
 from evergrad.cli import main
@@ -171,7 +172,7 @@ def test_an_upload_whose_agent_is_killed_is_taken_up_by_the_next(
         os.kill(agent, signal.SIGKILL)
         bucket.s3.reset()
         assert bucket.visible() == []
-        assert pending.wait("persistent", timeout=PATIENCE_S) == eg.Version(1, 1)
+        assert pending.wait("persistent", timeout=PATIENCE_S) == Version(1, 1)
         assert parts_sent(bucket.s3) == 2, "parts that were there are sent again"
         assert bucket.s3.count()["create_upload"] == 0
         with pytest.warns(eg.CheckpointWarning, match=rf"the agent \(process {agent}\) is gone"):
@@ -212,7 +213,7 @@ def test_retention_leaves_what_is_pinned(bucket: Bucket, tmp_path: Path) -> None
             if step == 1:
                 assert evergrad("checkpoints", "pin", run, 1) == 0
             if step == 2:
-                Pins(run).tag(eg.Version(2, 1), "best")
+                Pins(run).tag(Version(2, 1), "best")
         assert bucket.visible() == [1, 2, 4, 5]
         assert evergrad("checkpoints", "pin", run, 1, "--unpin") == 0
         ck.save(6, state(6)).wait("persistent", timeout=PATIENCE_S)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evergrad as eg
+from evergrad.checkpoint import Progress, Version
 from evergrad.checkpoint.policy import Cadence, checked_policies, daly_interval_s
 from evergrad.errors import TierError, UsageError
 
@@ -28,7 +29,7 @@ class Clock:
 class Saved:
     """A save whose way to the disk the test decides on."""
 
-    version = eg.Version(1, 1)
+    version = Version(1, 1)
 
     def __init__(self) -> None:
         self.is_done, self.error = False, None
@@ -70,8 +71,8 @@ class Loop:
         self.cadence.saved()
 
 
-def progress(**known: Any) -> eg.Progress:
-    return eg.Progress(**{"steps": 1, "seconds": 0.0, **known})
+def progress(**known: Any) -> Progress:
+    return Progress(**{"steps": 1, "seconds": 0.0, **known})
 
 
 def test_every_so_many_steps() -> None:
@@ -161,7 +162,7 @@ def test_how_long_a_save_takes_to_be_durable_is_measured() -> None:
     clock, seen = Clock(), []
 
     class Look:
-        def is_due(self, progress: eg.Progress) -> bool:
+        def is_due(self, progress: Progress) -> bool:
             seen.append(progress)
             return False
 
@@ -173,10 +174,10 @@ def test_how_long_a_save_takes_to_be_durable_is_measured() -> None:
     cadence.saved(saved, ["local"])
     clock.now += 5.0
     cadence.need_checkpoint()
-    assert seen[-1] == eg.Progress(steps=1, seconds=5.0, cost_s=2.0, durable_s=None)
+    assert seen[-1] == Progress(steps=1, seconds=5.0, cost_s=2.0, durable_s=None)
     saved.is_done = True
     cadence.need_checkpoint()
-    assert seen[-1] == eg.Progress(steps=2, seconds=5.0, cost_s=2.0, durable_s=7.0)
+    assert seen[-1] == Progress(steps=2, seconds=5.0, cost_s=2.0, durable_s=7.0)
 
     failed: Any = Saved()
     failed.is_done, failed.error = True, TierError("full")
@@ -218,7 +219,7 @@ def test_without_a_policy_nothing_is_due() -> None:
 
 def test_a_policy_of_ones_own_is_anything_that_decides() -> None:
     class AtPowersOfTwo:
-        def is_due(self, progress: eg.Progress) -> bool:
+        def is_due(self, progress: Progress) -> bool:
             return progress.is_first and progress.steps == 4
 
     assert Loop(AtPowersOfTwo()).run(20) == [4]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint import Version
 from evergrad.checkpoint.agent.inventory import Completion
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.pins import Pins
@@ -105,9 +106,9 @@ class Job:
             for step in STEPS:
                 ck.save(step, state(step)).wait("persistent", timeout=SECONDS)
         pins = Pins(self.folder / "run")
-        pins.pin(eg.Version(1, 1))
-        pins.tag(eg.Version(2, 1), "best")
-        Catalogue(self.folder / "run").note_verified(eg.Version(1, 1), "local", ok=True)
+        pins.pin(Version(1, 1))
+        pins.tag(Version(2, 1), "best")
+        Catalogue(self.folder / "run").note_verified(Version(1, 1), "local", ok=True)
         shutil.copytree(self.folder, self._kept)
 
     def put_back(self) -> None:
@@ -313,7 +314,7 @@ def test_records_that_this_user_may_not_read_are_left_out_or_told_by_others(
     run = unprivileged.folder / "run"
     with eg.Checkpointer(run, tiers=[eg.Local()], agent=False) as ck:
         ck.save(1, state(1)).wait(timeout=SECONDS)
-    Pins(run).tag(eg.Version(1, 1), "best")
+    Pins(run).tag(Version(1, 1), "best")
     identity = json.loads((run / "job.json").read_bytes())["id"]
     closed = [run / "catalogue", run / "job.json"]
     for path in closed:
@@ -344,7 +345,7 @@ def test_lost_news_of_another_node_is_said_when_a_version_is_asked_for_by_name(
     job: Job, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = job.folder / "run" / "complete" / "n9.jsonl"
-    Completion(job.folder / "run", "n9").note(eg.Version(3, 1), "local", 0, 1)
+    Completion(job.folder / "run", "n9").note(Version(3, 1), "local", 0, 1)
     data = path.read_bytes()
     if damage == "a folder":
         path.unlink()
@@ -363,7 +364,7 @@ def test_lost_news_of_another_node_is_said_when_a_version_is_asked_for_by_name(
 
 def test_a_line_that_is_being_written_is_not_called_lost(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     run = job.folder / "run"
-    Completion(run, "n9").note(eg.Version(9, 1), "local", 0, 1)
+    Completion(run, "n9").note(Version(9, 1), "local", 0, 1)
     path = run / "complete" / "n9.jsonl"
     data = path.read_bytes()
     reader = Completion(run, "n8")
@@ -372,7 +373,7 @@ def test_a_line_that_is_being_written_is_not_called_lost(job: Job, caplog: pytes
     with path.open("ab") as file:
         file.write(data[20:])
     reader.refresh()
-    assert reader.is_complete(eg.Version(9, 1), "local")
+    assert reader.is_complete(Version(9, 1), "local")
     assert not [record for record in caplog.records if str(path) in record.getMessage()]
     with path.open("ab") as file:
         file.write(data[:20])
@@ -448,12 +449,12 @@ def test_a_damaged_note_of_the_run_folder_removes_no_arena(job: Job) -> None:
 def test_a_rank_count_that_flipped_in_a_journal_commits_nothing(job: Job, tmp_path: Path) -> None:
     run = tmp_path / "other"
     (run / "complete").mkdir(parents=True)
-    Completion(run, "a").note(eg.Version(9, 1), "local", 0, 5)
+    Completion(run, "a").note(Version(9, 1), "local", 0, 5)
     (path,) = run.glob("complete/*.jsonl")
     path.write_bytes(path.read_bytes().replace(b'"world_size": 5', b'"world_size": 1'))  # one bit
     reader = Completion(run, None)
     reader.refresh()
-    assert not reader.is_complete(eg.Version(9, 1), "local")
+    assert not reader.is_complete(Version(9, 1), "local")
 
 
 def test_retention_stops_while_a_tag_is_damaged_and_nothing_is_lost(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -466,7 +467,7 @@ def test_retention_stops_while_a_tag_is_damaged_and_nothing_is_lost(job: Job, ca
         assert 2 in [record.step for record in ck.versions()]
     assert any("best.json" in record.getMessage() for record in caplog.records)
     assert main(["checkpoints", "pin", str(job.folder / "run"), "2", "--tag", "best"]) == 0
-    assert Pins(job.folder / "run").tags() == {"best": eg.Version(2, 1)}
+    assert Pins(job.folder / "run").tags() == {"best": Version(2, 1)}
 
 
 def test_a_damaged_tag_is_said_once_until_that_changes(job: Job, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint import Pending, Version
 from evergrad.checkpoint.agent.inventory import Completion
 from evergrad.checkpoint.agent.pipeline import Engine, Flushing
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
@@ -50,7 +51,7 @@ def restored(ck: eg.Checkpointer, **asked: Any) -> int | None:
     return step
 
 
-def save(ck: eg.Checkpointer, step: int) -> eg.Pending:
+def save(ck: eg.Checkpointer, step: int) -> Pending:
     return ck.save(step, state(step))
 
 
@@ -710,17 +711,17 @@ def test_news_that_too_many_open_files_leave_out_is_said_with_the_limit(
 ) -> None:
     (tmp_path / "complete").mkdir()
     other, writer = Completion(tmp_path, "other"), Completion(tmp_path, "writer")
-    other.note(eg.Version(1, 1), "local", 0, 1)
+    other.note(Version(1, 1), "local", 0, 1)
     with no_more_files(free=1):  # for the list of the journals
         writer.refresh()
     with no_more_files():
-        writer.note(eg.Version(2, 1), "local", 0, 1)
+        writer.note(Version(2, 1), "local", 0, 1)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2, lines
     assert re.fullmatch(rf"{tmp_path}/complete/other\.jsonl: left out: cannot be read: {TOO_MANY}", lines[0])
     assert re.fullmatch(rf"{tmp_path}/complete/writer\.jsonl: cannot be written now: {TOO_MANY}", lines[1])
     writer.refresh()
-    assert writer.is_complete(eg.Version(1, 1), "local")
+    assert writer.is_complete(Version(1, 1), "local")
 
 
 @pytest.mark.parametrize("free", [0, 1, 3, 6])

@@ -20,6 +20,7 @@ from small_job import holds, state, until
 
 import evergrad as eg
 from evergrad import _files
+from evergrad.checkpoint import Version
 from evergrad.checkpoint.catalogue import history as journal
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
@@ -125,7 +126,7 @@ def refused(
         for step in steps:
             home = (folder / place) if place == "shared" else next((folder / place).glob("*/*"))
             home.mkdir(exist_ok=True)
-            obstacles.append(home / eg.Version(step, 1).name)
+            obstacles.append(home / Version(step, 1).name)
             obstacles[-1].write_bytes(b"in the way")
             with warnings.catch_warnings():  # of the one before
                 warnings.simplefilter("ignore", CheckpointWarning)

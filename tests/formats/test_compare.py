@@ -17,6 +17,7 @@ import torch
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import UnknownTensor
+from evergrad.records import Role
 from states import every_dtype, training_state
 
 
@@ -231,7 +232,7 @@ def test_a_selection_compares_values_as_well(
 def test_a_selection_by_path_or_role_takes_the_plain_values_of_an_optimizer(tmp_path: Path) -> None:
     a = saved(tmp_path, "a.pt", {"model": {"w": torch.ones(2)}, "optimizer": optimizer(5), "epoch": 1})
     b = saved(tmp_path, "b.pt", {"model": {"w": torch.ones(2)}, "optimizer": optimizer(6), "epoch": 2})
-    for where in ("optimizer/**", "optimizer", "role:optimizer", eg.Role.OPTIMIZER, "re:step"):
+    for where in ("optimizer/**", "optimizer", "role:optimizer", Role.OPTIMIZER, "re:step"):
         comparison = eg.compare(a, b, where=where)
         assert comparison.values == ("optimizer/state/0/step: 5 / 6",), where
     assert eg.compare(a, b, where="role:model").equal

@@ -34,7 +34,7 @@ from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExce
 from evergrad.formats.data_file import DataFile
 from evergrad.formats.region import Region
 from evergrad.formats.tiled import Box, Pieces
-from evergrad.records import Check
+from evergrad.records import Check, TensorInfo
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ
 
@@ -115,7 +115,7 @@ def test_every_single_element_is_found_in_its_part(tmp_path: Path) -> None:
         np.testing.assert_array_equal(changed, np.arange(info.numel) % 2 + 1, name)
 
 
-def bits(tensor: torch.Tensor, info: eg.TensorInfo) -> np.ndarray:
+def bits(tensor: torch.Tensor, info: TensorInfo) -> np.ndarray:
     return np.frombuffer(raw_bytes(tensor), info.dtype.bits)
 
 

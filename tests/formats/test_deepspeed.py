@@ -14,7 +14,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, UnknownFormat, UnsupportedContent
-from evergrad.records import Check
+from evergrad.records import Check, Role
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ
 
@@ -69,10 +69,10 @@ def test_it_is_read_where_deepspeed_is_not_installed(data: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with eg.open_checkpoint(data / "deepspeed" / "global_step2") as ck:
         assert "deepspeed.runtime.zero.config.ZeroStageEnum" in ck.others.values()
-        assert ck.tensors[f"{MODEL}/module/0.weight"].role is eg.Role.MODEL
+        assert ck.tensors[f"{MODEL}/module/0.weight"].role is Role.MODEL
         assert ck.tensors[f"{MODEL}/module/0.weight"].dtype == "bfloat16"
         optimizer = [name for name in ck.tensors if "optim_states" in name and name.endswith("exp_avg")]
-        assert {ck.tensors[name].role for name in optimizer} == {eg.Role.OPTIMIZER}
+        assert {ck.tensors[name].role for name in optimizer} == {Role.OPTIMIZER}
         assert {ck.checksum(name) for name in ck.tensors} == {Check.OK}
 
 

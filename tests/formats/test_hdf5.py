@@ -30,7 +30,7 @@ from evergrad.errors import (
 )
 from evergrad.formats import losses
 from evergrad.formats.hdf5.storage import boxes
-from evergrad.records import Check
+from evergrad.records import Check, Role
 from evergrad.state import flatten
 from evergrad.testing import FormatContract, raw_bytes
 from states import every_dtype, same, states, training_state
@@ -683,7 +683,7 @@ def test_a_model_and_its_optimizer_come_back_exactly(tmp_path: Path) -> None:
     with eg.open_checkpoint(path) as ck:
         assert ck.format == "pytorch-h5"
         assert set(ck.tensors["model/0.weight"].shares) == {"model/2.weight"}
-        assert ck.tensors["optimizer/state/0/exp_avg"].role is eg.Role.OPTIMIZER
+        assert ck.tensors["optimizer/state/0/exp_avg"].role is Role.OPTIMIZER
 
 
 def test_a_viewer_sees_modules_as_groups_and_floats_as_floats(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import ConversionLoss, EvergradError
-from evergrad.records import Check
+from evergrad.records import Check, Role
 from evergrad.testing import FormatContract, raw_bytes
 
 DATA = Path(__file__).parent.parent / "data"
@@ -114,10 +114,10 @@ def repack(path: Path, compression: int, weights: bytes | None = None) -> None:
 def test_roles_tell_the_optimizer_from_the_model(file: str) -> None:
     with eg.open_checkpoint(DATA / file) as ck:
         roles = {name: info.role for name, info in ck.tensors.items()}
-    assert {role for name, role in roles.items() if name.startswith("optimizer")} == {eg.Role.OPTIMIZER}
+    assert {role for name, role in roles.items() if name.startswith("optimizer")} == {Role.OPTIMIZER}
     assert {role for name, role in roles.items() if not name.startswith("optimizer")} <= {
-        eg.Role.MODEL,
-        eg.Role.BUFFER,
+        Role.MODEL,
+        Role.BUFFER,
     }
 
 

@@ -13,7 +13,7 @@ import torch
 import evergrad as eg
 from evergrad.errors import FormatError, UnsupportedContent
 from evergrad.formats import orbax
-from evergrad.records import Check
+from evergrad.records import Check, Role
 from folder_fuzz import LISTING
 from programs import run_python
 
@@ -32,7 +32,7 @@ def test_zarr_arrays_are_listed_with_name_shape_and_dtype(data: Path) -> None:
             "step": ((), "int64"),
         }
         assert ck.others == {"note": "a string"}
-        assert ck.tensors["params/dense/kernel"].role is eg.Role.MODEL
+        assert ck.tensors["params/dense/kernel"].role is Role.MODEL
 
 
 def test_reading_and_altering_is_refused_with_the_reason(data: Path) -> None:

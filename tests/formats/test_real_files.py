@@ -15,7 +15,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, UnsupportedContent
-from evergrad.records import Check
+from evergrad.records import Check, Role
 from evergrad.testing import raw_bytes
 from unprivileged import Unprivileged
 
@@ -50,9 +50,9 @@ def test_a_lightning_checkpoint_is_read_where_lightning_is_not_installed(
         pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         assert b"lightning.fabric" in archive.read(pickle), "the file does mention Lightning's classes"
     with eg.open_checkpoint(data / "lightning.ckpt") as ck:
-        assert ck.tensors["state_dict/net.0.weight"].role is eg.Role.MODEL
-        assert ck.tensors["state_dict/net.1.running_mean"].role is eg.Role.BUFFER
-        assert ck.tensors["optimizer_states/0/state/0/exp_avg"].role is eg.Role.OPTIMIZER
+        assert ck.tensors["state_dict/net.0.weight"].role is Role.MODEL
+        assert ck.tensors["state_dict/net.1.running_mean"].role is Role.BUFFER
+        assert ck.tensors["optimizer_states/0/state/0/exp_avg"].role is Role.OPTIMIZER
         assert "lightning.fabric.utilities.data.AttributeDict" in ck.others.values()
 
 

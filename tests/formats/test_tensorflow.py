@@ -19,7 +19,7 @@ import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
 from evergrad.formats import checksums, tensorflow
 from evergrad.formats.tensorflow import slice_key
-from evergrad.records import Check
+from evergrad.records import Check, Role
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ
 
@@ -61,11 +61,11 @@ def test_names_are_the_stored_keys_and_roles_go_by_them(data: Path) -> None:
         assert ck.others == {"_CHECKPOINTABLE_OBJECT_GRAPH": "a tensor of strings"}
         kernel = ck.tensors["optimizer/_trainable_variables/4/.ATTRIBUTES/VARIABLE_VALUE"]
         assert (kernel.shape, kernel.dtype) == ((144, 5), "float32")
-        assert kernel.role is eg.Role.MODEL, "the optimizer only refers to it"
+        assert kernel.role is Role.MODEL, "the optimizer only refers to it"
         moment = ck.tensors["optimizer/_variables/10/.ATTRIBUTES/VARIABLE_VALUE"]
-        assert moment.role is eg.Role.OPTIMIZER
+        assert moment.role is Role.OPTIMIZER
         mean = ck.tensors["model/_functional/_operations/2/moving_mean/.ATTRIBUTES/VARIABLE_VALUE"]
-        assert mean.role is eg.Role.BUFFER
+        assert mean.role is Role.BUFFER
 
 
 @pytest.mark.parametrize("asked", ["ckpt", "ckpt.index", "."])

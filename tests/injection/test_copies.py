@@ -15,7 +15,7 @@ import evergrad as eg
 from evergrad import _files
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.injection import Draws
+from evergrad.injection import Draws, Fault
 from evergrad.injection.injector import exclusive
 
 
@@ -101,7 +101,7 @@ def test_one_writer_at_a_time_by_whatever_name_it_comes(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Wrong(eg.Fault):
+class Wrong(Fault):
     """Gives what it must not."""
 
     gives: str

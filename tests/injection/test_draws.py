@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import evergrad as eg
-from evergrad.injection import rng
+from evergrad.injection import Fault, rng
 from evergrad.injection.rng import Draws
 
 BIG = 2**64 + 5
@@ -297,7 +297,7 @@ def as_npz(folder: Path) -> Path:
 def test_a_seed_hits_these_bits_in_every_format(write: Callable[[Path], Path], tmp_path: Path) -> None:
     path = write(tmp_path)
 
-    def hits(fault: eg.Fault, **settings: object) -> list[tuple[str, int, int, int]]:
+    def hits(fault: Fault, **settings: object) -> list[tuple[str, int, int, int]]:
         log = eg.inject(path, fault, dry_run=True, **settings)
         return [(hit.tensor, hit.index, hit.old, hit.new) for hit in log.faults()]
 

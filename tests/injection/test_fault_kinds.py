@@ -19,6 +19,7 @@ import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.formats.bitcast import values
+from evergrad.injection import Fault
 from evergrad.injection.faults import FAULTS, fault_from_json
 from evergrad.injection.rng import Draws
 
@@ -63,7 +64,7 @@ def test_an_integer_is_set_to_what_it_holds_exactly(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", ["complex32", "complex64", "complex128"])
 @pytest.mark.parametrize("fault", [eg.BitFlip("exponent"), eg.Scale(-3.0), eg.SetValue(9.0), eg.StuckAt(1, 0)])
-def test_of_a_complex_number_one_part_changes(dtype: str, fault: eg.Fault, tmp_path: Path) -> None:
+def test_of_a_complex_number_one_part_changes(dtype: str, fault: Fault, tmp_path: Path) -> None:
     before = torch.complex(torch.arange(1.0, 31), torch.arange(1.0, 31) / 8).to(DType(dtype).torch)
     torch.save({"z": before}, tmp_path / "a.pt")
     log = eg.inject(tmp_path / "a.pt", fault, count=1, seed=3, out=tmp_path / "b.pt")
@@ -94,7 +95,7 @@ def test_both_parts_of_complex_numbers_are_hit(tmp_path: Path) -> None:
     ],
     ids=lambda fault: type(fault).__name__,
 )
-def test_a_run_alters_numbers_a_stride_apart_in_the_same_way(fault: eg.Fault, tmp_path: Path) -> None:
+def test_a_run_alters_numbers_a_stride_apart_in_the_same_way(fault: Fault, tmp_path: Path) -> None:
     torch.save({"x": torch.arange(1.0, 101).reshape(10, 10)}, tmp_path / "a.pt")
     log = eg.inject(tmp_path / "a.pt", fault, count=1, seed=5, out=tmp_path / "b.pt")
     hits = list(log.faults())
@@ -121,7 +122,7 @@ def test_a_run_has_changed_something_if_one_number_has_changed(tmp_path: Path) -
 
 
 @dataclass(frozen=True)
-class SwapBytes(eg.Fault):
+class SwapBytes(Fault):
     """The two bytes of a number change places."""
 
     note: str = "mine"
@@ -185,7 +186,7 @@ faults = (
 
 @settings(max_examples=300, deadline=None)
 @given(faults)
-def test_a_fault_comes_back_from_json_as_it_was(fault: eg.Fault) -> None:
+def test_a_fault_comes_back_from_json_as_it_was(fault: Fault) -> None:
     text = json.dumps(fault.to_json(), allow_nan=False)
     again = fault_from_json(json.loads(text))
     assert type(again) is type(fault)
@@ -247,7 +248,7 @@ def test_what_is_no_fault_of_ours_is_not_made_up() -> None:
         (lambda: eg.StuckAt(np.array([0, 1])), "stuck at array"),
     ],
 )
-def test_settings_that_cannot_be_are_told_in_one_line(make: Callable[[], eg.Fault], message: str) -> None:
+def test_settings_that_cannot_be_are_told_in_one_line(make: Callable[[], Fault], message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         make()
     assert "\n" not in str(error.value)

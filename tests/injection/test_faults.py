@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.formats.bitcast import encode, values
+from evergrad.injection import Fault
 from evergrad.injection.faults import field_of, width
 from evergrad.injection.rng import Draws
 from states import some_bits
@@ -49,7 +50,7 @@ def patterns(dtype: DType, count: int = 64, seed: int = 0) -> Bits:
     return some_bits(dtype, count, seed).view(torch.uint8).numpy().view(dtype.bits).copy()
 
 
-def aimed(fault: eg.Fault, dtype: DType, count: int = 2_000) -> set[int]:
+def aimed(fault: Fault, dtype: DType, count: int = 2_000) -> set[int]:
     """Every pattern that is drawn in many tries."""
     return set(fault.draw(dtype, count, Draws(1)).tolist())
 
@@ -95,7 +96,7 @@ def test_fields_mean_floats(dtype: DType, field: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [eg.BitFlip(), eg.BitMask("1"), eg.Scale(2), eg.StuckAt(1), eg.SetValue(1)])
-def test_truth_values_are_left_alone(fault: eg.Fault) -> None:
+def test_truth_values_are_left_alone(fault: Fault) -> None:
     assert not fault.fits(DType.BOOL)
 
 

@@ -13,6 +13,7 @@ import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import UsageError
 from evergrad.formats.bitcast import finite, values
+from evergrad.injection import Fault
 from states import some_bits
 
 FLOATS = [dtype for dtype in DType if dtype.is_float]
@@ -24,7 +25,7 @@ def saved(folder: Path, **tensors: torch.Tensor) -> Path:
     return folder / "a.pt"
 
 
-def calm(path: Path, fault: eg.Fault, **settings: object) -> eg.InjectionLog:
+def calm(path: Path, fault: Fault, **settings: object) -> eg.InjectionLog:
     return eg.inject(path, fault, allow_nonfinite=False, dry_run=True, **settings)
 
 
@@ -179,7 +180,7 @@ def test_where_nothing_is_possible_that_is_said_and_nothing_written(count: int, 
     ],
     ids=["complex", "value", "half", "eighth", "scale"],
 )
-def test_the_impossible_ends_soon_in_every_type(numbers: torch.Tensor, fault: eg.Fault, tmp_path: Path) -> None:
+def test_the_impossible_ends_soon_in_every_type(numbers: torch.Tensor, fault: Fault, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="leave a finite value"):
         calm(saved(tmp_path, x=numbers), fault, count=60)
 

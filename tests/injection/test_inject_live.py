@@ -13,7 +13,7 @@ from torch import nn
 
 import evergrad as eg
 from evergrad.errors import UnknownTensor, UsageError
-from evergrad.injection import LiveInjection
+from evergrad.injection import Fault, LiveInjection
 from evergrad.state import flatten
 
 TARGETS = ("weights", "buffers", "optimizer", "gradients", "activations", "state")
@@ -82,7 +82,7 @@ def told(log: eg.InjectionLog | None) -> list[Any]:
     ],
 )
 def test_a_training_is_hit_as_a_file_of_its_state_is(
-    tmp_path: Path, target: str, where: str | None, fault: eg.Fault, settings: dict[str, Any]
+    tmp_path: Path, target: str, where: str | None, fault: Fault, settings: dict[str, Any]
 ) -> None:
     training = Training().run(2)
     torch.save(training.state(), tmp_path / "state.pt")

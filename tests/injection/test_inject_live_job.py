@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import evergrad as eg
 from evergrad.errors import UsageError
+from evergrad.injection import LiveInjection
 from evergrad.recovery.gradients import Gradients, Layout
 from evergrad.recovery.process_group import Group, Op, Ticket
 
@@ -86,7 +87,7 @@ class Around:
     def pass_once(self) -> None:
         self.gradients.module(torch.ones(2, 6)).square().mean().backward()
 
-    def hit(self, **settings: Any) -> eg.LiveInjection:
+    def hit(self, **settings: Any) -> LiveInjection:
         return eg.inject_live(
             self.gradients.module, self.optimizer, eg.SetValue(50.0), target="communication", count=2, step=3,
             clock=lambda: self.applied, rank=1, ranks=[1], **settings,

@@ -18,7 +18,7 @@ import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, UnknownTensor, UsageError
 from evergrad.formats import Match
-from evergrad.injection import Draws
+from evergrad.injection import Draws, Fault
 from evergrad.testing import raw_bytes
 
 FAULTS = [
@@ -74,7 +74,7 @@ def flipped(before: Path, after: Path) -> dict[str, np.ndarray]:
     return {name: bits(one[name]) ^ bits(other[name]) for name in one if one[name].dtype == torch.float32}
 
 
-def happened(fault: eg.Fault, old: np.ndarray, aim: np.ndarray) -> np.ndarray:
+def happened(fault: Fault, old: np.ndarray, aim: np.ndarray) -> np.ndarray:
     """What the fault does to float32 numbers, worked out here."""
     values = old.view(np.float32)
     if isinstance(fault, eg.StuckAt):
@@ -89,7 +89,7 @@ def happened(fault: eg.Fault, old: np.ndarray, aim: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("sampling", ["element", "tensor"])
 def test_on_other_values_the_same_bits_of_the_same_elements_are_aimed_at(
-    fault: eg.Fault, sampling: str, path: Path, tmp_path: Path
+    fault: Fault, sampling: str, path: Path, tmp_path: Path
 ) -> None:
     log = eg.inject(path, fault, count=60, sampling=sampling, seed=5, out=tmp_path / "bad.pt")
     other = saved(tmp_path / "other.pt", 1)
@@ -108,7 +108,7 @@ def test_on_other_values_the_same_bits_of_the_same_elements_are_aimed_at(
 
 
 @dataclass(frozen=True)
-class SwapHalves(eg.Fault):
+class SwapHalves(Fault):
     """A fault of a user's own, on two neighbours at a time."""
 
     elements: int = 2

@@ -14,7 +14,8 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import UnknownTensor, UsageError
-from evergrad.injection import rng
+from evergrad.injection import Fault, rng
+from evergrad.records import Role
 
 SIZES = {"model/small.weight": 500, "model/large.weight": 3_500, "optimizer/state/0/exp_avg": 6_000}
 TOTAL = sum(SIZES.values())
@@ -33,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def drawn(path: Path, fault: eg.Fault | None = None, **settings: object) -> eg.InjectionLog:
+def drawn(path: Path, fault: Fault | None = None, **settings: object) -> eg.InjectionLog:
     return eg.inject(path, fault or eg.BitFlip(), dry_run=True, **settings)
 
 
@@ -82,7 +83,7 @@ def test_every_bit_is_as_likely_as_any_other(path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [eg.BitFlip(), eg.StuckAt(1), eg.Scale(1.5), eg.BitFlip(elements=3)])
-def test_a_later_fault_meets_what_an_earlier_one_left(fault: eg.Fault, tmp_path: Path) -> None:
+def test_a_later_fault_meets_what_an_earlier_one_left(fault: Fault, tmp_path: Path) -> None:
     torch.save({"x": torch.linspace(1, 2, 12), "y": torch.arange(1, 8)}, tmp_path / "a.pt")
     before = {name: tensor.numpy() for name, tensor in torch.load(tmp_path / "a.pt").items()}
     log = eg.inject(tmp_path / "a.pt", fault, count=200, sampling="tensor", seed=3, out=tmp_path / "b.pt")
@@ -200,7 +201,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
         ("model", {"model/small.weight", "model/large.weight"}),
         ("**/exp_avg", {"optimizer/state/0/exp_avg"}),
         ("role:optimizer", {"optimizer/state/0/exp_avg"}),
-        (eg.Role.MODEL, {"model/small.weight", "model/large.weight"}),
+        (Role.MODEL, {"model/small.weight", "model/large.weight"}),
         (["model/small.weight", "optimizer/**"], {"model/small.weight", "optimizer/state/0/exp_avg"}),
         ("re:l+.w", {"model/small.weight"}),
         (re.compile("large|exp"), {"model/large.weight", "optimizer/state/0/exp_avg"}),
@@ -263,7 +264,7 @@ def mixed(tmp_path: Path) -> Path:
     ids=["any", "field", "bit", "dtypes", "value"],
 )
 def test_what_a_fault_does_not_fit_is_left_out_and_said_so(
-    mixed: Path, fault: eg.Fault, settings: dict[str, object], hit: set[str], reasons: set[str]
+    mixed: Path, fault: Fault, settings: dict[str, object], hit: set[str], reasons: set[str]
 ) -> None:
     log = drawn(mixed, fault, fraction=1.0, **settings)
     assert {column.tensor for column in log.columns} == hit

@@ -24,6 +24,7 @@ from evergrad.errors import (
     UnknownTensor,
     UsageError,
 )
+from evergrad.injection import Fault
 from unprivileged import Unprivileged
 
 FLIP = eg.BitFlip()
@@ -91,7 +92,7 @@ def test_what_was_asked_for_cannot_be(
     [eg.BitFlip(bits=40), eg.BitFlip(bits=range(16, 40)), eg.BitFlip(bits=31, burst=2), eg.BitMask("1" * 33)],
     ids=str,
 )
-def test_bits_that_no_tensor_has_are_named_with_the_tensors(fault: eg.Fault, path: Path) -> None:
+def test_bits_that_no_tensor_has_are_named_with_the_tensors(fault: Fault, path: Path) -> None:
     with refused(path.parent, UsageError, "fits no tensor", "conv.weight", "fc.weight", "32 bits", "16 bits"):
         eg.inject(path, fault, count=1, in_place=True)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import evergrad as eg
+from evergrad.checkpoint import Version
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.cli import main
 from evergrad.report.checkpoints_page import JobVersions, answer, checkpoints_page, look, problems
@@ -84,7 +85,7 @@ def test_what_is_damaged_comes_right_after_the_head(run: Path) -> None:
 
 
 def test_versions_stand_in_the_rows_of_the_tiers_that_hold_them(run: Path) -> None:
-    Catalogue(run).pins.tag(eg.Version(3, 1), "best")
+    Catalogue(run).pins.tag(Version(3, 1), "best")
     figure = figures(seen(run))["versions-and-tiers"]
     assert points(figure, "whole") == [(2, "local"), (3, "local"), (4, "local")]
     assert points(figure, "gone from every tier") == [(0, "saved"), (1, "saved")]
@@ -154,7 +155,7 @@ def test_a_tier_by_its_url_needs_a_place_for_the_page(
 
 
 def test_a_browser_draws_tiers_lineage_and_sizes(run: Path, tmp_path: Path, open_page: OpenPage) -> None:
-    Catalogue(run).pins.tag(eg.Version(3, 1), "best")
+    Catalogue(run).pins.tag(Version(3, 1), "best")
     page = write_page(checkpoints_page(seen(run), "made by a test"), tmp_path / "x.html")
     opened = open_page(page, width=390)
     assert opened.drawn() == len(figures(seen(run)))

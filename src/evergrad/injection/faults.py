@@ -7,7 +7,7 @@ with the same aim, on whatever the numbers are there.
 To add a fault of your own, subclass `Fault`, preferably as a frozen dataclass:
 
     @dataclass(frozen=True)
-    class SwapBytes(eg.Fault):
+    class SwapBytes(Fault):
         def fits(self, dtype): return dtype.itemsize == 2
         def draw(self, dtype, count, draws): return np.full(count, 0xFFFF, dtype.bits)
         def alter(self, old, aim, dtype): return old.byteswap()
