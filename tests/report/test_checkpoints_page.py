@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import evergrad as eg
 from evergrad.checkpoint import Version
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
+from evergrad.checkpoint.catalogue.lineage import draw_svg
 from evergrad.cli import main
 from evergrad.report.checkpoints_page import JobVersions, answer, checkpoints_page, look, problems
 from evergrad.report.document import Figure
@@ -104,13 +105,29 @@ def test_a_newest_version_that_is_not_whole_is_said_first(run: Path) -> None:
 def test_lineage_leads_to_the_job_that_it_came_from(run: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other", (9, 10), source=run)
     found = seen(other)
-    figure = figures(found)["lineage"]
-    lanes = figure.layout["yaxis"]["categoryarray"]
-    assert lanes[-1] == "attempt 1"
-    assert [lane.split(", ")[1] for lane in lanes[:-1]] == ["attempt 2", "attempt 1"]
-    assert (9, "attempt 1") in points(figure, "can be restored")
-    edges = [pair for trace in figure.traces if trace["mode"] == "lines" for pair in pairwise(trace["x"])]
-    assert (5, 9) in edges
+    page = page_html(checkpoints_page(found, ""))
+    drawing = draw_svg(found.lineage)  # as 'evergrad checkpoints lineage --picture' writes it
+    assert drawing in page
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawing)
+    assert [text.split(" · ")[-1] for text in texts if "attempt" in text and "version" not in text] == [
+        "attempt 1",
+        "attempt 2",
+        "attempt 1",
+    ]
+    assert {"5", "9", "10"} <= set(texts)
+    assert drawing.count("<path ") == len([*found.lineage.edges()]) == 6
+
+
+def test_a_long_lineage_shows_the_newest_versions(run: Path) -> None:
+    whole = seen(run).lineage
+    newest = whole.newest(3, 1)
+    assert [node.version for node in newest.nodes] == [Version(5, 2)]
+    assert [*newest.edges()] == []
+    newest = whole.newest(3, 2)
+    assert [node.version.step for node in newest.nodes] == [5, 4, 3]
+    assert [(child.version.step, parent.version.step) for child, parent in newest.edges()] == [(5, 4), (4, 3)]
+    assert draw_svg(newest).count("<path ") == 2
+    assert whole.newest(99, 99) == whole
 
 
 def test_a_job_without_versions_says_so(tmp_path: Path, shm: Path) -> None:

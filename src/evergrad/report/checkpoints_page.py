@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from evergrad.checkpoint.catalogue.catalogue import Catalogue, CatalogueEntry
-from evergrad.checkpoint.catalogue.lineage import Key, Lineage, Node, trace
+from evergrad.checkpoint.catalogue.lineage import Lineage, draw_svg, trace
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.version import Version
 from evergrad.formats.version_folder import UNVERIFIED
@@ -26,9 +26,9 @@ from evergrad.report.document import (
     Figure,
     Mark,
     Page,
+    Picture,
     Prose,
     Section,
-    series_colour,
 )
 from evergrad.report.page import literal
 from evergrad.report.run_figures import harmless
@@ -304,53 +304,15 @@ def sizes_figure(seen: JobVersions) -> Figure | None:
     return Figure("sizes", [trace], layout, "How large each version is, and when it was captured, to the second.", 300)
 
 
-def lineage_figure(seen: JobVersions) -> Figure | None:
-    """A lane an attempt, steps to the right; lines lead from what a version was trained from."""
-    nodes = seen.lineage.nodes[:_NODES]
-    lanes = sorted({(node.job != seen.job, node.job, node.version.attempt) for node in nodes})[:_LANES]
-    if len(nodes) < 2:
+def lineage_picture(seen: JobVersions) -> Picture | None:
+    """The picture that `evergrad checkpoints lineage --picture` writes, of the newest versions."""
+    drawn = seen.lineage.newest(_NODES, _LANES)
+    if len(drawn.nodes) < 2:
         return None
-    names = {(job, attempt): _lane(job if is_other else "", attempt) for is_other, job, attempt in lanes}
-    drawn: dict[Key, Node] = {node.key: node for node in nodes if (node.job, node.version.attempt) in names}
-    traces = []
-    order = list(names)
-    for index, lane in enumerate(order):
-        x: list[int | None] = []
-        y: list[str | None] = []
-        for node in drawn.values():
-            if (node.job, node.version.attempt) == lane and node.parent in drawn:
-                above = drawn[node.parent]
-                x += [above.version.step, node.version.step, None]
-                y += [names[above.job, above.version.attempt], names[lane], None]
-        if x:
-            traces.append({"type": "scatter", "mode": "lines", "x": x, "y": y, "hoverinfo": "skip", "showlegend": False,
-                           "line": {"width": 1.8, "color": series_colour(index)}})  # fmt: skip
-    looks: dict[str, tuple[str, str, str]] = {
-        "restorable": ("can be restored", "circle", PALETTE["ok"]),
-        "gone": ("gone", "circle-open", PALETTE["muted"]),
-        "unknown": ("not known here", "circle-open-dot", PALETTE["muted"]),
-    }
-    for look, (name, symbol, colour) in looks.items():
-        points = [_point(node, names) for node in drawn.values() if node.look == look]
-        if points:
-            traces.append(_scatter(name, points, {"symbol": symbol, "size": 11, "color": colour, "line": {"width": 2}}))
-    pinned = [_point(node, names) for node in drawn.values() if node.pinned or node.tags]
-    if pinned:
-        marker = {"symbol": "diamond-open", "size": 19, "color": PALETTE["warn"], "line": {"width": 2}}
-        trace = _scatter("pinned or tagged", pinned, marker)
-        tags = [", ".join(node.tags) for node in drawn.values() if node.pinned or node.tags]
-        trace |= {"mode": "markers+text", "text": [harmless(tag[:28]) for tag in tags], "textposition": "top center"}
-        traces.append(trace)
     caption = "What each version was trained from: within its attempt, across restarts, across jobs."
-    if len(drawn) < len(seen.lineage.nodes):
-        caption += f" {len(drawn)} of {len(seen.lineage.nodes):,} versions are drawn, the newest."
-    layout = {
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [names[lane] for lane in order][::-1],
-                  "range": [-0.7, len(order) - 0.3]},
-        "hovermode": "closest",
-    }  # fmt: skip
-    return Figure("lineage", traces, layout, caption, 150 + 56 * len(order))
+    if len(drawn.nodes) < len(seen.lineage.nodes):
+        caption += f" {len(drawn.nodes)} of {len(seen.lineage.nodes):,} versions are drawn, the newest."
+    return Picture("lineage", draw_svg(drawn), caption)
 
 
 def saved_s(entry: CatalogueEntry) -> float | None:
@@ -375,11 +337,6 @@ def _scatter(name: str, points: list[Any], marker: dict[str, Any]) -> dict[str, 
     }
 
 
-def _point(node: Node, names: dict[tuple[str, int], str]) -> tuple[int, str, str]:
-    told = _hover(node.entry) if node.entry is not None else f"<b>{node.version.name}</b><br>not known here"
-    return node.version.step, names[node.job, node.version.attempt], told
-
-
 def _hover(entry: CatalogueEntry) -> str:
     told = [
         f"<b>{entry.version.name}</b>",
@@ -392,11 +349,6 @@ def _hover(entry: CatalogueEntry) -> str:
 
 def _tick(entry: CatalogueEntry, attempts: int) -> str:
     return f"{entry.version.step}·{entry.version.attempt}" if attempts > 1 else str(entry.version.step)
-
-
-def _lane(job: str, attempt: int) -> str:
-    short = job if len(job) <= 24 else f"{job[:23]}…"
-    return harmless(f"{short}, attempt {attempt}" if job else f"attempt {attempt}")
 
 
 def _stamp(seconds: float) -> str:
@@ -437,14 +389,14 @@ def _sections(seen: JobVersions) -> list[Section]:
         Section("What is wrong", [Prose("\n\n".join(found))] if (found := problems(seen)) else [], "wrong"),
         Section("Versions and tiers", _figure(tiers_figure(seen)), "tiers"),
         Section("All versions", _versions(seen), "versions"),
-        Section("Lineage", [*_figure(lineage_figure(seen)), *_notes(seen)], "lineage"),
+        Section("Lineage", [*_figure(lineage_picture(seen)), *_notes(seen)], "lineage"),
         Section("Sizes", _figure(sizes_figure(seen)), "sizes"),
         Section("Facts", [Facts(_facts(seen))], "facts", folded=True),
         Section("To go on", [Commands(_commands(seen))], "commands"),
     ]
 
 
-def _figure(figure: Figure | None) -> list[Block]:
+def _figure(figure: Figure | Picture | None) -> list[Block]:
     return [figure] if figure is not None else []
 
 

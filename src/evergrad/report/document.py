@@ -36,6 +36,15 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing that is SVG already, without scripts and links, and with every text in it escaped."""
+
+    name: str
+    svg: str
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table; `help` says what it means, below the table."""
 
@@ -76,7 +85,7 @@ class Facts:
     pairs: list[tuple[str, str]]
 
 
-Block = Prose | Figure | DataTable | Commands | Facts
+Block = Prose | Figure | Picture | DataTable | Commands | Facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,19 @@ from typing import Any
 
 from evergrad._files import file_errors, replacing
 from evergrad.errors import UsageError
-from evergrad.report.document import Block, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
+from evergrad.report.document import (
+    Block,
+    Cell,
+    Column,
+    Commands,
+    DataTable,
+    Facts,
+    Figure,
+    Page,
+    Picture,
+    Prose,
+    Section,
+)
 from evergrad.wording import install_hint
 
 __all__: list[str] = []
@@ -216,6 +228,16 @@ def figure_html(figure: Figure, number: int) -> str:
     )
 
 
+def picture_html(picture: Picture) -> str:
+    """A drawing in a box of its own, which scrolls when it is wide, and its caption."""
+    label = escaped(plain_text(picture.caption) or picture.name)
+    caption = f"<figcaption>{inline(picture.caption)}</figcaption>" if picture.caption else ""
+    return (
+        f'<figure class="picture" data-name="{escaped(picture.name)}"><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="{label}">{picture.svg}</div>{caption}</figure>\n'
+    )
+
+
 def figure_json(figure: Figure) -> str:
     r"""Traces and layout as JSON in which no browser finds a tag.
 
@@ -335,6 +357,8 @@ def _block_html(block: Block, numbers: dict[int, int]) -> str:
             return paragraphs(block.text)
         case Figure():
             return figure_html(block, numbers[id(block)])
+        case Picture():
+            return picture_html(block)
         case DataTable():
             return table_html(block)
         case Commands():

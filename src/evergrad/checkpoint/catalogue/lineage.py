@@ -79,6 +79,18 @@ class Lineage:
             if node.parent is not None:
                 yield node, self.index[node.parent]
 
+    def newest(self, nodes: int, lanes: int) -> Lineage:
+        """At most so many versions, the newest, of at most so many attempts; lines from older ones are cut."""
+        kept: dict[Key, Node] = {}
+        seen: set[tuple[str, int]] = set()
+        for node in self.nodes[:nodes]:
+            lane = node.job, node.version.attempt
+            if lane in seen or len(seen) < lanes:
+                seen.add(lane)
+                kept[node.key] = node
+        cut = (node if node.parent in kept else replace(node, parent=None) for node in kept.values())
+        return Lineage(self.job, tuple(cut), self.notes)
+
     def to_json(self) -> dict[str, Json]:
         """Nodes and edges, as `evergrad checkpoints lineage --json` prints them."""
         nodes: list[Json] = []
@@ -246,11 +258,12 @@ def _joining(waiting: list[Key], columns: list[int]) -> str:
     return "".join(cells).rstrip()
 
 
-# A lineage as an SVG picture: time runs to the right, one lane an attempt, drawn without any library.
+# A lineage as an SVG picture: time runs to the right, one lane an attempt, drawn without any library. Colours are
+# attributes, which every viewer knows; the classes are for a page that shows the picture in its own theme.
 
 _FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
 _INK, _SOFT, _LINE, _BAND, _RING = "#1c2733", "#6b7785", "#9aa5b1", "#f4f6f8", "#d9822b"
-_LANES = ("#2563a8", "#2e8b57", "#8a4fbe", "#b8472f", "#0f8b8d", "#96751a")
+_LANES = ("#2f7fc4", "#2e8b57", "#9a62cf", "#cf5a3d", "#0f8b8d", "#96751a")  # seen on white and on black
 _TOP, _RIGHT, _LANE = 92, 48, 58
 _PITCH = (9.0, 92.0)
 _WIDTH = 1000  # that a picture with few versions aims at
@@ -290,11 +303,11 @@ def draw_svg(lineage: Lineage) -> str:
     width, height = round(plan.width), round(plan.height)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'{_FONT} font-size="12" fill="{_INK}">',
+        f'class="lineage" role="img" {_FONT} font-size="12" fill="{_INK}">',
         f"<title>Lineage of {_text(lineage.job)}</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<rect class="back" width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="24" y="36" font-size="19" font-weight="600">Lineage of {_text(lineage.job)}</text>',
-        f'<text x="24" y="58" fill="{_SOFT}">{_text(_summary(lineage))}</text>',
+        f'<text class="soft" x="24" y="58" fill="{_SOFT}">{_text(_summary(lineage))}</text>',
         *_lanes(lineage, plan),
         *(_edge(child, parent, plan) for child, parent in lineage.edges()),
         *(_mark(node, plan) for node in lineage.nodes),
@@ -338,7 +351,8 @@ def _lanes(lineage: Lineage, plan: _Plan) -> Iterator[str]:
     for (job, attempt), index in plan.lanes.items():
         top = _TOP + index * _LANE
         if index % 2 == 0:
-            yield f'<rect x="12" y="{top}" width="{plan.width - 24:.0f}" height="{_LANE}" rx="6" fill="{_BAND}"/>'
+            band = f'x="12" y="{top}" width="{plan.width - 24:.0f}" height="{_LANE}"'
+            yield f'<rect class="band" {band} rx="6" fill="{_BAND}"/>'
         name, colour = _text(_lane_name(lineage, job, attempt)), _colour(plan, job, attempt)
         yield f'<text x="24" y="{top + _LANE / 2 + 4:.0f}" fill="{colour}" font-weight="600">{name}</text>'
 
@@ -360,9 +374,9 @@ def _mark(node: Node, plan: _Plan) -> str:
     ring = ""
     if node.pinned:
         ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r + 3:.1f}" fill="none" stroke="{_RING}" stroke-width="2"/>'
-    fill = colour if node.look == "restorable" else "#ffffff"
+    fill = f'fill="{colour}"' if node.look == "restorable" else 'class="back" fill="#ffffff"'
     dot = (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}" fill="{fill}" '
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}" {fill} '
         f'stroke="{colour if node.look != "unknown" else _LINE}" stroke-width="1.6"{dash}/>'
     )
     return f"<g><title>{_text(_hover(node))}</title>{ring}{dot}</g>"
@@ -380,7 +394,7 @@ def _labels(lineage: Lineage, plan: _Plan) -> Iterator[str]:
         for node in sorted(nodes, key=lambda it: (not it.pinned, it not in ends, plan.columns[it.key])):
             x, y, step = plan.x(node.key), plan.y(node.key), str(node.version.step)
             if _fits(taken, x, 7.0 * len(step) + 10):
-                weight = ' font-weight="600"' if node.pinned else f' fill="{_SOFT}"'
+                weight = ' font-weight="600"' if node.pinned else f' class="soft" fill="{_SOFT}"'
                 yield (
                     f'<text x="{x:.1f}" y="{y + plan.radius + 16:.1f}" font-size="11" '
                     f'text-anchor="middle"{weight}>{step}</text>'
@@ -418,13 +432,13 @@ def _legend(plan: _Plan) -> Iterator[str]:
     kinds = [("restorable", "can be restored"), ("gone", "retired"), ("unknown", "not known here"), ("ring", "pinned")]
     for kind, words in kinds:
         dash = ' stroke-dasharray="2 2"' if kind == "unknown" else ""
-        fill = _SOFT if kind in ("restorable", "ring") else "#ffffff"
+        fill = f'fill="{_SOFT}"' if kind in ("restorable", "ring") else 'class="back" fill="#ffffff"'
         if kind == "ring":
             yield f'<circle cx="{x}" cy="{y}" r="8.5" fill="none" stroke="{_RING}" stroke-width="2"/>'
-        yield f'<circle cx="{x}" cy="{y}" r="5.5" fill="{fill}" stroke="{_SOFT}" stroke-width="1.6"{dash}/>'
-        yield f'<text x="{x + 14}" y="{y + 4}" fill="{_SOFT}">{words}</text>'
+        yield f'<circle cx="{x}" cy="{y}" r="5.5" {fill} stroke="{_SOFT}" stroke-width="1.6"{dash}/>'
+        yield f'<text class="soft" x="{x + 14}" y="{y + 4}" fill="{_SOFT}">{words}</text>'
         x += 14 + 6.6 * len(words) + 30
-    yield f'<text x="{x}" y="{y + 4}" fill="{_SOFT}">numbers are steps</text>'
+    yield f'<text class="soft" x="{x}" y="{y + 4}" fill="{_SOFT}">numbers are steps</text>'
 
 
 def _hover(node: Node) -> str:
