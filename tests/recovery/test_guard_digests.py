@@ -83,7 +83,7 @@ def test_a_digest_goes_by_values_type_and_shape_and_not_by_strides() -> None:
 
 
 def test_many_tensors_on_several_threads_have_the_digests_that_they_have_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evergrad.checkpoint.digests._ENOUGH_FOR_THREADS", 1)
+    monkeypatch.setattr("evergrad._digest._ENOUGH_FOR_THREADS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     tensors = {f"t{n}": torch.randn(n * 7) for n in range(20)}
     assert digest_tensors(tensors) == {path: digest_tensors({path: one})[path] for path, one in tensors.items()}

@@ -11,14 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from evergrad._digest import digest_chunks
 from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, LimitExceeded, UnknownTensor, UnsupportedContent, UsageError
@@ -355,10 +356,7 @@ def _role_of_value(name: str) -> Role:
 
 def digest(what: object, chunks: Iterable[bytes]) -> str:
     """A digest over a description and bytes, for `Checkpoint.fingerprint`."""
-    found = xxhash.xxh3_128(repr(what).encode("utf-8", "backslashreplace"))
-    for chunk in chunks:
-        found.update(chunk)
-    return found.hexdigest()
+    return digest_chunks(chain([repr(what).encode("utf-8", "backslashreplace")], chunks))
 
 
 def read_blocks(source: Bytes, offset: int, length: int) -> Iterator[bytes]:

@@ -14,11 +14,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from evergrad.recovery.guard.digests import digest_bytes
+from evergrad._digest import digest_bytes, digest_labelled
 from evergrad.recovery.guard.replicas import gather_digests, gather_json, replica_of, shown_value
 from evergrad.recovery.membership import Fingerprint, first_difference
 from evergrad.recovery.process_group import Group
@@ -35,12 +34,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     >>> digest([("a", torch.zeros(1))]) == digest([("a", -torch.zeros(1))])
     False
     """
-    found = xxhash.xxh3_128()
-    for name, tensor in tensors:
-        found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        if tensor.numel():
-            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    return digest_labelled((f"{name}\0{one.dtype}\0{tuple(one.shape)}\0".encode(), one) for name, one in tensors)
 
 
 def tell_weights(model: nn.Module | None, tell: Callable[..., None], **about: int) -> None:

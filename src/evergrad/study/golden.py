@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from evergrad._files import replacing
 from evergrad.errors import DamagedFile, FileAccessError, reason, said
 from evergrad.formats.version_records import read_record, record_bytes
@@ -140,15 +138,3 @@ def _direction(told: Any) -> Direction:
         return Direction(told)
     except ValueError:
         raise ValueError(f"direction {told!r}") from None
-
-
-def digest_file(path: Path) -> str:
-    """Of a file's bytes."""
-    found = xxhash.xxh3_128()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                found.update(block)
-    except OSError as error:
-        raise FileAccessError(path, f"cannot be read: {reason(error)}") from error
-    return found.hexdigest()

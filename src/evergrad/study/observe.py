@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
+from evergrad._digest import digest_labelled
 from evergrad.errors import EvergradError
 from evergrad.recovery.guard.norms import magnitudes
 from evergrad.study.probe import Watchers
@@ -121,12 +121,7 @@ def _train(session: Session, epochs: int, look: _Look, watchers: Watchers, metri
 
 def digest_of(session: Session) -> str:
     """Of the model's parameters and buffers, by name and bits."""
-    found = xxhash.xxh3_128()
-    for name, tensor in session.state().items():
-        if name.startswith("model/"):
-            found.update(name.encode())
-            found.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    return digest_labelled((name.encode(), one) for name, one in session.state().items() if name.startswith("model/"))
 
 
 class _Look:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from evergrad._digest import digest_file
 from evergrad._files import fsync_path
 from evergrad.errors import StudyError, UsageError
 from evergrad.formats import open_checkpoint
@@ -22,7 +23,7 @@ from evergrad.injection.faults import fault_of
 from evergrad.injection.live_faults import Aim, LiveState
 from evergrad.records import Role
 from evergrad.state.paths import split
-from evergrad.study.golden import CHECKPOINT, Golden, digest_file, fresh_folder, golden_folder, keep_golden, read_golden
+from evergrad.study.golden import CHECKPOINT, Golden, fresh_folder, golden_folder, keep_golden, read_golden
 from evergrad.study.observe import Course, observe
 from evergrad.study.target_selection import aimed_at
 from evergrad.study.trials import Command, Observation, Rules, Trial

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from evergrad import _files
+from evergrad._digest import digest_spans
 from evergrad._files import open_regular
 from evergrad.checkpoint.agent.events import Committed, Event, Failed, Free, Unfinished
 from evergrad.checkpoint.agent.inventory import Completion, Holdings
 from evergrad.checkpoint.agent.upload import Shares
 from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint, populate
 from evergrad.checkpoint.catalogue.history import Journal, shard_digest
-from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import parse
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import xxhash
-
+from evergrad._digest import digest_chunks
 from evergrad._files import open_file
 from evergrad._jsonl import Appender, read_lines
 from evergrad.checkpoint.manifest import Manifest
@@ -161,11 +160,9 @@ class Journal:
 
 def shard_digest(manifest: Manifest) -> str:
     """One digest (xxh3_128) for all tensors of a shard: equal states have equal ones, whatever the step."""
-    hasher = xxhash.xxh3_128()
     digests = {**manifest.digests, **{path: digest for path, (_, digest) in manifest.elsewhere.items()}}
-    for path, digest in sorted(digests.items()):
-        hasher.update(f"{path}\0{digest}\n".encode("utf-8", "surrogatepass"))
-    return hasher.hexdigest()
+    lines = (f"{path}\0{digest}\n" for path, digest in sorted(digests.items()))
+    return digest_chunks(line.encode("utf-8", "surrogatepass") for line in lines)
 
 
 def _take_shard(history: History, record: Mapping[str, Any]) -> None:

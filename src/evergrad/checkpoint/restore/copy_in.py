@@ -16,8 +16,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from evergrad._digest import balanced
 from evergrad.checkpoint.capture.dtensor import local_of
-from evergrad.checkpoint.digests import balanced
 from evergrad.dtypes import DType
 from evergrad.state import Skeleton
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from evergrad._digest import digest_spans
 from evergrad._files import open_regular, read_small, take_lock
 from evergrad.checkpoint.arena import Ticket, populate
-from evergrad.checkpoint.digests import digest_spans
 from evergrad.checkpoint.layout import Entry, Parsed, parse
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Store

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from evergrad.checkpoint.digests import digest_threads
+from evergrad._digest import digest_threads
 from evergrad.checkpoint.tiers.base import Tier
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, UsageError

@@ -19,8 +19,8 @@ from functools import cache
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from evergrad._digest import bytes_of, digest_bytes
 from evergrad.records import Check
-from evergrad.recovery.guard.digests import bytes_of, digest_bytes
 from evergrad.recovery.guard.replicas import SIZE, Checked, Difference, change_between, gather_json
 from evergrad.recovery.local_state import Keeping, Randomness
 from evergrad.recovery.process_group import Group, swap

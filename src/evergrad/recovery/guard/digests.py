@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
-from evergrad.checkpoint.digests import balanced
+from evergrad._digest import balanced, bytes_of, digest_bytes
 
 CHUNK_WORDS = 4 << 20
 """How much is worked on at once on a device: three times this, in words, is the memory that it takes meanwhile."""
@@ -45,16 +44,6 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         for path, content in contents.items():
             found[path] = digest_bytes(content + f"{some[path].dtype} {tuple(some[path].shape)}".encode())
     return {path: found[path] for path in tensors}
-
-
-def digest_bytes(data: bytes | memoryview) -> bytes:
-    """The digest of anything else."""
-    return xxhash.xxh3_128_digest(data)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes in logical order, flat: the tensor's own memory if that is in order, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _contents_on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:

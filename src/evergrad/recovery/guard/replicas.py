@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from evergrad._digest import bytes_of, digest_bytes
 from evergrad.errors import StateError, UsageError, nearest
 from evergrad.records import Check, Json
-from evergrad.recovery.guard.digests import bytes_of, digest_bytes, digest_tensors
+from evergrad.recovery.guard.digests import digest_tensors
 from evergrad.recovery.guard.norms import Magnitude, Ranges
 from evergrad.recovery.process_group import Group, swap
 from evergrad.state import Skeleton, flatten, join, unflatten
