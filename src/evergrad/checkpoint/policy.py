@@ -22,8 +22,6 @@ from evergrad.checkpoint.preemption import Agreement, Notice, Votes, Watch, chec
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.errors import CheckpointError, UsageError
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:

@@ -26,7 +26,6 @@ from evergrad.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 _SAME_NOTICE_S = 1.0

@@ -24,7 +24,6 @@ from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason, said
 from evergrad.formats.version_records import read_record, record_bytes, shard_rank
 
-__all__: list[str] = []
 
 SCHEMA_VERSION = 1
 _log = logging.getLogger(__name__)

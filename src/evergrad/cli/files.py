@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from evergrad.formats.verify import TensorVerdict, Verification
     from evergrad.records import Check, Comparison, Json, TensorDiff, TensorInfo
 
-__all__: list[str] = []
 
 EPILOG_INSPECT = (
     "Examples:\n\n  evergrad inspect model.pt --tree\n\n"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from evergrad.injection import Fault, InjectionLog
     from evergrad.injection.replay import Rename
 
-__all__: list[str] = []
 
 EPILOG = (
     "Examples:\n\n"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from evergrad.doctor import Check
     from evergrad.records import Json
 
-__all__: list[str] = []
 
 EPILOG_DOCTOR = (
     "Examples:\n\n  evergrad doctor\n\n  evergrad doctor --folder /scratch --json\n\n"

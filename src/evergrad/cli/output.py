@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from evergrad.records import Json
 
-__all__: list[str] = []
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from evergrad.report.document import Page
     from evergrad.report.run_model import Interruption, RunFolder, RunStory
 
-__all__: list[str] = []
 
 CONTEXT = {"allow_interspersed_args": False}
 """Everything after the script is the script's, options too."""

@@ -25,7 +25,6 @@ from evergrad.state.skeleton import Joined, join_states
 if TYPE_CHECKING:
     import torch
 
-__all__: list[str] = []
 
 # Read the shards of an index as one state: tensors with and without an entry in the index, and values.
 #

@@ -26,8 +26,6 @@ from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.torch_file import TorchLegacy, TorchZip
 from evergrad.formats.zip_archive import Archive
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, slots=True)
 class Signature:

@@ -20,7 +20,6 @@ from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Check, Json, Role, TensorInfo
 from evergrad.state import Where
 
-__all__: list[str] = []
 
 # Values that no training makes, told from the exponents of a tensor alone.
 #

@@ -26,7 +26,6 @@ from evergrad.formats.data_file import Bytes, DataFile, closed_on_error, xor_row
 from evergrad.formats.region import Seal, check_seal
 from evergrad.records import Check
 
-__all__: list[str] = []
 
 # The directory of a zip file: its members, where they lie, and what they claim, checked before it is believed.
 

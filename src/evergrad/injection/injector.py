@@ -42,7 +42,6 @@ from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 from evergrad.wording import checked_choice, meant
 
-__all__: list[str] = []
 
 # Where an injection takes place: in the files themselves, or in a copy that appears whole or not at all.
 #

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__: list[str] = []
 
 # When live faults happen: steps are counted, and every hook comes off as soon as all is done.
 #

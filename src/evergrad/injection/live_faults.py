@@ -36,8 +36,6 @@ from evergrad.state.sharing import find_sharing
 if TYPE_CHECKING:
     import torch
 
-__all__: list[str] = []
-
 
 def flip(
     state: Mapping[str, torch.Tensor], fault: Fault, *, count: int = 1, where: str | None = None, seed: int = 0

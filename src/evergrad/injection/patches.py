@@ -23,7 +23,6 @@ from evergrad.formats.data_file import Changes
 from evergrad.injection.log import FileChange, Image
 from evergrad.injection.rng import Integers
 
-__all__: list[str] = []
 
 BLOCK = 64
 WITNESSES = 64

@@ -22,7 +22,6 @@ from evergrad.errors import DamagedFile, UsageError, nearest, said
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale
 from evergrad.wording import install_hint
 
-__all__: list[str] = []
 
 # Settings files of the published injector: YAML, TOML or JSON, read within bounds; nothing in them is executed.
 

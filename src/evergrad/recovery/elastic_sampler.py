@@ -45,7 +45,6 @@ import numpy.typing as npt
 from evergrad.errors import StateError
 from evergrad.records import Json
 
-__all__: list[str] = []
 
 # What became of every unit of an epoch: used, lost, dropped, or not yet used.
 #

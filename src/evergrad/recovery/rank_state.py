@@ -19,7 +19,6 @@ from evergrad.recovery.local_state import Snapshot, is_scaler
 from evergrad.recovery.optimizer_overlap import Overlap, refuse_overlap
 from evergrad.state import flatten, unflatten
 
-__all__: list[str] = []
 
 # The optimizers of a job: found before the script hands them over, given their state, stepped by a scaler if any.
 #

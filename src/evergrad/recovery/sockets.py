@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 
 from evergrad.errors import UsageError
 
-__all__: list[str] = []
-
 
 class Sockets:
     """TCP connections that were made inside of `with sockets.opening():`, by whatever library."""

@@ -40,7 +40,6 @@ from evergrad.report.document import (
 )
 from evergrad.wording import install_hint
 
-__all__: list[str] = []
 
 # Blocks as HTML. Every text that comes from a file or a person goes through `escaped`.
 

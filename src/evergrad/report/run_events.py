@@ -30,7 +30,6 @@ from evergrad.report.run_model import (
 )
 from evergrad.timeline import Event
 
-__all__: list[str] = []
 
 # What was done to processes on purpose, and which of it is why one was lost.
 

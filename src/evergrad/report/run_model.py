@@ -26,7 +26,6 @@ from evergrad.records import Json
 from evergrad.timeline import Event, read
 from evergrad.wording import counted
 
-__all__: list[str] = []
 
 SCHEMA_VERSION = 1
 

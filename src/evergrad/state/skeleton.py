@@ -37,7 +37,6 @@ from evergrad.records import Json, Role
 from evergrad.state.paths import ROOT, escape, segment_beside, unescape
 from evergrad.state.sharing import Sharing
 
-__all__: list[str] = []
 
 # Values as nodes of a skeleton, and back: the table in `skeleton.py` says which node stands for what.
 #

@@ -29,7 +29,6 @@ from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
 from evergrad.study.trials import End, Observation, Trial
 
-__all__: list[str] = []
 
 # The journal: one line a trial, appended and never altered.
 #

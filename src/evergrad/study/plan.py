@@ -190,7 +190,7 @@ class Plan:
         """Read a study of the gallery or a TOML file; `trials_per_cell`, `seed`, `device` replace its own.
 
         >>> Plan.read("bitflip-nev", scale="tiny", trials_per_cell=3).trials
-        18
+        36
         """
         if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
             raise UsageError(f"device: expected cpu, cuda or cuda:1, found {shown(device)}")

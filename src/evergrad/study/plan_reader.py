@@ -19,7 +19,6 @@ from evergrad.training.settings import Direction, Training
 from evergrad.training.workloads.registry import check_fit
 from evergrad.wording import checked_choice, listed, meant, shown
 
-__all__: list[str] = []
 
 # The `[training]` or `[command]` of a cell, from the values that a plan has for it.
 

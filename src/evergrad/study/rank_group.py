@@ -31,7 +31,6 @@ from evergrad.records import Json
 from evergrad.study.executors.worker_process import ONE_THREAD
 from evergrad.study.trials import how_it_ended
 
-__all__: list[str] = []
 
 # The nursery as its worker sees it: forks ranks, ends them, and says what became of each.
 

@@ -16,8 +16,6 @@ from evergrad.training.settings import Direction
 if TYPE_CHECKING:
     from evergrad.study.table_formats import Table
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:

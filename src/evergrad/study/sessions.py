@@ -33,8 +33,6 @@ from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 from evergrad.wording import first_line
 
-__all__: list[str] = []
-
 
 def made_golden(folder: Path, trial: Trial) -> Golden:
     """The golden run of a trial's training; made, if it is not there."""

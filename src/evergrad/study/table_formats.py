@@ -19,7 +19,6 @@ from evergrad.wording import checked_choice
 if TYPE_CHECKING:
     import rich.table
 
-__all__: list[str] = []
 
 _MISSING = "–"
 

@@ -37,7 +37,6 @@ from evergrad.training.settings import Training
 if TYPE_CHECKING:
     from evergrad.injection import LiveInjection
 
-__all__: list[str] = []
 
 # How a trial's faults get into its training: which ranks they hit, with which draws, and when.
 #

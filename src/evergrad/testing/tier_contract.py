@@ -17,8 +17,6 @@ from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError
 
-__all__: list[str] = []
-
 
 class TierContract:
     """Subclass it, say how to make the tier, and let pytest collect it."""

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from evergrad.checkpoint.restore.shards import Shard
 
-__all__: list[str] = []
 
 # All ranks' shards of a version as one state: what a single process would have saved.
 #

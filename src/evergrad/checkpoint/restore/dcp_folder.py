@@ -33,7 +33,6 @@ from evergrad.state.paths import segments
 from evergrad.state.skeleton import decode_value, encode_scalar
 from evergrad.state.tree import is_stateful
 
-__all__: list[str] = []
 
 # Flat names, as DCP has them, laid out as a live state is nested.
 #

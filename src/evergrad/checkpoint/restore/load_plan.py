@@ -22,8 +22,6 @@ from evergrad.records import Json
 from evergrad.state import ROOT, Skeleton, join, outline
 from evergrad.state.skeleton import decode, decode_value
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:

@@ -19,7 +19,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError, said
 from evergrad.formats.version_records import COMMIT, is_as_written, record_bytes, shard_name
 
-__all__: list[str] = []
 
 COMMIT_NAME = COMMIT
 SCHEMA_VERSION = 1

@@ -20,7 +20,6 @@ from evergrad.errors import DamagedFile, UsageError
 from evergrad.formats.safetensors import DTYPES, DTYPES_KEY, MAX_HEADER_BYTES
 from evergrad.wording import install_hint, meant
 
-__all__: list[str] = []
 
 # zstd-shuffle: the exact packing of shards for slow tiers.
 #

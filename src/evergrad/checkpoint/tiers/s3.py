@@ -19,7 +19,6 @@ from evergrad.checkpoint.tiers.object_store import Access, FsspecBucket, Item, S
 from evergrad.errors import TierError
 from evergrad.wording import install_hint
 
-__all__: list[str] = []
 
 # A multipart upload that another process can take up: parts that are there already are not sent again.
 #

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from evergrad.study.folder import Entry
     from evergrad.study.results import Results
 
-__all__: list[str] = []
 
 _SEED = 1
 _FLIP_FILES = ("--bits", "exponent-msb", "--count", "1", "--where", "model/4.weight", "--seed", str(_SEED))

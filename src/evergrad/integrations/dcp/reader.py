@@ -44,7 +44,6 @@ from evergrad.records import Json
 from evergrad.state import Skeleton
 from evergrad.state.skeleton import decode, decode_value
 
-__all__: list[str] = []
 
 # Which name DCP has for what a shard holds.
 #

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from evergrad.recovery.store import Sealed
     from evergrad.recovery.worker import Crew, Launched
 
-__all__: list[str] = []
 
 # What a failure does to processes: signals, slowness, a cut network, soft errors.
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from evergrad.recovery.launch.head import Nodes, Reception
     from evergrad.recovery.store import Sealed
 
-__all__: list[str] = []
 
 # A new spare for each process that is gone, where that is wanted and may help.
 

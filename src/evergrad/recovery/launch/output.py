@@ -31,7 +31,6 @@ from evergrad.wording import counted
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__: list[str] = []
 
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16

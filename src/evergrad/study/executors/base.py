@@ -28,8 +28,6 @@ from evergrad.errors import EvergradError, UsageError
 from evergrad.records import Json
 from evergrad.wording import shown
 
-__all__: list[str] = []
-
 
 class Fate(StrEnum):
     """What became of a task."""

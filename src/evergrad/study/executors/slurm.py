@@ -34,7 +34,6 @@ from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, Order, serve
 from evergrad.study.executors.worker_process import Garbled
 from evergrad.wording import checked_choice, install_hint, shown
 
-__all__: list[str] = []
 
 # The Slurm jobs of one executor: submitted by submitit, watched by squeue, ended by scancel.
 #
