@@ -57,7 +57,6 @@ from evergrad.formats.collector import uncollected
 from evergrad.state import Where
 from evergrad.wording import checked_choice
 
-
 # What a user gives to a `Checkpointer`, checked: each mistake is one line.
 
 _SPELLED = {

@@ -24,7 +24,6 @@ from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
 from evergrad.errors import CheckpointError, FileAccessError, FormatError, reason, said
 from evergrad.formats.version_records import read_record, record_bytes, shard_rank
 
-
 SCHEMA_VERSION = 1
 _log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")

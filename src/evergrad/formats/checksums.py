@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-
 _POWERS = 44  # distances up to 16 TiB
 _MANY = 48  # from here on NumPy pays, with larger tables: a digit of the distance each
 _CROWD = 4096  # from here on merging pays

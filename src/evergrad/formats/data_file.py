@@ -21,7 +21,6 @@ from evergrad import _files
 from evergrad._files import file_errors, open_regular
 from evergrad.errors import DamagedFile, FileAccessError
 
-
 # What an alteration would do to the bytes of files, found out without doing it.
 #
 # Within `rehearsal()`, `Checkpoint.xor` changes nothing: every byte that it would change, tensors' and checksums', is

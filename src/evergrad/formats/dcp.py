@@ -25,7 +25,6 @@ from evergrad.records import MAX_AXES, Check
 from evergrad.state import ROOT
 from evergrad.state.selection import tensor_info
 
-
 # The `.metadata` of torch.distributed.checkpoint: a pickle of its dataclasses, read and never run.
 
 MAX_METADATA_BYTES = 1 << 29

@@ -25,7 +25,6 @@ from evergrad.formats.tiled import Box, Pieces, PiecewiseCheckpoint, fill
 from evergrad.records import MAX_AXES, Check, Role, TensorInfo
 from evergrad.state import role_of
 
-
 # LevelDB's sorted tables, as TensorFlow keeps the index of a checkpoint: where each value lies, under which checksum.
 #
 # A table is a row of blocks, each followed by its kind (one byte) and a masked CRC-32C over both. Keys in a block

@@ -20,7 +20,6 @@ from evergrad.records import Check
 from evergrad.state import Skeleton, unflatten
 from evergrad.state.sharing import byte_extent
 
-
 MAX_ZIP_PICKLE_BYTES = 1 << 29
 MAX_COMPRESSED_PICKLE_BYTES = 1 << 22
 

@@ -20,7 +20,6 @@ from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Check, Json, Role, TensorInfo
 from evergrad.state import Where
 
-
 # Values that no training makes, told from the exponents of a tensor alone.
 #
 # A flipped top exponent bit multiplies a small value by 2^(half the exponent range): 0.02 becomes 6.8e36 in float32,

@@ -35,7 +35,6 @@ from evergrad.formats.version_records import (
 )
 from evergrad.records import Check
 
-
 # Which records of a version follow when tensors change: manifests, those that refer to them, and `COMMIT.json`.
 
 _NO_ELSEWHERE = b'"elsewhere": {}'

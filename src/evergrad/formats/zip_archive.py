@@ -26,7 +26,6 @@ from evergrad.formats.data_file import Bytes, DataFile, closed_on_error, xor_row
 from evergrad.formats.region import Seal, check_seal
 from evergrad.records import Check
 
-
 # The directory of a zip file: its members, where they lie, and what they claim, checked before it is believed.
 
 MAX_MEMBERS = 2_000_000

@@ -25,7 +25,6 @@ from evergrad.injection.rng import Draws, Integers
 from evergrad.injection.sampling import Population, Sampling, Sites, split
 from evergrad.records import Json, TensorInfo
 
-
 # What was done to one tensor, in columns; and to one number, in a person's words.
 
 

@@ -32,7 +32,6 @@ from evergrad.injection.rng import Draws
 from evergrad.records import Json
 from evergrad.wording import checked_choice, meant, shown
 
-
 # Which bits of a number are meant: by number, 0 the sign, as the literature counts, or by field.
 #
 # Every function speaks of one *number*: an element, or one part of a complex element.

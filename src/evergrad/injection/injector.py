@@ -42,7 +42,6 @@ from evergrad.records import Json, Role
 from evergrad.state.selection import Where
 from evergrad.wording import checked_choice, meant
 
-
 # Where an injection takes place: in the files themselves, or in a copy that appears whole or not at all.
 #
 # A checkpoint of several files that was named by one of them (an index) is copied into a folder.

@@ -30,7 +30,6 @@ from evergrad.injection.bit_changes import Column, Hit
 from evergrad.injection.faults import Fault, fault_from_json
 from evergrad.records import Json
 
-
 SCHEMA_VERSION = 1
 KIND = "injection log"
 MAGIC = b'{"evergrad": "injection log"'

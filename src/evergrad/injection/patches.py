@@ -23,7 +23,6 @@ from evergrad.formats.data_file import Changes
 from evergrad.injection.log import FileChange, Image
 from evergrad.injection.rng import Integers
 
-
 BLOCK = 64
 WITNESSES = 64
 WHOLE_BYTES = 1 << 22

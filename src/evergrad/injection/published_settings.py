@@ -22,7 +22,6 @@ from evergrad.errors import DamagedFile, UsageError, nearest, said
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale
 from evergrad.wording import install_hint
 
-
 # Settings files of the published injector: YAML, TOML or JSON, read within bounds; nothing in them is executed.
 
 _MAX_BYTES = 1 << 20

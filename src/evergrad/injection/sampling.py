@@ -21,7 +21,6 @@ from evergrad.state.selection import Where
 from evergrad.state.sharing import contiguous_strides
 from evergrad.wording import checked_choice
 
-
 # The numbers that a fault may hit: which tensors, without what does not fit, every byte once.
 #
 # A *number* is an element, or one part of a complex element; they are counted through all tensors of the selection,

@@ -29,7 +29,6 @@ from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.store import PREFIX, Sealed
 from evergrad.wording import meant
 
-
 # Every process of a job as its coordinator counts them: who lives, who is out, and what became of those.
 
 

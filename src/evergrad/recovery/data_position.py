@@ -20,7 +20,6 @@ from evergrad.recovery.gradients import Layout
 from evergrad.recovery.local_state import Randomness
 from evergrad.recovery.process_group import Group
 
-
 OPENING = 4
 """Hyper-parameters of so many first steps of a job are kept, to recognise a script that begins anew."""
 _NUMBERS = ("epoch", "index", "step", "point", "passes")

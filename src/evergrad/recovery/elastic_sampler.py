@@ -45,7 +45,6 @@ import numpy.typing as npt
 from evergrad.errors import StateError
 from evergrad.records import Json
 
-
 # What became of every unit of an epoch: used, lost, dropped, or not yet used.
 #
 # One byte a unit, written when a step has been applied and never before: a step that is rolled back leaves no trace.

@@ -26,7 +26,6 @@ from evergrad.errors import UsageError
 from evergrad.recovery.optimizer_overlap import Overlap
 from evergrad.recovery.process_group import Group, GroupBroken, Ticket, solitary
 
-
 # Gradients in buckets: which parameters lie in which, and one bucket on its way through a reduction.
 
 Layout: TypeAlias = "tuple[tuple[int, ...], ...]"

@@ -27,7 +27,6 @@ from typing import Literal
 
 from evergrad.errors import RecoveryError, UsageError
 
-
 _BYTES = 8192
 _BEATS, _BEAT_AT, _BEATS_WHEN_ASKED, _WAITS_SINCE, _WAITED, _WAITS, _ASKS_SINCE, _TURN, _LENGTH = range(9)
 _STACK = 128

@@ -60,7 +60,6 @@ from evergrad.recovery.usage_checks import (
 from evergrad.recovery.worker import Crew, Departure, Launched
 from evergrad.wording import counted, first_line, shown
 
-
 # What a wrapped model is, alone and among others, and what the reduction of its gradients sees of the job.
 
 

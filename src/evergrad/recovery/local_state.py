@@ -23,7 +23,6 @@ from evergrad.recovery.process_group import Group, swap
 from evergrad.recovery.state_transfer import pack, unpack
 from evergrad.state import flatten
 
-
 _NUMPY = "MT19937"
 _WORDS = 624
 _MANY_KINDS = 64

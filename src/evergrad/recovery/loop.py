@@ -37,7 +37,6 @@ from evergrad.recovery.untracked_state import KeptGradients, Untracked
 from evergrad.recovery.worker import Crew, Launched
 from evergrad.wording import counted
 
-
 # What the launcher's status line knows of the job: a few times a second, by one rank.
 
 _EVERY_S = 0.2

@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import HashStore, Store
 from evergrad.errors import RecoveryError
 from evergrad.recovery.sockets import LOOPBACK, Sockets, address_towards, is_loopback
 
-
 Op: TypeAlias = Literal["sum", "max"]
 
 

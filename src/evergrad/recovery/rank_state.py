@@ -19,7 +19,6 @@ from evergrad.recovery.local_state import Snapshot, is_scaler
 from evergrad.recovery.optimizer_overlap import Overlap, refuse_overlap
 from evergrad.state import flatten, unflatten
 
-
 # The optimizers of a job: found before the script hands them over, given their state, stepped by a scaler if any.
 #
 # A script shows its optimizers in its first `job.step`. That is too late for a process that joins, or that restores a

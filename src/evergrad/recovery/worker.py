@@ -27,7 +27,6 @@ from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.store import PREFIX, StoreClient
 from evergrad.wording import first_line
 
-
 FORMING = timedelta(minutes=30)
 """How long a group may take to form, and a collective of it to end: somebody else knows sooner who is gone."""
 

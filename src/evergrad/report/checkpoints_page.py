@@ -34,7 +34,6 @@ from evergrad.report.page import literal
 from evergrad.report.run_figures import harmless
 from evergrad.wording import counted
 
-
 # What is known of a job's versions, looked up once: entries, what each tier holds, lineage.
 
 

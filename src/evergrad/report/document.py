@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-
 Mark = Literal["", "published", "good", "bad", "muted"]
 
 

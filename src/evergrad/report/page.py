@@ -40,7 +40,6 @@ from evergrad.report.document import (
 )
 from evergrad.wording import install_hint
 
-
 # Blocks as HTML. Every text that comes from a file or a person goes through `escaped`.
 
 _SHORT = 24  # a text of so many characters stays on one line in a table

@@ -30,7 +30,6 @@ from evergrad.report.run_model import (
 )
 from evergrad.timeline import Event
 
-
 # What was done to processes on purpose, and which of it is why one was lost.
 
 _ACTS = {"kill_injected": "kill", "stop_injected": "stop", "network_cut_injected": "cut"}  # being slow is no end

@@ -17,7 +17,6 @@ from evergrad.report.page import literal
 from evergrad.report.run_model import Interruption, Process, RunStory, Span, State
 from evergrad.wording import counted
 
-
 # A run in words: only what its timeline says.
 
 CLOCKS_DISAGREE = "clocks disagree"

@@ -26,7 +26,6 @@ from evergrad.records import Json
 from evergrad.timeline import Event, read
 from evergrad.wording import counted
 
-
 SCHEMA_VERSION = 1
 
 State = Literal["starting", "spare", "training", "recovering", "gone"]

@@ -26,7 +26,6 @@ from evergrad.study.results import Cell, CellTally, Results, Tally, results_from
 from evergrad.study.trials import Axes, Observation, Outcome, Trial
 from evergrad.training.settings import Direction
 
-
 MOST_CURVES = 240
 """Trials of the whole study that are drawn step by step; every cell has its share."""
 

@@ -19,7 +19,6 @@ from evergrad.study.tables import PUBLISHED
 from evergrad.study.trials import Observation, Series
 from evergrad.training.settings import Direction
 
-
 _MOST_RATES = 4
 _SYMBOLS_RATES = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "pentagon")
 _PLACES = ("layer", "where", "target")

@@ -39,7 +39,6 @@ from evergrad.study.tables import MEANINGS, PUBLISHED, comparisons_table, publis
 from evergrad.study.trials import Outcome
 from evergrad.training.settings import Direction
 
-
 # A study's tables as tables of a page, with published figures beside our own.
 
 _VERDICTS: dict[str, Mark] = {"not told apart": "muted", "no trend told": "muted"}

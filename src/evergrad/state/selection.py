@@ -15,7 +15,6 @@ from evergrad.records import Role, TensorInfo
 from evergrad.state.paths import split
 from evergrad.wording import meant
 
-
 Where: TypeAlias = "str | re.Pattern[str] | Role | Iterable[str | re.Pattern[str] | Role] | None"
 
 

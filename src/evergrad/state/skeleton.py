@@ -37,7 +37,6 @@ from evergrad.records import Json, Role
 from evergrad.state.paths import ROOT, escape, segment_beside, unescape
 from evergrad.state.sharing import Sharing
 
-
 # Values as nodes of a skeleton, and back: the table in `skeleton.py` says which node stands for what.
 #
 # Nothing that a node says is executed: kinds are looked up in a table, types by name among those that are known.

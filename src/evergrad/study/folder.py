@@ -29,7 +29,6 @@ from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
 from evergrad.study.trials import End, Observation, Trial
 
-
 # The journal: one line a trial, appended and never altered.
 #
 # A line is a JSON object that carries a sum of itself. Whoever is killed leaves at most the last line torn; a line

@@ -19,7 +19,6 @@ from evergrad.training.settings import Direction, Training
 from evergrad.training.workloads.registry import check_fit
 from evergrad.wording import checked_choice, listed, meant, shown
 
-
 # The `[training]` or `[command]` of a cell, from the values that a plan has for it.
 
 _MOST_RANKS = 128

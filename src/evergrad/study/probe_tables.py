@@ -15,7 +15,6 @@ from evergrad.study.statistics import mean, paired_interval, wilson
 from evergrad.study.table_formats import Entry, Quantity, Table, facts_under, varying_axes
 from evergrad.study.trials import Observation, Outcome
 
-
 WATCHED = ("costs", "spread", "guards")
 
 

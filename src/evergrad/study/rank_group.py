@@ -31,7 +31,6 @@ from evergrad.records import Json
 from evergrad.study.executors.worker_process import ONE_THREAD
 from evergrad.study.trials import how_it_ended
 
-
 # The nursery as its worker sees it: forks ranks, ends them, and says what became of each.
 
 START_S = 300.0

@@ -29,7 +29,6 @@ from typing import Any
 from evergrad.recovery.launch.forking import end_with_parent
 from evergrad.study.executors.worker import done, resolve
 
-
 _MOST_RANKS = 256
 
 

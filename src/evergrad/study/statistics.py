@@ -14,7 +14,6 @@ from typing import Any
 from evergrad.errors import UsageError
 from evergrad.wording import checked_choice, install_hint, shown
 
-
 INTERVALS = ("wilson", "clopper-pearson", "anytime")
 
 _RESAMPLES = 2_000

@@ -29,7 +29,6 @@ from evergrad.study.trials import Outcome
 from evergrad.training.settings import Direction
 from evergrad.wording import checked_choice
 
-
 # The columns of a study's tables: what each says of a cell, and what its name means.
 
 Column: TypeAlias = "Callable[[Cell, Results], Quantity | None]"

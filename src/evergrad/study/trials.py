@@ -17,7 +17,6 @@ from evergrad.records import Json
 from evergrad.training.settings import Direction, Training, direction_by_name
 from evergrad.wording import checked_choice, shown
 
-
 Axes: TypeAlias = "Mapping[str, str | int | float]"
 
 TARGETS = ("state", "weights", "buffers", "optimizer", "gradients", "activations", "communication")

@@ -28,7 +28,6 @@ from evergrad.testing.hang_report import ABORTED, Ending, Stuck
 from evergrad.testing.nursery import Nursery, Request, launch_plainly
 from evergrad.timeline import Event, read
 
-
 # What became of a job, and what a test can demand of it.
 #
 # Every `assert_…` raises AssertionError with what, expected, found, and the end of what the job printed. What cannot

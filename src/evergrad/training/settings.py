@@ -14,7 +14,6 @@ from evergrad.errors import UsageError
 from evergrad.records import Json
 from evergrad.wording import checked_choice, shown
 
-
 PRECISIONS = ("float16", "bfloat16", "float32", "float64")
 OPTIMIZERS = ("sgd", "adam")
 

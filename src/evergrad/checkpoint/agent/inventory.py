@@ -25,7 +25,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, reason
 from evergrad.formats.version_records import read_record, record_bytes
 
-
 # Which versions are complete: every rank's shard is there, whatever node it was written on.
 #
 # Whoever finishes shards notes each in a journal of its own in the run folder, `complete/<node>.jsonl`, and reads the

@@ -43,7 +43,6 @@ from evergrad.errors import DamagedFile, EvergradError, FormatError, SaveRefused
 from evergrad.formats.version_records import shard_name
 from evergrad.wording import meant
 
-
 # The chain of small modules that a captured shard goes through.
 #
 #     digest → [yours] → memory → local → … → [yours]

@@ -39,7 +39,6 @@ from evergrad.state import Skeleton, Where, flatten, outline
 from evergrad.state.sharing import View, contiguous_strides
 from evergrad.state.tree import MAX_DEPTH
 
-
 # What a plan knows of the tensors it was made for, and whether today's are like them.
 
 

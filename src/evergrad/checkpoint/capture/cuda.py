@@ -30,7 +30,6 @@ from evergrad.checkpoint.layout import Entry
 from evergrad.errors import SaveRefused
 from evergrad.state.tree import MAX_DEPTH
 
-
 # One GPU as a capture sees it: the stream that training uses now, one beside it, and marks on both.
 
 

@@ -24,7 +24,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, FormatError, UsageError
 from evergrad.records import Json
 
-
 State = Literal["restorable", "partial", "uncommitted", "damaged", "retired", "torn", "unknown"]
 """Whole somewhere · some shards are here · only in a shared tier whose record of it is damaged or missing · only a
 damaged rest is in memory · gone · gone, and never whole · some tier could not be looked at."""

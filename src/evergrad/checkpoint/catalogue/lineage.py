@@ -19,7 +19,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError
 from evergrad.records import Json
 
-
 Key = tuple[str, Version]
 """A job, and one of its versions."""
 

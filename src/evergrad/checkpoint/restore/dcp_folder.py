@@ -33,7 +33,6 @@ from evergrad.state.paths import segments
 from evergrad.state.skeleton import decode_value, encode_scalar
 from evergrad.state.tree import is_stateful
 
-
 # Flat names, as DCP has them, laid out as a live state is nested.
 #
 # DCP joins keys by dots, and keys have dots themselves: only the live state knows where one ends. What no part of it

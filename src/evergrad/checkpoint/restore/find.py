@@ -39,7 +39,6 @@ from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import DamagedFile, EvergradError, RestoreError, TierError, UsageError
 from evergrad.state import Skeleton, Where
 
-
 # What a rank can obtain: its own shards, and those of the others that it sees.
 
 _log = logging.getLogger(__name__)

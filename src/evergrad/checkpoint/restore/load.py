@@ -51,7 +51,6 @@ from evergrad.state.paths import segments
 from evergrad.state.selection import tensor_info
 from evergrad.state.tree import is_stateful
 
-
 # Walking a live state and a checkpoint's skeleton side by side, to find what goes where and what does not fit.
 #
 # Nothing is touched here. The walk collects tensors to fill, values to set and objects to call; `LoadPlan` can then

@@ -23,7 +23,6 @@ from evergrad.records import Json
 from evergrad.state import ROOT, Sharing, Skeleton, escape, flatten, join
 from evergrad.state.skeleton import decode_value
 
-
 # Skeletons by path: where two differ, what is at a path, and the same with something replaced or left out.
 
 

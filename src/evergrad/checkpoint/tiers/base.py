@@ -30,7 +30,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 from evergrad.wording import meant
 
-
 _KINDS: dict[str, type[Tier]] = {}
 
 

@@ -19,7 +19,6 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError, said
 from evergrad.formats.version_records import COMMIT, is_as_written, record_bytes, shard_name
 
-
 COMMIT_NAME = COMMIT
 SCHEMA_VERSION = 1
 _MAX_RANKS = 1_000_000

@@ -20,7 +20,6 @@ from evergrad.errors import DamagedFile, UsageError
 from evergrad.formats.safetensors import DTYPES, DTYPES_KEY, MAX_HEADER_BYTES
 from evergrad.wording import install_hint, meant
 
-
 # zstd-shuffle: the exact packing of shards for slow tiers.
 #
 # The bytes of a tensor are regrouped by their place in the element (all first bytes, then all second bytes …): signs

@@ -27,7 +27,6 @@ from evergrad.checkpoint.arena import open_files_hint
 from evergrad.checkpoint.tiers.base import Redaction
 from evergrad.errors import EvergradError, FileAccessError, TierError, UsageError, reason
 
-
 # Trying again: what may pass is tried for a while, what cannot pass is said at once.
 
 _T = TypeVar("_T")

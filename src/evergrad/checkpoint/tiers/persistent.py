@@ -51,7 +51,6 @@ from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError
 from evergrad.formats.version_records import read_record, record_bytes, shard_name, shard_rank
 from evergrad.wording import install_hint, meant
 
-
 # Bringing a shard from a shared tier into a folder of the node, where it can be mapped.
 
 RANGE_BYTES = 16 << 20

@@ -19,7 +19,6 @@ from evergrad.checkpoint.tiers.object_store import Access, FsspecBucket, Item, S
 from evergrad.errors import TierError
 from evergrad.wording import install_hint
 
-
 # A multipart upload that another process can take up: parts that are there already are not sent again.
 #
 # S3 keeps the parts of an upload until it is completed or aborted, and the ETag of a part is the MD5 of its bytes.

@@ -25,7 +25,6 @@ from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, find_sharing, role_of
 from evergrad.state.sharing import contiguous_strides
 
-
 # The attributes of an HDF5 file by name: what a conversion would leave behind.
 #
 # Only names are read. Values of varying length (Keras' `model_config`) lie in a global heap, and a damaged one makes

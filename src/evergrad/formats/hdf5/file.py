@@ -25,7 +25,6 @@ from evergrad.formats.data_file import Bytes, DataFile, NeedsRewrite, rehearsing
 from evergrad.formats.region import Seal
 from evergrad.wording import install_hint
 
-
 CHUNK_CACHE_BYTES = 1 << 26
 
 

@@ -23,7 +23,6 @@ from evergrad.formats.hdf5.file import CHUNK_CACHE_BYTES, Entry, Hdf5File, hdf5_
 from evergrad.formats.region import Region, check_seal
 from evergrad.records import Check
 
-
 # Elements of a data set, counted in C order: the chunk that holds each, and the boxes that make up a range.
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

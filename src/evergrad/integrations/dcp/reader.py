@@ -44,7 +44,6 @@ from evergrad.records import Json
 from evergrad.state import Skeleton
 from evergrad.state.skeleton import decode, decode_value
 
-
 # Which name DCP has for what a shard holds.
 #
 # A shard stores the nested state as it was. DCP speaks of flat names: keys joined by dots, with a list taken apart

@@ -22,7 +22,6 @@ from evergrad.checkpoint import Checkpointer
 from evergrad.checkpoint.pending import Pending
 from evergrad.errors import StateError, UsageError
 
-
 # Writers that were made and not used yet: how a stager learns the step.
 
 

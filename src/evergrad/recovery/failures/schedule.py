@@ -48,7 +48,6 @@ from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 from evergrad.errors import UsageError
 from evergrad.wording import checked_choice, meant, shown
 
-
 # The words that failures are written in: which there are, what each may be, and what to say of a wrong one.
 
 Kind = Literal["kill", "exception", "stop", "slow", "cut", "leave", "flip"]

@@ -25,7 +25,6 @@ from evergrad.recovery.guard.norms import Magnitude, Ranges
 from evergrad.recovery.process_group import Group, swap
 from evergrad.state import Skeleton, flatten, join, unflatten
 
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 

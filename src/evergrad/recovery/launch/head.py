@@ -31,7 +31,6 @@ from evergrad.recovery.store import Sealed
 from evergrad.timeline import Recorder
 from evergrad.wording import counted
 
-
 _LOOK_S = 0.01
 _BEGINS_WITHIN_S = 30.0
 """From its arrival to its first beat a launcher starts its processes, and has longer than its lease for that."""

@@ -33,7 +33,6 @@ from evergrad.recovery.heartbeat import Vital
 from evergrad.recovery.launch.forking import Forked, fork
 from evergrad.recovery.launch.settings import Place
 
-
 LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask everyone to leave."""
 PASSED_ON = (*LEAVING, signal.SIGUSR1, signal.SIGUSR2)

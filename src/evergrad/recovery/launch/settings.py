@@ -28,7 +28,6 @@ from evergrad.recovery.heartbeat import Patience
 from evergrad.recovery.launch.rendezvous import numbered
 from evergrad.recovery.sockets import LOOPBACK
 
-
 BATCH_POLICIES = ("shrink", "constant", "scale_lr")
 OPTION_OF = {
     "script": "the script",

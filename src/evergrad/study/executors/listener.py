@@ -22,7 +22,6 @@ from evergrad.study.executors.worker import LONGEST_ANSWER
 from evergrad.study.executors.worker_process import Garbled
 from evergrad.wording import shown
 
-
 # Messages between a runner and its workers on other machines: JSON lines over TCP, sealed with a secret of theirs.
 #
 #     →  a nonce                     each side, once

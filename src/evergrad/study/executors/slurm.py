@@ -34,7 +34,6 @@ from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, Order, serve
 from evergrad.study.executors.worker_process import Garbled
 from evergrad.wording import checked_choice, install_hint, shown
 
-
 # The Slurm jobs of one executor: submitted by submitit, watched by squeue, ended by scancel.
 #
 # submitit pickles the function that a job calls, and jobs unpickle it: whoever could write there could run code with

@@ -23,7 +23,6 @@ from evergrad.training.workloads.models import CONTEXT, TIMES
 from evergrad.training.workloads.workload import Dataset
 from evergrad.wording import install_hint, shown
 
-
 CLASSES = 10
 """Of digits, MNIST and Fashion-MNIST alike."""
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-
 Image: TypeAlias = tuple[int, int, int]
 """Channels, height and width of what a model looks at."""
 

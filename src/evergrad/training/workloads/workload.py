@@ -34,7 +34,6 @@ from evergrad.errors import UsageError
 from evergrad.training.settings import Direction, Training, direction_by_name
 from evergrad.wording import checked_choice, meant, shown
 
-
 MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
 
 
