@@ -18,10 +18,11 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from evergrad.records import record_from_json, record_to_json
 
 SCHEMA_VERSION = 1
 LEFT_TOGETHER = 75
@@ -60,13 +61,12 @@ class Boundary:
 
     def to_json(self) -> str:
         """As text for the store."""
-        return json.dumps(asdict(self) | {"schema_version": SCHEMA_VERSION})
+        return json.dumps(record_to_json(self) | {"schema_version": SCHEMA_VERSION})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Boundary:
         """Back from text."""
-        fields = _fields(text)
-        return cls(**fields | {"kind": Point(fields["kind"])})
+        return record_from_json(cls, _fields(text))
 
 
 class Verdict(StrEnum):
@@ -124,13 +124,12 @@ class Report:
 
     def to_json(self) -> str:
         """As text for the store."""
-        return json.dumps(asdict(self) | {"schema_version": SCHEMA_VERSION})
+        return json.dumps(record_to_json(self) | {"schema_version": SCHEMA_VERSION})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
         """Back from text."""
-        fields = _fields(text)
-        return cls(**fields | {"kind": Point(fields["kind"]), "done": tuple(fields["done"])})
+        return record_from_json(cls, _fields(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,20 +191,12 @@ class Plan:
 
     def to_json(self) -> str:
         """As text for the store."""
-        told = {one.name: getattr(self, one.name) for one in fields_of(self) if one.init}
-        return json.dumps(told | {"schema_version": SCHEMA_VERSION})
+        return json.dumps(record_to_json(self) | {"schema_version": SCHEMA_VERSION})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Back from text."""
-        fields = _fields(text)
-        for name in ("members", "previous", "joiners", "todo", "dead", "left", "calls"):
-            fields[name] = tuple(fields[name])
-        fields["vacant"] = tuple((position, uid) for position, uid in fields["vacant"])
-        for name in ("takes", "keepers", "held"):
-            fields[name] = {int(key): value for key, value in fields[name].items()}
-        fields["verdicts"] = {int(key): Verdict(value) for key, value in fields["verdicts"].items()}
-        return cls(**fields | {"kind": Point(fields["kind"])})
+        return record_from_json(cls, _fields(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evergrad.errors import FormatError
+from evergrad.records import record_from_json, record_to_json
 from evergrad.timeline import read
 
 ABORTED = "Fatal Python error: Aborted"
@@ -57,12 +58,12 @@ class Ending:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return asdict(self)
+        return record_to_json(self)
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Ending:
         """Back from plain values."""
-        return cls(row["exit_code"], row["timed_out"], tuple(Stuck(**one) for one in row["stuck"]))
+        return record_from_json(cls, row)
 
 
 def await_end(launcher: int, run: Path, timeout_s: float, *, unless: int | None = None) -> Ending:

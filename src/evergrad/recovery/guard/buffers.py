@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from evergrad._digest import bytes_of, digest_bytes
-from evergrad.records import Check
+from evergrad.records import Check, record_from_json, record_to_json
 from evergrad.recovery.guard.replicas import SIZE, Checked, Difference, change_between, gather_json
 from evergrad.recovery.local_state import Keeping, Randomness
 from evergrad.recovery.process_group import Group, swap
@@ -80,8 +80,8 @@ class OwnGuard:
         theirs = self._swap_digests(group, kept)
         actions, mine = self._judge(group.rank, theirs)
         mine += self._mend(group, kept, actions, self._swap_actions(group, actions))
-        rows = [row for rows in gather_json(group, [asdict(each) for each in mine]) for row in rows]
-        differences = tuple(Difference.from_json(row) for row in rows)
+        rows = [row for rows in gather_json(group, [record_to_json(each) for each in mine]) for row in rows]
+        differences = tuple(record_from_json(Difference, row) for row in rows)
         for each in mine:
             self.tell("corruption_found", step=step, **each.to_json())
         if not differences:

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from evergrad._digest import bytes_of, digest_bytes
 from evergrad.errors import StateError, UsageError, nearest
-from evergrad.records import Check, Json
+from evergrad.records import Check, Json, record_from_json, record_to_json
 from evergrad.recovery.guard.digests import digest_tensors
 from evergrad.recovery.guard.norms import Magnitude, Ranges
 from evergrad.recovery.process_group import Group, swap
@@ -333,12 +333,6 @@ class Difference:
         """As a line of the timeline."""
         return {"rank": self.rank, "path": self.path, "what": self.what, "healed": self.healed}
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Difference:
-        """Back from all of its fields, as another rank sends them."""
-        change = fields["change"]
-        return cls(**fields | {"change": None if change is None else Change(**change)})
-
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -418,8 +412,9 @@ class Guard:
             change = _exchange(group, replica, path, source, others, heals)
             if change is not None:
                 mine.append(Difference(group.rank, path, str(change), change, heals))
+        gathered = gather_json(group, [record_to_json(each) for each in mine])
         differences = sorted(
-            (Difference.from_json(row) for rows in gather_json(group, [asdict(each) for each in mine]) for row in rows),
+            (record_from_json(Difference, row) for rows in gathered for row in rows),
             key=lambda each: (each.path, each.rank),
         )
         if not heals:

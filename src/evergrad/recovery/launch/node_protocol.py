@@ -22,9 +22,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from evergrad.records import record_from_json, record_to_json
 from evergrad.recovery.heartbeat import Patience, Vital
 from evergrad.recovery.launch.settings import Place
 from evergrad.recovery.store import Sealed
@@ -76,12 +77,12 @@ class Start:
 
     def to_json(self) -> dict[str, Any]:
         """As part of an answer or an order."""
-        return asdict(self)
+        return record_to_json(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Start:
         """Back from JSON."""
-        return cls(Place(**values["place"]), values["generation"])
+        return record_from_json(cls, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,12 @@ class Beat:
 
     def to_json(self) -> str:
         """As text for the store."""
-        return json.dumps({"number": self.number, "vitals": [asdict(vital) for vital in self.vitals]})
+        return json.dumps(record_to_json(self))
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
         """Back from text."""
-        values = json.loads(text)
-        return cls(values["number"], tuple(Vital(**vital) for vital in values["vitals"]))
+        return record_from_json(cls, json.loads(text))
 
 
 class Outbox:
