@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_REAPER = Path(__file__).with_name("reaper.py")
 _LONGEST_LINE = 1 << 20
 _ERRORS_KEPT = 1 << 14
 _CHUNK = 1 << 16
@@ -83,8 +83,8 @@ def run_program(
     with ExitStack() as stack:
         line, far_end = (stack.enter_context(end) for end in socket.socketpair())
         try:
-            keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_KEEPER), str(far_end.fileno()), *words],
+            reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_REAPER), str(far_end.fileno()), *words],
                 cwd=folder,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
@@ -97,11 +97,11 @@ def run_program(
         except OSError as error:
             return Ending(monotonic() - began, refusal=f"{error.filename or words[0]}: {error.strerror or error}")
         far_end.close()
-        stack.callback(_wait, keeper)
+        stack.callback(_wait, reaper)
         stack.callback(line.close)  # comes before the wait, and ends a program that is left in the middle
-        assert keeper.stdout is not None
-        assert keeper.stderr is not None
-        out, errors = stack.enter_context(keeper.stdout), stack.enter_context(keeper.stderr)
+        assert reaper.stdout is not None
+        assert reaper.stderr is not None
+        out, errors = stack.enter_context(reaper.stdout), stack.enter_context(reaper.stderr)
         hearing = _Hearing(line, out, errors, heed, began + limit_s if limit_s else None)
         hearing.listen()
     return hearing.ending(words[0], monotonic() - began)
@@ -118,7 +118,7 @@ class _Hearing:
         heed: Callable[[str], bool],
         deadline: float | None,
     ) -> None:
-        """`line` is the keeper's: how the program ended comes there, and shutting it down ends the program."""
+        """`line` is the reaper's: how the program ended comes there, and shutting it down ends the program."""
         self._line, self._out, self._errors, self._heed, self._deadline = line, out, errors, heed, deadline
         self._lines, self._complaints, self._told = Lines(), b"", b""
         self._enough = self._overtime = self._closing = False
@@ -152,7 +152,7 @@ class _Hearing:
             code=int(rest) if word == "exit" and not self._is_by_us else None,
             overtime=self._overtime,
             enough=self._enough,
-            refusal="" if word == "exit" or self._is_by_us else f"{program}: {rest or 'whoever kept it is lost'}",
+            refusal="" if word == "exit" or self._is_by_us else f"{program}: {rest or 'its reaper is lost'}",
             errors=tuple(text.strip() for text in lines if text.strip()),
         )
 
@@ -187,6 +187,6 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def _wait(keeper: subprocess.Popen[bytes]) -> None:
+def _wait(reaper: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
-        keeper.wait(_GRACE_S)
+        reaper.wait(_GRACE_S)

@@ -1,6 +1,6 @@
 """Stays beside a program that a study runs, and ends all that it has started: when it is over, or nobody waits for it.
 
-    python -I -S keeper.py DESCRIPTOR PROGRAM ARGUMENT …
+    python -I -S reaper.py DESCRIPTOR PROGRAM ARGUMENT …
 
 A script of its own with hardly an import, so that it starts in no time. The descriptor is one end of a socket whose
 other end `programs` holds: its end-of-file means that the program is to be ended, and comes also when whoever holds it
