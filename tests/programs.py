@@ -8,20 +8,16 @@ What a program must not have imported, or how much memory it may have, is not fo
 
 from __future__ import annotations
 
-import atexit
 import gc
 import multiprocessing
 import os
 import random
-import runpy
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import traceback
-from contextlib import suppress
 from pathlib import Path
+
+from evergrad._forkserver import kill_group, run_script, run_to_end
 
 _LIMIT_S = 110.0
 _PRELOADED = (
@@ -72,8 +68,7 @@ def run_python(
         code = process.exitcode
         if code is None:
             assert process.pid is not None
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             process.join()
             said = "".join(Path(path).read_text(errors="replace") for path in {out, err})
             raise TimeoutError(f"{' '.join(command)[:200]}: not ended after {timeout:.0f} s\n{said}")
@@ -95,34 +90,10 @@ def _run(words: list[str], environment: dict[str, str], folder: str, out: str, e
     sys.stdout = os.fdopen(1, "w", closefd=False, encoding=encoding, errors=errors or None)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False, encoding=encoding, errors="backslashreplace")
     random.seed()
-    code: object = 0
-    try:
-        _call(words)
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code & 0xFF)
+    os._exit(run_to_end(lambda: _call(words)) if words[0] == "-c" else run_script(words))
 
 
 def _call(words: list[str]) -> None:
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        sys.path.insert(0, "")
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        sys.path.insert(0, "")
-        exec(compile(words[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
-    else:
-        sys.argv = words
-        sys.path.insert(0, os.path.dirname(words[0]))
-        runpy.run_path(words[0], run_name="__main__")
+    sys.argv = ["-c", *words[2:]]
+    sys.path.insert(0, "")
+    exec(compile(words[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})

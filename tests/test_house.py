@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"dtypes"},
     "_digest": {"errors"},
     "_files": {"errors"},
-    "_forkserver": {"errors"},
+    "_forkserver": {"records", "wording"},
     "_jsonl": {"_files"},
     "_wire": {"errors"},
     "state": _BASE,

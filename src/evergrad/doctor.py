@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from evergrad._forkserver import describe_exit
 from evergrad.errors import reason
 from evergrad.wording import install_hint
 
@@ -542,7 +543,7 @@ def probe_torch(python: str = sys.executable, limit_s: float = _LIMIT_S) -> Prob
         done = subprocess.run(
             [python, "-c", _CODE], stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
         )
-        said, ended = done.stdout, f"the process that tried it ended with {_ending(done.returncode)}"
+        said, ended = done.stdout, f"the process that tried it ended with {describe_exit(done.returncode)}"
     except subprocess.TimeoutExpired as late:
         said, ended = late.stdout or b"", f"no answer within {limit_s:.0f} s"
     except OSError as error:
@@ -618,10 +619,6 @@ def _nccl(found: Probe) -> Check:
 
 def _has_gpu() -> bool:
     return Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
 # What is installed: Evergrad, Python, what Evergrad needs, and the extras that it can use.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,11 @@ def shown(value: object) -> str:
     """What was found, short enough to leave room for the rest of the line."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:118]}…{text[-1]}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM`, for 15."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {number}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from evergrad.testing import JobRun, close_nursery, run_job
+from evergrad.testing import JobRun, close_forkserver, run_job
 
 SCRIPTS = Path(__file__).parent / "idioms"
 SCHEDULES = 40
@@ -427,7 +427,7 @@ def main() -> int:
             print(f"{outcome.said}\n{place}")
         else:
             shutil.rmtree(place, ignore_errors=True)
-    close_nursery()
+    close_forkserver()
     if not options.only:
         shutil.rmtree(folder)
     print(f"{len(chosen)} schedules, {failed} failed, {time.monotonic() - begun:.0f} s")

@@ -16,8 +16,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from evergrad._forkserver import fork, preload
 
 FOLDER = Path(__file__).parent
 _LIMIT_S = 60
@@ -139,31 +142,19 @@ class Machines:
 
 
 def main() -> None:
-    from evergrad.recovery.launch.forking import preload
-
-    preload()
+    preload("evergrad.recovery.joining")
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
             print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
             continue
-        pid = os.fork()
-        if pid == 0:
-            code = 99
-            try:
-                code = _launch(request)
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        print(pid, flush=True)
+        print(fork(partial(_launch, request)).pid, flush=True)
 
 
 def _launch(request: dict[str, Any]) -> int:
     from evergrad.cli import main as evergrad
 
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.alarm(_LIMIT_S)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

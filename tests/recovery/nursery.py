@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from evergrad.testing import JobRun, close_nursery, run_job
+from evergrad.testing import JobRun, close_forkserver, run_job
 
 FOLDER = Path(__file__).parent
 
@@ -62,7 +62,7 @@ class Nursery:
         return Ran(code, job.stdout, job.stderr, folder / "run", job)
 
     def close(self) -> None:
-        close_nursery()
+        close_forkserver()
 
 
 def _spares(options: Sequence[object]) -> range:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from idiom_sweep import Case, cases, difference, run_case, run_plain
 
-from evergrad.testing import close_nursery, run_job
+from evergrad.testing import close_forkserver, run_job
 
 IDIOMS = Path(__file__).parent / "idioms"
 
@@ -34,7 +34,7 @@ class Plain:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     yield Plain(tmp_path_factory.mktemp("plain"))
-    close_nursery()
+    close_forkserver()
 
 
 def check(case: Case, plain: Plain, folder: Path) -> None:

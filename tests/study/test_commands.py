@@ -160,7 +160,7 @@ def test_a_crash_is_told_by_the_last_line_of_its_errors(tmp_path: Path) -> None:
 def test_a_program_that_is_killed_or_leaves_a_process_behind_has_ended(tmp_path: Path) -> None:
     study = Study(tmp_path, HEALTHY + IF_HIT + LEAVE_ONE + "    os.kill(os.getpid(), 11)")
     seen = study.trial()
-    assert (seen.end, seen.reason) == (End.CRASHED, "ended by SIGSEGV: no error was printed")
+    assert (seen.end, seen.reason) == (End.CRASHED, "SIGSEGV: no error was printed")
     assert is_gone(study.left_behind())
 
 

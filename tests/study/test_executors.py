@@ -122,7 +122,7 @@ def test_what_workers_print_is_in_the_folder(local: LocalProcesses, capfd: pytes
 @pytest.mark.parametrize(
     ("work", "said"),
     [
-        ({"do": "crash"}, "worker 0 died: SIGSEGV"),
+        ({"do": "crash"}, "worker 0 ended with SIGSEGV"),
         ({"do": "fork"}, "worker 0 ended with exit code 3"),
         ({"do": "babble", "text": "{]\n"}, "worker 0 sent '{]', which is no answer"),
         ({"do": "babble", "text": '{"id": "another"}\n'}, "worker 0 answered what it was not asked"),

@@ -85,7 +85,7 @@ def test_every_altered_byte_of_a_line_is_noticed_and_costs_that_line_alone(
 
 def test_a_lost_trial_is_replaced_by_a_later_one_and_never_the_other_way(tmp_path: Path, entries: list[Entry]) -> None:
     path, known = tmp_path / "j", entries[0]
-    lost = Entry(known.trial, Observation(end=End.LOST, reason="worker 1 died: SIGKILL"))
+    lost = Entry(known.trial, Observation(end=End.LOST, reason="worker 1 ended with SIGKILL"))
     write(path, [lost, known, lost])
     assert read_journal(path).entries[known.trial.id].observation.end is End.FINISHED
     assert not lost.known

@@ -42,7 +42,7 @@ def test_all_ranks_do_what_is_called_and_stay_warm(group: RankGroup, tmp_path: P
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
 def test_a_rank_that_dies_is_named_and_ends_its_group(group: RankGroup, tmp_path: Path, how: str) -> None:
     pids = group.pids()
-    with pytest.raises(RankLost, match=f"rank 1 died: {how}"):
+    with pytest.raises(RankLost, match=f"rank 1 ended with {how}"):
         group.call("rank_work:fall", tmp_path, {"rank": 1, "how": how})
     assert group.is_over
     assert not any(is_alive(pid) for pid in pids)

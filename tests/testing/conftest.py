@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from evergrad.testing.plugin import evergrad_nursery, run_job
+from evergrad.testing.plugin import evergrad_forkserver, run_job
 
-__all__ = ["evergrad_nursery", "run_job"]
+__all__ = ["evergrad_forkserver", "run_job"]

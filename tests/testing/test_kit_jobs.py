@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import RecoveryError, UsageError
-from evergrad.testing import Case, Failures, RunJob, close_nursery, jobs, sweep
+from evergrad.testing import Case, Failures, RunJob, close_forkserver, jobs, sweep
 
 TRAINER = Path(__file__).parent.parent / "recovery" / "trainer.py"
 SMALL = ("{folder}/out", "--epochs", 2, "--samples", 48)
@@ -132,10 +132,11 @@ def test_whoever_kills_the_process_that_launches_is_told_and_the_next_job_runs(r
     with pytest.raises(RecoveryError, match="ended in the middle of this one"):
         run_job(script(tmp_path, KILLER))
     run_job(script(tmp_path, "")).assert_finished()
-    process = jobs._nursery._process
-    assert process is not None
+    server = jobs._launcher._server
+    assert server is not None
+    process = server.process
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # between two jobs it costs only the time
     run_job(script(tmp_path, "")).assert_finished()
-    close_nursery()
-    close_nursery()
+    close_forkserver()
+    close_forkserver()

@@ -18,9 +18,10 @@ from statistics import median
 from typing import ClassVar, Protocol, final, runtime_checkable
 
 from evergrad.checkpoint.pending import Pending
-from evergrad.checkpoint.preemption import Agreement, Notice, Votes, Watch, checked_signals, signal_name
+from evergrad.checkpoint.preemption import Agreement, Notice, Votes, Watch, checked_signals
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.errors import CheckpointError, UsageError
+from evergrad.wording import signal_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.errors import CheckpointError, UsageError
+from evergrad.wording import signal_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,14 +109,6 @@ def checked_signals(names: Sequence[str | int]) -> tuple[int, ...]:
     if isinstance(names, str | int) or not isinstance(names, Sequence):
         raise UsageError(f"preempt_signals: expected a sequence of signal names, found {names!r}")
     return tuple(dict.fromkeys(_checked_signal(name) for name in names))
-
-
-def signal_name(number: int) -> str:
-    """`SIGTERM`, for 15."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # one of the real-time signals
-        return f"signal {number}"
 
 
 def _checked_signal(name: str | int) -> int:

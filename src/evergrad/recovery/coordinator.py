@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from evergrad.checkpoint.preemption import signal_name
+from evergrad._forkserver import describe_exit
 from evergrad.errors import UsageError
 from evergrad.recovery.decide import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
 from evergrad.recovery.launch.summary import NO_FINGERPRINT, NOTHING_TO_COMPARE
@@ -380,7 +380,7 @@ class Coordinator:
 
     def exited(self, uid: int, code: int) -> None:
         """A process is gone: with 0 it has finished, with anything else it is dead (negative: the signal)."""
-        self._count_out(uid, code, f"ended with {_how(code)}", {"how": _how(code)})
+        self._count_out(uid, code, f"ended with {describe_exit(code)}", {"how": describe_exit(code)})
 
     def lost(self, uid: int, why: str, *, stack: str = "") -> None:
         """A process lives, maybe, but is not there: it is in no further generation, whatever becomes of it.
@@ -723,7 +723,3 @@ class Coordinator:
         )
         self._ended.set()
         self._stir.set()
-
-
-def _how(code: int) -> str:
-    return signal_name(-code) if code < 0 else f"exit code {code}"

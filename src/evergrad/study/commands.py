@@ -2,7 +2,7 @@
 
 running.py      a golden run, and a trial: what the study's workers call
 invocations.py  a command line: its words, its placeholders, what is wrong with it
-programs.py     one run of a program; keeper.py stays beside it and ends everything that it started
+programs.py     one run of a program; reaper.py stays beside it and ends everything that it started
 readings.py     metrics and losses out of what it prints
 state_files.py  what its checkpoint holds: digests, numbers that are not finite or extreme
 """
@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from evergrad._files import file_errors
-from evergrad.checkpoint.preemption import signal_name
+from evergrad._forkserver import describe_exit
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import open_checkpoint
 from evergrad.formats.bitcast import values
@@ -515,7 +515,7 @@ class _Run:
         if self.end is End.OVERTIME:
             return f"ended after {self.ending.seconds:.0f} s"
         if self.end is End.CRASHED:
-            return f"{_exit_words(self.ending.code or 0)}: {_last_lines(self.ending, 1)}"[:300]
+            return f"{describe_exit(self.ending.code or 0)}: {_last_lines(self.ending, 1)}"[:300]
         return self.ending.refusal or ("" if self.readings.metrics.count else "it printed no metric")
 
 
@@ -662,11 +662,7 @@ def _failure(run: _Run) -> str:
     """Why a run without a fault did not do, with the last that the program said."""
     if run.end is not End.CRASHED:
         return run.reason
-    return f"{_exit_words(run.ending.code or 0)}: {_last_lines(run.ending, 3)}"
-
-
-def _exit_words(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"ended by {signal_name(-code)}"
+    return f"{describe_exit(run.ending.code or 0)}: {_last_lines(run.ending, 3)}"
 
 
 def _last_lines(ending: Ending, count: int) -> str:

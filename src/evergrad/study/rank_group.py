@@ -5,39 +5,34 @@
 
 `call` returns every rank's answer. A rank that dies, or whose function raises, spoils the group: what the others wait
 for will not come, so all are ended, and the error says which rank it was and how it ended. A new group starts in a
-blink, from the same nursery.
+blink, from the same forkserver.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import selectors
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
+from evergrad._forkserver import ONE_THREAD, START_S, Forkserver, ForkserverChild, ForkserverLost, describe_exit
 from evergrad.errors import StudyError
 from evergrad.records import Json
-from evergrad.study.executors.worker_process import ONE_THREAD
-from evergrad.study.trials import how_it_ended
 
-# The nursery as its worker sees it: forks ranks, ends them, and says what became of each.
-
-START_S = 300.0
-"""Importing torch from a slow file system takes minutes; longer than this is a start that hangs."""
-
-# Not -m: see the workers' processes.
-_TEND = "import sys; from evergrad.study.rank_process import tend; tend(int(sys.argv[1]))"
+_NEEDED = ("evergrad.study.rank_process", "evergrad.study.tasks", "evergrad.study.checkpoint_cost")
+"""What ranks import, once for all of them."""
+_SERVE_RANK = "evergrad.study.rank_process:serve_rank"
+_WITH_SERVER = "ended with its forkserver"
+_NEWS_S = 1.0
+"""How long the news of a death may take: an error of another rank, whose connection broke, may be heard of first."""
 _READ = 1 << 16
 
 
@@ -49,108 +44,18 @@ class RankLost(Exception):
         self.rank, self.how = rank, how
 
 
-class Nursery:
-    """This process's nursery; started with the first group. Ranks are known by numbers that are used once."""
+_servers: list[Forkserver] = []
 
-    _one: Nursery | None = None
 
-    def __init__(self) -> None:
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a message at a time
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _TEND, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        self._owner = os.getpid()
-        self._is_gone = False
-        self._heard = bytearray()
-        self._pids: dict[int, int] = {}
-        self._ended: dict[int, int] = {}
-        self._link.settimeout(START_S)
+def _forkserver() -> Forkserver:
+    """This process's forkserver, started with the first group; or a new one, if that has ended."""
+    if not (_servers and _servers[0].is_there):
+        path = os.pathsep.join(part for part in sys.path if part)
         try:
-            self._read()
-        except RankLost:
+            _servers[:] = [Forkserver(*_NEEDED, environment={**os.environ, **ONE_THREAD, "PYTHONPATH": path})]
+        except ForkserverLost:
             raise StudyError("the process that ranks are forked from cannot start: see what it printed") from None
-
-    @classmethod
-    def present(cls) -> Nursery:
-        """The one that is there, or a new one."""
-        one = cls._one
-        if one is None or one._is_gone or one._owner != os.getpid() or one._process.poll() is not None:
-            cls._one = one = cls()
-        return one
-
-    def fork(self, numbers: list[int], links: list[socket.socket]) -> None:
-        """Fork a rank for each of these."""
-        text = json.dumps({"fork": numbers}).encode()
-        try:
-            socket.send_fds(self._link, [text], [link.fileno() for link in links])
-        except OSError:
-            raise self._gone() from None
-        while not all(number in self._pids or number in self._ended for number in numbers):
-            self._note(self._read())
-
-    def kill(self, numbers: list[int]) -> None:
-        """End these ranks, and wait until they have."""
-        with suppress(RankLost, OSError):
-            left = [number for number in numbers if number in self._pids and number not in self._ended]
-            if left:
-                self._link.sendall(json.dumps({"kill": left}).encode())
-            while any(number not in self._ended for number in left):
-                self._note(self._read())
-
-    def pid(self, number: int) -> int:
-        """Of a rank."""
-        return self._pids[number]
-
-    def first_ended(self, numbers: list[int], wait_s: float) -> int | None:
-        """One of these that has ended, or does within that time."""
-        until = monotonic() + wait_s
-        while not any(number in self._ended for number in numbers):
-            left = until - monotonic()
-            if left <= 0 or not (b"\n" in self._heard or wait([self._link], left)):
-                return None
-            self._note(self._read())
-        return next(number for number in numbers if number in self._ended)
-
-    def how(self, number: int) -> str:
-        """How a rank has ended."""
-        try:
-            while number not in self._ended:
-                self._note(self._read())
-        except RankLost:
-            return "died with its nursery"
-        return how_it_ended(self._ended[number])
-
-    def _gone(self) -> RankLost:
-        self._is_gone = True
-        return RankLost(0, "died with its nursery")
-
-    def _note(self, told: dict[str, Any]) -> None:
-        if "born" in told:
-            self._pids[told["born"]] = told["pid"]
-        if "ended" in told:
-            self._ended[told["ended"]] = told["status"]
-
-    def _read(self) -> dict[str, Any]:
-        while b"\n" not in self._heard:
-            try:
-                part = self._link.recv(_READ)
-            except OSError:
-                part = b""
-            if not part:
-                raise self._gone()
-            self._heard += part
-        line, _, self._heard = self._heard.partition(b"\n")
-        found: dict[str, Any] = json.loads(bytes(line))
-        return found
-
-
-_NEWS_S = 1.0
-"""How long the news of a death may take: an error of another rank, whose connection broke, may be heard of first."""
-_NUMBERS = itertools.count()
+    return _servers[0]
 
 
 class RankGroup:
@@ -177,8 +82,8 @@ class RankGroup:
         self._folder = tempfile.TemporaryDirectory(prefix="evergrad-ranks-", dir=folder, ignore_cleanup_errors=True)
         self._links: list[socket.socket] = []
         self._heard = [bytearray() for _ in range(ranks)]
-        self._numbers = [next(_NUMBERS) for _ in range(ranks)]
-        self._nursery = Nursery.present()
+        self._processes: list[ForkserverChild] = []
+        self._server = _forkserver()
         try:
             self._fork()
             cores = sorted(os.sched_getaffinity(0)) if pinned else []
@@ -203,17 +108,16 @@ class RankGroup:
 
     def _fork(self) -> None:
         """A process for each rank, and a link to it."""
-        theirs = []
-        try:
-            for _ in range(self.ranks):
-                ours, other = socket.socketpair()
-                ours.setblocking(False)
-                self._links.append(ours)
-                theirs.append(other)
-            self._nursery.fork(self._numbers, theirs)
-        finally:
-            for link in theirs:  # or nobody would hear that a rank has closed its own
-                link.close()
+        for rank in range(self.ranks):
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            self._links.append(ours)
+            with theirs:  # closed here, or nobody would hear that the rank has closed its own
+                try:
+                    child = self._server.fork(_SERVE_RANK, {}, [theirs.fileno()])
+                except ForkserverLost:
+                    raise RankLost(rank, _WITH_SERVER) from None
+            self._processes.append(child)
 
     def call(
         self,
@@ -246,20 +150,28 @@ class RankGroup:
 
     def pids(self) -> list[int]:
         """The ranks' processes."""
-        return [self._nursery.pid(number) for number in self._numbers]
+        return [process.pid for process in self._processes]
 
     def check_alive(self, wait_s: float) -> None:
         """`RankLost` if a rank has died, or does within that time."""
-        number = self._nursery.first_ended(self._numbers, wait_s)
-        if number is not None:
-            raise RankLost(self._numbers.index(number), self._nursery.how(number))
+        try:
+            found = self._server.first_ended(self._processes, wait_s)
+        except ForkserverLost:
+            raise RankLost(0, _WITH_SERVER) from None
+        if found is not None:
+            rank = self._processes.index(found)
+            raise RankLost(rank, self._how(rank))
 
     def end(self) -> None:
         """End all ranks, whatever they are at; may be called twice."""
         if self.is_over:
             return
         self.is_over = True
-        self._nursery.kill(self._numbers)
+        for process in self._processes:
+            process.kill()
+        with suppress(ForkserverLost):
+            for process in self._processes:
+                process.wait()
         for link in self._links:
             link.close()
         self._folder.cleanup()
@@ -297,6 +209,12 @@ class RankGroup:
                         return answers
         return answers
 
+    def _how(self, rank: int) -> str:
+        try:
+            return f"ended with {describe_exit(self._processes[rank].wait())}"
+        except ForkserverLost:
+            return _WITH_SERVER
+
     def _line(self, rank: int) -> bytes | None:
         """The next line of a rank, if it is whole; `RankLost` if none will come."""
         heard = self._heard[rank]
@@ -306,7 +224,7 @@ class RankGroup:
             except ConnectionResetError:
                 part = b""
             if not part:
-                raise RankLost(rank, self._nursery.how(self._numbers[rank]))
+                raise RankLost(rank, self._how(rank))
             heard += part
         line, end, rest = heard.partition(b"\n")
         if not end:

@@ -18,7 +18,7 @@ from evergrad.recovery.failures.schedule import Failures
 from evergrad.testing.executor_contract import ExecutorContract
 from evergrad.testing.format_contract import FormatContract, raw_bytes
 from evergrad.testing.hang_report import Stuck
-from evergrad.testing.jobs import JobRun, RunJob, Weights, close_nursery, run_job
+from evergrad.testing.jobs import JobRun, RunJob, Weights, close_forkserver, run_job
 from evergrad.testing.storage import FullStorage, ReadOnlyStorage, SlowStorage, StorageCall, StorageCalls, kill_after
 from evergrad.testing.sweeps import PHASES, Case, Script, Sweep, sweep
 from evergrad.testing.tier_contract import SharedTierContract, TierContract, captured
@@ -43,7 +43,7 @@ __all__ = [
     "TierContract",
     "Weights",
     "captured",
-    "close_nursery",
+    "close_forkserver",
     "kill_after",
     "raw_bytes",
     "run_job",

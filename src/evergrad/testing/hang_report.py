@@ -12,12 +12,12 @@ import re
 import select
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evergrad._forkserver import ForkserverChild, OwnChild
 from evergrad.errors import FormatError
 from evergrad.records import record_from_json, record_to_json
 from evergrad.timeline import read
@@ -66,27 +66,23 @@ class Ending:
         return record_from_json(cls, row)
 
 
-def await_end(launcher: int, run: Path, timeout_s: float, *, unless: int | None = None) -> Ending:
-    """Wait for a launcher that this process has started, and reap it; when time is up it is ended, with all it started.
+def await_end(launcher: OwnChild | ForkserverChild, pidfd: int, run: Path, timeout_s: float) -> Ending:
+    """Wait for a launcher; when time is up it is ended, with all it started.
 
-    - `run`: the folder of its run, for its timeline and logs.
-    - `unless`: a descriptor that becomes readable when nobody waits for the job any more; it is ended at once then.
+    `run` is the folder of its run, for its timeline and logs.
     """
-    with _handle(launcher) as handle:
-        ready = _wait([handle, *([] if unless is None else [unless])], timeout_s)
-        if handle in ready:
-            return Ending(_reap(launcher))
-        found: list[tuple[int, str, str]] = []
-        if not ready:
-            found = _ask(launcher, run)
-            # What they said goes through the launcher, which ends by itself now, or tries to go on without them.
-            _wait([handle], _SETTLES_WITHIN_S)
-        signal.pidfd_send_signal(handle, signal.SIGKILL)  # the kernel ends its processes with it
-        code = _reap(launcher)
+    if _wait([pidfd], timeout_s):
+        return Ending(launcher.wait())
+    found = _ask(launcher.pid, pidfd, run)
+    # What they said goes through the launcher, which ends by itself now, or tries to go on without them.
+    _wait([pidfd], _SETTLES_WITHIN_S)
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the kernel ends its processes with it
+    code = launcher.wait()
     return Ending(code, True, tuple(Stuck(uid, who, state, _stack(run, uid)) for uid, who, state in found))
 
 
-def _ask(launcher: int, run: Path) -> list[tuple[int, str, str]]:
+def _ask(launcher: int, pidfd: int, run: Path) -> list[tuple[int, str, str]]:
     """Abort every process of the job; who they were, and what they were doing."""
     found, handles = [], []
     for uid, who, pid in _living(run):
@@ -97,7 +93,8 @@ def _ask(launcher: int, run: Path) -> list[tuple[int, str, str]]:
             if parent == launcher and state != "Z":
                 found.append((handle, uid, who, _STATES.get(state, state)))
     # The launcher would end the others when the first of them ends, before they have said where they are.
-    os.kill(launcher, signal.SIGSTOP)
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
     try:
         for handle, *_ in found:
             with suppress(OSError):
@@ -108,7 +105,8 @@ def _ask(launcher: int, run: Path) -> list[tuple[int, str, str]]:
         while left and (ready := _wait(left, limit - time.monotonic())):
             left = [handle for handle in left if handle not in ready]
     finally:
-        os.kill(launcher, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)
     for handle in handles:
         os.close(handle)
     return [(uid, who, state) for _, uid, who, state in found]
@@ -153,22 +151,9 @@ def _looked_up(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-@contextmanager
-def _handle(pid: int) -> Iterator[int]:
-    handle = os.pidfd_open(pid)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
 def _wait(descriptors: list[int], timeout_s: float) -> list[int]:
     """Those of them that are readable, or closed at the other end; none when time is up."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return [descriptor for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000)]
-
-
-def _reap(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -24,8 +24,8 @@ from evergrad.errors import UsageError
 from evergrad.recovery.elastic_sampler import Balance
 from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.fingerprints import RECORD_WEIGHTS
+from evergrad.testing.forkserver import JobLauncher, Request, launch_plainly
 from evergrad.testing.hang_report import ABORTED, Ending, Stuck
-from evergrad.testing.nursery import Nursery, Request, launch_plainly
 from evergrad.timeline import Event, read
 
 # What became of a job, and what a test can demand of it.
@@ -265,10 +265,10 @@ _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     # Torch looks up the name of every address it connects to; where no server answers, that takes its time.
     "RES_OPTIONS": "timeout:1 attempts:1",
-    # Whoever hangs can tell where: see watching.py.
+    # Whoever hangs can tell where: see hang_report.
     "PYTHONFAULTHANDLER": "1",
 }
-_nursery = Nursery()
+_launcher = JobLauncher()
 
 
 class RunJob(Protocol):
@@ -321,16 +321,16 @@ def run_job(
     words += [*options, os.fspath(script), *(str(one).replace("{folder}", str(place)) for one in arguments)]
     env = _DEFAULTS | os.environ | {RECORD_WEIGHTS: "1"}
     request = Request([str(word) for word in words], str(place), os.getcwd(), env, timeout)
-    ending = _nursery.launch(request) if preload else launch_plainly(request)
+    ending = _launcher.launch(request) if preload else launch_plainly(request)
     return JobRun.load(place, ending, timeout)
 
 
-def close_nursery() -> None:
+def close_forkserver() -> None:
     """End the process that launches jobs; the next job starts another. Done at exit by itself; twice is fine."""
-    _nursery.close()
+    _launcher.close()
 
 
-atexit.register(close_nursery)
+atexit.register(close_forkserver)
 
 
 def _made(folder: str | PathLike[str] | None) -> Path:

@@ -17,14 +17,14 @@ from evergrad.testing import jobs
 
 
 @pytest.fixture(scope="session")
-def evergrad_nursery() -> Iterator[None]:
+def evergrad_forkserver() -> Iterator[None]:
     """The process that launches jobs ends with the tests."""
     yield
-    jobs.close_nursery()
+    jobs.close_forkserver()
 
 
 @pytest.fixture
-def run_job(tmp_path: Path, evergrad_nursery: None) -> jobs.RunJob:
+def run_job(tmp_path: Path, evergrad_forkserver: None) -> jobs.RunJob:
     """`evergrad.testing.run_job`, with a folder of this test for every job: `tmp_path/job-1`, `job-2` …"""
     count = 0
 

@@ -6,18 +6,16 @@ forked before the demo has trained anything: a process that has threads, torch's
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-_PR_SET_PDEATHSIG = 1
+from evergrad._forkserver import end_with_parent, preload
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,7 @@ def prepare(count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if count == 0:
         return
-    from evergrad.recovery.launch.forking import preload
-
-    preload()
+    preload("evergrad.recovery.joining")
     is_fresh = len(os.listdir("/proc/self/task")) == 1
     if is_fresh:
         gc.freeze()  # shared with every fork as it is, and not looked through once more when the demo ends
@@ -62,7 +58,10 @@ def start(work: Callable[..., object], *arguments: object, is_heard: bool = Fals
 
 
 def _wait(orders: Connection, output: Connection) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives the demo
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    end_with_parent(parent.pid)
     work, arguments, is_heard = orders.recv()
     if is_heard:
         os.dup2(output.fileno(), 1)

@@ -26,9 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evergrad._forkserver import preload
 from evergrad.errors import EvergradError, UsageError
 from evergrad.recovery.heartbeat import Finding, Vigil, Vital, innermost
-from evergrad.recovery.launch.forking import preload
 from evergrad.recovery.launch.local_processes import Household
 from evergrad.recovery.launch.node import attend
 from evergrad.recovery.launch.output import Announcer, Relay, Status
@@ -285,7 +285,7 @@ class _Launch:
         threads = "" if "OMP_NUM_THREADS" in os.environ else "; OMP_NUM_THREADS is 1, set it to change that"
         relay.say(f"{who}, logs and timeline in {self._run}{threads}")
         if self._settings.preload:
-            preload()
+            preload("evergrad.recovery.joining")
         for place in self._places:
             if not (self._is_spread and place.node):
                 self._start(place, forked=self._settings.preload)

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evergrad._forkserver import preload
 from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery.heartbeat import Vital
-from evergrad.recovery.launch.forking import preload
 from evergrad.recovery.launch.local_processes import Household
 from evergrad.recovery.launch.output import Relay
 from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children
@@ -63,7 +63,7 @@ def attend(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
     with children:
         try:
             if settings.preload:
-                preload()
+                preload("evergrad.recovery.joining")
             head = await_head(run, settings.rendezvous_timeout_s, _pausing(children))
             head.check(settings.to_json(), OPTION_OF)
             settings = replace(settings, node_names=tuple(str(one) for one in _listed(head.settings, "node_names")))

@@ -12,7 +12,6 @@ Signals arrive in the main thread; so this is used there, and only `poke` by oth
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
@@ -28,9 +27,18 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
+from evergrad._forkserver import (
+    OwnChild,
+    detach,
+    ended,
+    fork,
+    guarded,
+    kill_group,
+    run_script,
+    set_subreaper,
+)
 from evergrad.errors import UsageError
 from evergrad.recovery.heartbeat import Vital
-from evergrad.recovery.launch.forking import Forked, fork
 from evergrad.recovery.launch.settings import Place
 
 LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -39,17 +47,6 @@ PASSED_ON = (*LEAVING, signal.SIGUSR1, signal.SIGUSR2)
 """What is heeded rather than died of."""
 SAME_NOTICE_S = 1.0
 """A signal that comes again within this time is the same notice by another way; later, somebody insists."""
-
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-# Run between fork and the script. Not in the forked child itself: Python code there, in a process with threads, can
-# wait for a lock for ever. 1 is PR_SET_PDEATHSIG, 9 SIGKILL; a launcher that died before is noticed by its number.
-_GUARD = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +87,7 @@ class Children:
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("a job is launched from the main thread: signals arrive there")
-        self._living: dict[int, tuple[Child, subprocess.Popen[bytes] | Forked]] = {}
+        self._living: dict[int, tuple[Child, subprocess.Popen[bytes] | OwnChild]] = {}
         self._groups: set[int] = set()
         self._signals: deque[int] = deque()
         self._before: dict[int, Any] = {}
@@ -117,9 +114,9 @@ class Children:
 
         Its output waits in pipes.
         """
-        process: subprocess.Popen[bytes] | Forked
+        process: subprocess.Popen[bytes] | OwnChild
         if forked:
-            process, *ends = fork(command, environment, inherited)
+            process, *ends = _fork(command, environment, inherited)
         else:
             process, *ends = _open(command, environment, inherited)
         child = Child(uid, label, process.pid, *ends)
@@ -148,11 +145,11 @@ class Children:
         for child in self.living:
             if uids is not None and child.uid not in uids:
                 continue
+            if number == signal.SIGKILL:
+                kill_group(child.pid)
+                continue
             with suppress(ProcessLookupError):
-                if number == signal.SIGKILL:
-                    os.killpg(child.pid, number)
-                else:
-                    os.kill(child.pid, number)
+                os.kill(child.pid, number)
 
     def __enter__(self) -> Children:
         self._here, self._there = socket.socketpair()
@@ -163,7 +160,7 @@ class Children:
         for number in (*PASSED_ON, signal.SIGCHLD):
             if number == signal.SIGCHLD or not _is_to_be_ignored(number):
                 self._before[number] = signal.signal(number, self._note)
-        self._was_subreaper = _set_subreaper(1)
+        self._was_subreaper = set_subreaper(1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,7 +169,7 @@ class Children:
             process.wait()
         self._living.clear()
         self._reap_adopted()
-        _set_subreaper(self._was_subreaper)
+        set_subreaper(self._was_subreaper)
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -188,12 +185,11 @@ class Children:
         found = []
         for uid, (child, process) in list(self._living.items()):
             # Look first and reap later: until then the number cannot become another group's.
-            seen = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            seen = ended(child.pid)
             if seen is None:
                 continue
             if seen.si_code != os.CLD_EXITED or seen.si_status != 0:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                kill_group(child.pid)
             del self._living[uid]
             found.append(Exit(child, process.wait()))
         self._reap_adopted()
@@ -215,9 +211,8 @@ class Children:
 def _open(
     command: Sequence[str], environment: Mapping[str, str], inherited: Collection[int]
 ) -> tuple[subprocess.Popen[bytes], int, int]:
-    guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
     process = subprocess.Popen(
-        guarded,
+        guarded(command),
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -232,6 +227,27 @@ def _open(
     process.stdout.close()
     process.stderr.close()
     return process, out, err
+
+
+def _fork(
+    command: Sequence[str], environment: Mapping[str, str], inherited: Collection[int]
+) -> tuple[OwnChild, int, int]:
+    """Run `python -u [-m] script arguments` in a fork of this process, which has imported torch.
+
+    Only before this process has threads. To the script it is as if it had been started by itself, but for modules that
+    are imported already.
+    """
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+
+    def run() -> int:
+        detach(out_end, err_end, environment, inherited)
+        sys.orig_argv[:] = command
+        return run_script(command[command.index("-u") + 1 :])
+
+    child = fork(run, leads_group=True)
+    os.close(out_end)
+    os.close(err_end)
+    return child, out, err
 
 
 def _is_to_be_ignored(number: int) -> bool:
@@ -253,14 +269,6 @@ def _has_terminal() -> bool:
     except OSError:
         return False
     return True
-
-
-def _set_subreaper(value: int) -> int:
-    """Whether orphans below this process become its own; returns what was set before."""
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, value, 0, 0, 0)
-    return before.value
 
 
 # The processes of a job, wherever they run: here (`household`), on other nodes (`nodes`), or both (`Everyone`).

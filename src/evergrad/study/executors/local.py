@@ -14,9 +14,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from evergrad._forkserver import ONE_THREAD
 from evergrad.errors import UsageError
 from evergrad.study.executors.base import FAILED_STARTS, Ended, Fate, Feeding, Task
-from evergrad.study.executors.worker_process import ONE_THREAD, Garbled, Log, WorkerProcess
+from evergrad.study.executors.worker_process import Garbled, Log, WorkerProcess
 from evergrad.wording import shown
 
 _START_S = 300.0

@@ -14,12 +14,10 @@ It leads a process group of its own: whatever the work starts in that group ends
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import importlib
 import io
 import json
 import os
-import select
 import signal
 import sys
 import traceback
@@ -27,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from evergrad._forkserver import end_group_with
 from evergrad.errors import EvergradError, UsageError
 from evergrad.wording import shown
 
@@ -52,7 +51,7 @@ def resolve(spelling: str) -> Callable[..., Any]:
 def serve(tasks: int, answers: int, lifeline: int) -> None:
     """The process itself: until there are no more tasks."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a cluster tells whoever serves that its time is nearly over
-    _end_with_runner(lifeline)
+    end_group_with(lifeline)
     for descriptor in (tasks, answers, lifeline):
         os.set_inheritable(descriptor, False)  # a command that the work starts would keep them open
     faulthandler.enable()  # says on stderr, which is the log, where it was when it died
@@ -70,18 +69,6 @@ def serve(tasks: int, answers: int, lifeline: int) -> None:
         for line in lines:
             task = json.loads(line)
             _send(out, {"id": task["id"], **done(perform, Path(told["folder"]), task["work"])})
-
-
-def _end_with_runner(lifeline: int) -> None:
-    # The kernel sends the signal when the other end closes, to the whole group: no thread has to wake up for it, which
-    # it could not while C code holds the interpreter's lock.
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    waiting = select.poll()
-    waiting.register(lifeline)
-    if waiting.poll(0):  # it closed before
-        os.killpg(0, signal.SIGKILL)
 
 
 def done(perform: Callable[..., Any], folder: Path, work: dict[str, Any]) -> dict[str, Any]:

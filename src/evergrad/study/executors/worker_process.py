@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from evergrad._forkserver import describe_exit, ended, kill_group
 from evergrad.errors import FileAccessError
 from evergrad.study.executors.base import Task
 from evergrad.study.executors.worker import LONGEST_ANSWER
-from evergrad.study.trials import how_it_ended
-
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-"""In the environment of a process that has a core to itself: with more threads, processes wait for each other."""
 
 # Not -m: the module may have been imported with its packages, and would be run a second time.
 _SERVE = "import sys; from evergrad.study.executors.worker import serve; serve(*map(int, sys.argv[1:]))"
@@ -101,7 +97,7 @@ class WorkerProcess:
     @property
     def is_over(self) -> bool:
         """Whether the process has ended; it is not reaped yet, so that its group keeps its number."""
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return ended(self._process.pid) is not None
 
     def send(self, line: bytes = b"") -> bool:
         """Send a line, or what could not be sent before; whether all of it is on its way."""
@@ -130,11 +126,10 @@ class WorkerProcess:
     def end(self) -> str:
         """Kill it and all that its work has started; how it ended, if it had before."""
         # One that has closed its descriptors is past the point where a signal could change how it ends.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         code = self._process.wait()
         self._close()
-        return how_it_ended(code)
+        return f"ended with {describe_exit(code)}"
 
     def _close(self) -> None:
         for descriptor in (self.tasks, self.answers, self._lifeline):
