@@ -12,11 +12,11 @@ import pytest
 
 import evergrad as eg
 from evergrad import timeline
+from evergrad._wire import Secret
 from evergrad.errors import EvergradError
 from evergrad.injection import InjectionLog
 from evergrad.injection.log import logs_of
 from evergrad.recovery.launch.rendezvous import Head
-from evergrad.recovery.sealing import Secret
 from evergrad.report.run_model import read_run
 from evergrad.study.executors.slurm_worker import Order
 from evergrad.study.folder import StudyFolder

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
+from evergrad._wire import Secret
 from evergrad.recovery.failures.injector import send
-from evergrad.recovery.sealing import Secret
 from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()

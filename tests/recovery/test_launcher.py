@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
+from evergrad._wire import Secret
 from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.recovery.failures.schedule import Failures
@@ -28,7 +29,6 @@ from evergrad.recovery.launch.launcher import launch
 from evergrad.recovery.launch.settings import LaunchSettings, Place, environment_of
 from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.membership import Keys, Plan, Point, Report
-from evergrad.recovery.sealing import Secret
 from evergrad.recovery.store import PREFIX, Sealed
 from evergrad.timeline import read
 

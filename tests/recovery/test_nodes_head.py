@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from evergrad._wire import Secret
 from evergrad.recovery.heartbeat import Patience, Vital
 from evergrad.recovery.launch.head import Arrival, Departure, Nodes
 from evergrad.recovery.launch.node_protocol import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
 from evergrad.recovery.launch.processes import Exit
 from evergrad.recovery.launch.settings import LaunchSettings, Place
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.sealing import Secret
 from evergrad.recovery.store import Sealed
 
 PLACES = [Place(2, 1, 0, 2), Place(3, 1, 1, 3)]

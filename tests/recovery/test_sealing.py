@@ -15,8 +15,8 @@ from nursery import Ran
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from evergrad._wire import Forged, Secret
 from evergrad.errors import FileAccessError
-from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.store import Sealed, SealedStore
 
 MINE, OTHERS = Secret(b"a" * 32), Secret(b"b" * 32)

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from evergrad._wire import Garbled, Secret, Wire
 from evergrad.errors import EvergradError, UsageError
 from evergrad.study.executors import base, listener, slurm
 from evergrad.study.executors.base import Ended, Fate, Task
-from evergrad.study.executors.listener import Reception, Wire
+from evergrad.study.executors.listener import Reception
 from evergrad.study.executors.slurm import SlurmCluster
 from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, Order, serve
-from evergrad.study.executors.worker_process import Garbled
 from evergrad.testing import ExecutorContract
 
 REHEARSAL = "evergrad.study.executors.selftest:perform"
@@ -172,12 +172,14 @@ def test_without_slurm_or_submitit_what_is_missing_is_named(tmp_path: Path, monk
         slurm.Jobs(tmp_path, slurm.Wanted())
 
 
-def wires(secret: bytes = b"s", other: bytes = b"s") -> tuple[Wire, Wire]:
+def wires(secret: bytes = b"s" * 32, other: bytes = b"s" * 32) -> tuple[Wire, Wire]:
     """Both ends of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = socket.create_connection(server.getsockname(), 10)
         here, _ = server.accept()
-    return Wire(here, secret, is_runner=True), Wire(there, other, is_runner=False)
+    ends = (here, secret, True), (there, other, False)
+    runner, worker = (Wire(link, Secret(known), is_runner=side, longest=1 << 20) for link, known, side in ends)
+    return runner, worker
 
 
 def exchanged(runner: Wire, worker: Wire) -> list[dict[str, Any]]:
@@ -217,7 +219,7 @@ def test_messages_arrive_once_both_have_proven_the_secret() -> None:
 
 
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
-    runner, worker = wires(b"s", b"t")
+    runner, worker = wires(b"s" * 32, b"t" * 32)
     worker.send({"job": 1})
     with pytest.raises(Garbled, match="not sealed by our secret"):
         exchanged(runner, worker)
@@ -230,8 +232,10 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
 def test_what_is_tampered_with_on_the_way_is_not_heard(how: str) -> None:
     runner, worker = wires()
     assert exchanged(runner, worker) == []
-    lines = [worker._sealed(b'{"a": %d}' % number) for number in range(2)]
-    back = runner._sealed(b'{"a": 0}')
+    assert worker._key is not None
+    assert runner._key is not None
+    lines = [worker._sealed(worker._key, b'{"a": %d}' % number) for number in range(2)]
+    back = runner._sealed(runner._key, b'{"a": 0}')
     sent = {
         "altered": [lines[0].replace(b'"a"', b'"b"')],
         "repeated": [lines[0], lines[0]],
@@ -251,7 +255,8 @@ def test_a_recorded_connection_cannot_be_played_again() -> None:
     worker.send({"job": 1})
     assert exchanged(runner, worker) == [{"job": 1}]
     worker._said = 0
-    recorded = greeting + worker._sealed(b'{"job": 1}')
+    assert worker._key is not None
+    recorded = greeting + worker._sealed(worker._key, b'{"job": 1}')
     another, thief = wires()
     thief.link.send(recorded)
     with pytest.raises(Garbled, match="not sealed"):
@@ -292,9 +297,13 @@ def all_of(link: socket.socket) -> bytes:
 def test_a_job_whose_runner_is_gone_ends_with_a_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    order = Order(("127.0.0.1",), port, "00", str(tmp_path), REHEARSAL, tuple(sys.path), {})
+    order = Order(("127.0.0.1",), port, "00" * 32, str(tmp_path), REHEARSAL, tuple(sys.path), {})
     order.write(tmp_path / "order.json")
     assert Order.read(tmp_path / "order.json") == order
+    (tmp_path / "open.json").write_bytes((tmp_path / "order.json").read_bytes())
+    (tmp_path / "open.json").chmod(0o644)
+    with pytest.raises(EvergradError, match=r"expected a file of mode 0600 of this user, found 0644"):
+        Order.read(tmp_path / "open.json")
     handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, LEAVE_SIGNAL)}
     try:
         with pytest.raises(EvergradError, match=f"cannot be reached from .*127.0.0.1:{port}"):

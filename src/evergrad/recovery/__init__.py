@@ -2,7 +2,7 @@
 
     membership ← strategies ← coordinator ← launch/           decides, outside of the ranks; roster, endurance, notices
     crew ← launched ← engine ← arriving ← passage ← job       one rank's way: `eg.join()` makes a job
-    transport ← gloo ← nccl · sealing, sockets ← stores       how ranks talk, and what they believe; addresses
+    transport ← gloo ← nccl · sockets ← stores       how ranks talk, and what they believe; addresses
     pulse ← vigil · departure                                 who lives, who is late, who leaves
     buckets, overlapping ← gradients · optimizers ← trained   what is computed together
     dealing, books, loading ← course · window                 which samples, and what became of each

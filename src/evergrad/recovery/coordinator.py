@@ -21,11 +21,11 @@ from typing import Literal, Protocol
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evergrad._forkserver import describe_exit
+from evergrad._wire import Forged, Secret
 from evergrad.errors import UsageError
 from evergrad.recovery.decide import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
 from evergrad.recovery.launch.summary import NO_FINGERPRINT, NOTHING_TO_COMPARE
 from evergrad.recovery.membership import LEFT_TOGETHER, Fingerprint, Keys, Plan, Report, Verdict, first_difference
-from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.store import PREFIX, Sealed
 from evergrad.wording import meant
 

@@ -25,6 +25,7 @@ from typing import Any, get_args
 import torch
 from torch.distributed import distributed_c10d
 
+from evergrad._wire import Secret
 from evergrad.checkpoint import Checkpointer
 from evergrad.checkpoint.ranks import Ranks, follow
 from evergrad.errors import UsageError
@@ -38,7 +39,6 @@ from evergrad.recovery.job_checkpoints import Saves
 from evergrad.recovery.membership import Keys
 from evergrad.recovery.nccl import Transport
 from evergrad.recovery.process_group import Group
-from evergrad.recovery.sealing import Secret
 from evergrad.recovery.store import StoreClient
 from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.usage_checks import described, refusing_wrong_arguments

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from evergrad._wire import Secret
 from evergrad.recovery.failures.network import await_healed
-from evergrad.recovery.sealing import Secret
 from evergrad.recovery.sockets import Sockets
 
 PREFIX = "evergrad"

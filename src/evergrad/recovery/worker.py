@@ -18,12 +18,12 @@ from datetime import timedelta
 from functools import cache
 from types import FrameType
 
+from evergrad._wire import Forged, Secret
 from evergrad.errors import RankLost, UsageError
 from evergrad.recovery.heartbeat import Page, Pulse
 from evergrad.recovery.membership import Boundary, Keys, Plan, Report
 from evergrad.recovery.nccl import Transport
 from evergrad.recovery.process_group import Alone, Group, GroupBroken
-from evergrad.recovery.sealing import Forged, Secret
 from evergrad.recovery.store import PREFIX, StoreClient
 from evergrad.wording import first_line
 

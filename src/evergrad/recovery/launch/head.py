@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from evergrad._wire import Forged
 from evergrad.errors import UsageError
 from evergrad.recovery.coordinator import Coordinator
 from evergrad.recovery.heartbeat import Vital
@@ -26,7 +27,6 @@ from evergrad.recovery.launch.output import Announcer, Relay
 from evergrad.recovery.launch.processes import Child, Crowd, Exit
 from evergrad.recovery.launch.settings import LaunchSettings, Place, Places
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.sealing import Forged
 from evergrad.recovery.store import Sealed
 from evergrad.timeline import Recorder
 from evergrad.wording import counted

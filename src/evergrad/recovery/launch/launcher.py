@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad._forkserver import preload
+from evergrad._wire import Secret
 from evergrad.errors import EvergradError, UsageError
 from evergrad.recovery.heartbeat import Finding, Vigil, Vital, innermost
 from evergrad.recovery.launch.local_processes import Household
@@ -37,7 +38,6 @@ from evergrad.recovery.launch.rendezvous import Head
 from evergrad.recovery.launch.settings import LaunchSettings, Place, Places
 from evergrad.recovery.launch.summary import NOBODY_JOINED, Summary, make_folder, merge_timelines, write_record
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.sealing import Secret
 from evergrad.recovery.sockets import LOOPBACK, listening
 from evergrad.timeline import Recorder
 from evergrad.wording import counted

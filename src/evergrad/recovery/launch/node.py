@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad._forkserver import preload
+from evergrad._wire import Forged, Secret
 from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery.heartbeat import Vital
 from evergrad.recovery.launch.local_processes import Household
@@ -32,7 +33,6 @@ from evergrad.recovery.launch.rendezvous import Head, await_head
 from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings
 from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.membership import Keys
-from evergrad.recovery.sealing import Forged, Secret
 from evergrad.timeline import Recorder
 from evergrad.wording import counted, first_line
 

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evergrad._forkserver import ONE_THREAD
+from evergrad._wire import Garbled
 from evergrad.errors import UsageError
 from evergrad.study.executors.base import FAILED_STARTS, Ended, Fate, Feeding, Task
-from evergrad.study.executors.worker_process import Garbled, Log, WorkerProcess
+from evergrad.study.executors.worker_process import Log, WorkerProcess
 from evergrad.wording import shown
 
 _START_S = 300.0

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from evergrad._files import take_lock
+from evergrad._wire import Garbled, Wire
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.study.executors.base import Ended, Feeding, Task
-from evergrad.study.executors.listener import Reception, Wire
+from evergrad.study.executors.listener import Reception
 from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, Order, serve
-from evergrad.study.executors.worker_process import Garbled
 from evergrad.wording import checked_choice, install_hint, shown
 
 # The Slurm jobs of one executor: submitted by submitit, watched by squeue, ended by scancel.

@@ -26,16 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evergrad._wire import SILENCE_S, Garbled, Secret, Wire, read_private, write_private
 from evergrad.errors import EvergradError
 from evergrad.study.executors.base import Task
-from evergrad.study.executors.listener import SILENCE_S, Wire
 from evergrad.study.executors.local import LocalProcesses
-from evergrad.study.executors.worker_process import Garbled
+from evergrad.study.executors.worker import LONGEST_ANSWER
 
 LEAVE_SIGNAL = signal.SIGUSR2
 """Slurm sends it some time before a job's limit."""
 
 _CONNECT_S = 5.0
+_LONGEST_ORDER = 16 << 20
 _ANSWER_S = 5 * SILENCE_S
 _BUSY_S = 0.2
 _IDLE_S = 1.0
@@ -56,14 +57,13 @@ class Order:
     def write(self, path: Path) -> None:
         """Readable for nobody else from its first byte on."""
         told = {name: getattr(self, name) for name in self.__slots__}
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(told, file)
+        write_private(path, json.dumps(told).encode())
 
     @classmethod
     def read(cls, path: Path) -> Order:
         """One that is gone: so is its runner."""
         try:
-            told: dict[str, Any] = json.loads(path.read_bytes())
+            told: dict[str, Any] = json.loads(read_private(path, _LONGEST_ORDER))
             return cls(**{**told, "addresses": tuple(told["addresses"]), "path": tuple(told["path"])})
         except OSError as error:
             raise EvergradError(f"{path}: no order to read ({error.strerror}): the runner is gone") from error
@@ -120,12 +120,12 @@ def _work(wire: Wire, child: LocalProcesses, leaving: list[int]) -> None:
 
 def _connected(told: Order) -> Wire:
     """At the first address where somebody answers."""
-    found = []
+    secret, found = Secret.from_hex(told.secret), []
     for address in told.addresses:
         try:
             link = socket.create_connection((address, told.port), _CONNECT_S)
         except OSError as error:
             found.append(f"{address}:{told.port} ({error})")
         else:
-            return Wire(link, bytes.fromhex(told.secret), is_runner=False)
+            return Wire(link, secret, is_runner=False, longest=LONGEST_ANSWER)
     raise EvergradError(f"the runner cannot be reached from {socket.gethostname()}: {', '.join(found)}")

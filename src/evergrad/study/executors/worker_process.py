@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from evergrad._forkserver import describe_exit, ended, kill_group
+from evergrad._wire import Garbled
 from evergrad.errors import FileAccessError
 from evergrad.study.executors.base import Task
 from evergrad.study.executors.worker import LONGEST_ANSWER
@@ -19,10 +20,6 @@ from evergrad.study.executors.worker import LONGEST_ANSWER
 _SERVE = "import sys; from evergrad.study.executors.worker import serve; serve(*map(int, sys.argv[1:]))"
 _LARGEST_LOG = 1 << 20
 _READ = 1 << 16
-
-
-class Garbled(Exception):
-    """A worker says what no worker says."""
 
 
 class Log:
