@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from nursery import Nursery, Ran
+from forkserver import JobRunner, Ran
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def job_runner() -> Iterator[JobRunner]:
     """One for all tests of a worker."""
-    found = Nursery()
+    found = JobRunner()
     yield found
     found.close()
 
 
 @pytest.fixture
-def launch(nursery: Nursery, tmp_path: Path, shm: Path) -> Callable[..., Ran]:
+def launch(job_runner: JobRunner, tmp_path: Path, shm: Path) -> Callable[..., Ran]:
     """Run a job in a folder of this test: `launch("-n", 4, name="a", arguments=["--epochs", 1])`."""
 
     def run(*options: object, name: str = "job", **more: object) -> Ran:
-        return nursery.run(tmp_path / name, *options, **more)  # type: ignore[arg-type]
+        return job_runner.run(tmp_path / name, *options, **more)  # type: ignore[arg-type]
 
     return run

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nursery import Nursery, Ran
+from forkserver import JobRunner, Ran
 
 from evergrad import testing
 from evergrad.recovery.failures.schedule import Failure
@@ -50,13 +50,13 @@ class Case:
     def __str__(self) -> str:
         return f"{self.strategy}, {self.spares} spare, {self.failure}"
 
-    def run(self, nursery: Nursery, folder: Path) -> Ran:
+    def run(self, job_runner: JobRunner, folder: Path) -> Ran:
         """Run the job."""
         options = ("-n", RANKS, "--strategy", self.strategy, "--spares", self.spares, "--fail", self.failure)
         arguments = _saving(folder) if "checkpoint" in self.site else []
         if self.spares:
             arguments += ["--await-spare", RANKS]
-        return nursery.run(folder, *options, arguments=arguments)
+        return job_runner.run(folder, *options, arguments=arguments)
 
     def wrong(self, ran: Ran, undisturbed: Ran) -> str | None:
         """What is not as promised; None if all is."""
@@ -121,16 +121,16 @@ def used_twice(ran: Ran) -> list[int]:
 def main() -> int:
     """Run all cases; one line each."""
     chosen = list(cases())
-    nursery, failed, begun = Nursery(), 0, time.monotonic()
+    job_runner, failed, begun = JobRunner(), 0, time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        undisturbed = nursery.run(folder / "undisturbed", "-n", RANKS)
+        undisturbed = job_runner.run(folder / "undisturbed", "-n", RANKS)
         for number, case in enumerate(chosen):
-            ran = case.run(nursery, folder / str(number))
+            ran = case.run(job_runner, folder / str(number))
             wrong = case.wrong(ran, undisturbed)
             failed += wrong is not None
             print(f"{'ok    ' if wrong is None else 'FAILED'} {case}" + (f"\n{wrong}" if wrong else ""), flush=True)
-    nursery.close()
+    job_runner.close()
     print(f"{len(chosen)} cases, {failed} failed, {time.monotonic() - begun:.0f} s")
     return 1 if failed else 0
 

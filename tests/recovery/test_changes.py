@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nursery import Ran
+from forkserver import Ran
 
 Launch = Callable[..., Ran]
 

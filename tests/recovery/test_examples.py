@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nursery import Ran
+from forkserver import Ran
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 

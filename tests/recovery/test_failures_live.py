@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nursery import Ran
+from forkserver import Ran
 
 
 def weights(ran: Ran, *, code: int = 0) -> set[str]:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nursery import Ran
+from forkserver import Ran
 
 Launch = Callable[..., Ran]
 EPOCH = ["--epochs", 1]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: object, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return nursery.run(tmp_path_factory.mktemp("undisturbed"), "-n", 4, arguments=[*EPOCH, "--guard", 2])  # type: ignore[attr-defined]
+def undisturbed(job_runner: object, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return job_runner.run(tmp_path_factory.mktemp("undisturbed"), "-n", 4, arguments=[*EPOCH, "--guard", 2])  # type: ignore[attr-defined]
 
 
 def ends(ran: Ran, what: str = "weights") -> set[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nursery import Ran
+from forkserver import Ran
 
 Launch = Callable[..., Ran]
 SCRIPT = Path(__file__).parent / "hanging_trainer.py"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nursery import Ran
+from forkserver import Ran
 
 pytestmark = [
     pytest.mark.gpu,

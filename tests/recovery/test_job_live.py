@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import FOLDER, Nursery, Ran
+from forkserver import FOLDER, JobRunner, Ran
 
 Launch = Callable[..., Ran]
 TWINS, RICH = FOLDER / "twins.py", FOLDER / "rich_trainer.py"
@@ -22,14 +22,14 @@ NEVER = "kill rank=0 step=3 bucket=99"
 
 
 @pytest.fixture(scope="session")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
+def undisturbed(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
     """The same script without failures; each kind is run once."""
     known: dict[tuple[str, ...], Ran] = {}
 
     def run(*arguments: str) -> Ran:
         if arguments not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            known[arguments] = nursery.run(folder, "-n", 2, script=RICH, arguments=arguments)
+            known[arguments] = job_runner.run(folder, "-n", 2, script=RICH, arguments=arguments)
             assert known[arguments].code == 0, known[arguments].said
         return known[arguments]
 
@@ -141,9 +141,9 @@ def test_forward_recovery_repairs_through_the_hooks(launch: Launch) -> None:
 
 
 @pytest.fixture(scope="session")
-def constant(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def constant(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """A weighted sampler, which draws on each rank otherwise and has to be shared; workers that load; a rank lost."""
-    return nursery.run(
+    return job_runner.run(
         tmp_path_factory.mktemp("constant"), "-n", 3, "--batch-policy", "constant", "--fail", NEVER, "--fail",
         "kill rank=1 step=2 phase=backward", script=RICH, arguments=["--loader", "weighted", "--workers", 2],
     )  # fmt: skip
@@ -280,9 +280,9 @@ def test_a_process_that_is_started_for_a_dead_one_takes_the_place_of_the_next(la
 
 
 @pytest.fixture(scope="session")
-def fallen(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def fallen(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """A second rank dies while the others wait for it to form the next generation."""
-    return nursery.run(
+    return job_runner.run(
         tmp_path_factory.mktemp("fallen"), "-n", 3, "--fail", "kill rank=2 step=1 bucket=0",
         script=RICH, arguments=["--fall", 1],
     )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import FOLDER, Nursery, Ran
+from forkserver import FOLDER, JobRunner, Ran
 
 Launch = Callable[..., Ran]
 HYPER = FOLDER / "hyper_trainer.py"
@@ -17,14 +17,14 @@ STEPS = 12
 
 
 @pytest.fixture(scope="session")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
+def undisturbed(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
     """The same script on two ranks without failures; each kind is run once."""
     known: dict[tuple[str, ...], Ran] = {}
 
     def run(*arguments: str) -> Ran:
         if arguments not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            known[arguments] = nursery.run(folder, "-n", 2, script=HYPER, arguments=arguments)
+            known[arguments] = job_runner.run(folder, "-n", 2, script=HYPER, arguments=arguments)
             assert known[arguments].code == 0, known[arguments].said
             assert summary_of(known[arguments])["exact"] is True, known[arguments].said
         return known[arguments]
@@ -72,12 +72,12 @@ def test_a_joiner_trains_with_the_learning_rate_that_its_script_sets(
 
 @pytest.mark.parametrize("rate", ["set", "multiplied"])
 def test_a_job_that_begins_again_from_a_checkpoint_sets_its_own_learning_rate(
-    nursery: Nursery, tmp_path: Path, shm: Path, undisturbed: Callable[..., Ran], rate: str
+    job_runner: JobRunner, tmp_path: Path, shm: Path, undisturbed: Callable[..., Ran], rate: str
 ) -> None:
     arguments = ["--lr", rate, "--checkpoints", str(tmp_path / "versions"), "--every", "1"]
-    first = nursery.run(tmp_path / "first", "-n", 2, script=HYPER, arguments=[*arguments, "--until", "6"])
+    first = job_runner.run(tmp_path / "first", "-n", 2, script=HYPER, arguments=[*arguments, "--until", "6"])
     assert first.code == 0, first.said
-    second = nursery.run(tmp_path / "second", "-n", 2, script=HYPER, arguments=arguments)
+    second = job_runner.run(tmp_path / "second", "-n", 2, script=HYPER, arguments=arguments)
     assert {event["step"] for event in second.events("restored")} <= {5, 6}
     assert_exact(second, undisturbed("--lr", rate))
 

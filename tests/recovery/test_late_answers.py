@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nursery import Ran
+from forkserver import Ran
 from sweep import used_twice
 
 LATE = Path(__file__).with_name("late_trainer.py")

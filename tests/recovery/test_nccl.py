@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from forkserver import Ran
 from guarded import together
-from nursery import Ran
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from evergrad.errors import RecoveryError, UsageError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nursery import Ran
+from forkserver import Ran
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 

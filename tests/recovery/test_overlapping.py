@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nursery import Nursery, Ran
+from forkserver import JobRunner, Ran
 from surroundings import Around
 from sweep import RANKS, Case
 from torch import nn, optim
@@ -420,9 +420,9 @@ def test_alone_there_is_nothing_to_overlap_and_the_same_is_refused() -> None:
 
 
 @pytest.fixture(scope="session")
-def overlapped(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def overlapped(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Nothing fails."""
-    ran = nursery.run(tmp_path_factory.mktemp("overlapped"), "-n", 4, arguments=["--overlap", *MANY])
+    ran = job_runner.run(tmp_path_factory.mktemp("overlapped"), "-n", 4, arguments=["--overlap", *MANY])
     assert ran.code == 0, ran.said
     return ran
 
@@ -450,11 +450,11 @@ def _case(number: int, case: Case) -> Any:
 
 @pytest.mark.parametrize("case", [_case(number, case) for number, case in enumerate(CASES)])
 def test_a_rank_lost_in_the_middle_of_updates_is_survived(
-    case: Case, nursery: Nursery, overlapped: Ran, shm: Path, tmp_path: Path
+    case: Case, job_runner: JobRunner, overlapped: Ran, shm: Path, tmp_path: Path
 ) -> None:
     options = ("-n", RANKS, "--strategy", case.strategy, "--spares", case.spares, "--fail", case.failure)
     awaiting = ["--await-spare", RANKS] if case.spares else []
-    ran = nursery.run(tmp_path, *options, arguments=["--overlap", *MANY, *awaiting])
+    ran = job_runner.run(tmp_path, *options, arguments=["--overlap", *MANY, *awaiting])
     assert case.wrong(ran, overlapped) is None
 
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from forkserver import Ran
 from hypothesis import given
 from hypothesis import strategies as st
-from nursery import Ran
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 

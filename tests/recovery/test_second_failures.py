@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from nursery import Nursery, Ran
+from forkserver import JobRunner, Ran
 
 Launch = Callable[..., Ran]
 EPOCH = ["--epochs", 1]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    ran = nursery.run(tmp_path_factory.mktemp("undisturbed"), "-n", 4, arguments=EPOCH)
+def undisturbed(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    ran = job_runner.run(tmp_path_factory.mktemp("undisturbed"), "-n", 4, arguments=EPOCH)
     return {result["state"] for result in ran.results.values()}
 
 

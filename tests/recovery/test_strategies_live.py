@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nursery import Nursery, Ran
+from forkserver import JobRunner, Ran
 from sweep import Case, cases
 
 ALL = list(cases())
@@ -17,9 +17,9 @@ PART = [ALL[number * 25 % len(ALL)] for number in range(8)]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def undisturbed(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The same job without any failure."""
-    ran = nursery.run(tmp_path_factory.mktemp("undisturbed"), "-n", 4)
+    ran = job_runner.run(tmp_path_factory.mktemp("undisturbed"), "-n", 4)
     assert ran.code == 0, ran.said
     return ran
 
@@ -31,8 +31,10 @@ def test_the_part_of_the_sweep_has_something_of_everything() -> None:
 
 
 @pytest.mark.parametrize("case", PART, ids=str)
-def test_a_lost_rank_is_survived(case: Case, nursery: Nursery, undisturbed: Ran, shm: Path, tmp_path: Path) -> None:
-    assert case.wrong(case.run(nursery, tmp_path), undisturbed) is None
+def test_a_lost_rank_is_survived(
+    case: Case, job_runner: JobRunner, undisturbed: Ran, shm: Path, tmp_path: Path
+) -> None:
+    assert case.wrong(case.run(job_runner, tmp_path), undisturbed) is None
 
 
 def test_two_ranks_lost_at_once_are_replaced_and_the_result_says_what_is_not_exact(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nursery import FOLDER, Nursery, Ran
+from forkserver import FOLDER, JobRunner, Ran
 from test_joiners import ends, summary_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
@@ -32,14 +32,14 @@ RESTART: Sequence[object] = ("-n", 2, "--min-ranks", 2, "--fail", "kill rank=1 s
 
 
 @pytest.fixture(scope="session")
-def plain(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
+def plain(job_runner: JobRunner, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
     """The same script on two ranks without failures; each kind is run once."""
     known: dict[tuple[str, ...], Ran] = {}
 
     def run(*arguments: str) -> Ran:
         if arguments not in known:
             folder = tmp_path_factory.mktemp("plain")
-            known[arguments] = nursery.run(folder, "-n", 2, script=HYPER, arguments=arguments)
+            known[arguments] = job_runner.run(folder, "-n", 2, script=HYPER, arguments=arguments)
             assert summary_of(known[arguments])["exact"] is True, known[arguments].said
         return known[arguments]
 

@@ -45,7 +45,7 @@ class Ran:
         return f"exit code {self.code}\n{self.stdout}\n{self.stderr}"
 
 
-class Nursery:
+class JobRunner:
     """Runs jobs one after the other."""
 
     def run(self, folder: Path, *options: object, script: Path = FOLDER / "trainer.py", arguments: Any = ()) -> Ran:
