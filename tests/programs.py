@@ -15,6 +15,8 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from evergrad._forkserver import kill_group, run_script, run_to_end
@@ -36,6 +38,7 @@ _PRELOADED = (
     "evergrad.injection.replay",
     "evergrad.injection.undo",
     "pydantic.type_adapter",
+    "pytest",
     "rich.markdown",
     "rich.progress",
     "rich.table",
@@ -62,14 +65,11 @@ def run_python(
     with tempfile.TemporaryDirectory(prefix="evergrad-test-") as folder:
         out, err = (str(output or Path(folder, name)) for name in ("out", "err"))
         environment = dict(os.environ) if env is None else env
-        process = _context.Process(target=_run, args=(command, environment, str(cwd or os.getcwd()), out, err))
-        process.start()
+        process = start(_call, (command,), env=environment, cwd=cwd or Path.cwd(), out=out, err=err)
         process.join(timeout)
         code = process.exitcode
         if code is None:
-            assert process.pid is not None
-            kill_group(process.pid)
-            process.join()
+            end_group(process)
             said = "".join(Path(path).read_text(errors="replace") for path in {out, err})
             raise TimeoutError(f"{' '.join(command)[:200]}: not ended after {timeout:.0f} s\n{said}")
         process.close()
@@ -78,7 +78,40 @@ def run_python(
         return subprocess.CompletedProcess(command, code, *(Path(path).read_text("utf-8") for path in (out, err)))
 
 
-def _run(words: list[str], environment: dict[str, str], folder: str, out: str, err: str) -> None:
+def start(
+    act: Callable[..., object], arguments: Sequence[object], *, env: dict[str, str], cwd: Path, out: str, err: str
+) -> BaseProcess:
+    """Call a function in a fork of the preloaded process, in a session of its own, with its output in these files."""
+    process = _context.Process(target=_run, args=(act, arguments, env, str(cwd), out, err))
+    process.start()
+    return process
+
+
+def has_group(process: BaseProcess) -> bool:
+    """Whether a process is left in the process group of one that `start` has started."""
+    assert process.pid is not None
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def end_group(process: BaseProcess) -> None:
+    """Kill a process that `start` has started, and whatever it has left in its process group."""
+    assert process.pid is not None
+    kill_group(process.pid)
+    process.join()
+
+
+def _run(
+    act: Callable[..., object],
+    arguments: Sequence[object],
+    environment: dict[str, str],
+    folder: str,
+    out: str,
+    err: str,
+) -> None:
     gc.freeze()
     os.setsid()
     os.chdir(folder)
@@ -90,10 +123,12 @@ def _run(words: list[str], environment: dict[str, str], folder: str, out: str, e
     sys.stdout = os.fdopen(1, "w", closefd=False, encoding=encoding, errors=errors or None)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False, encoding=encoding, errors="backslashreplace")
     random.seed()
-    os._exit(run_to_end(lambda: _call(words)) if words[0] == "-c" else run_script(words))
+    os._exit(run_to_end(lambda: act(*arguments)))
 
 
 def _call(words: list[str]) -> None:
+    if words[0] != "-c":
+        os._exit(run_script(words))
     sys.argv = ["-c", *words[2:]]
     sys.path.insert(0, "")
     exec(compile(words[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
