@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -10,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranked import die_with, holds_rank_state, rank_checkpointer, rank_state, rank_tiers, stop_agent
 from small_job import holds, state, until
 
 import evergrad as eg
 from evergrad.errors import RestoreError
 from living_agents import agents_of, end_agents
-from programs import run_python
+from ranks import Rank, run_ranks
 
 SECONDS = 60.0
-RANKED = Path(__file__).with_name("ranked.py")
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "flipped": lambda data: data[:96] + bytes([data[96] ^ 2]) + data[97:],
     "cut": lambda data: data[: len(data) // 2],
@@ -128,11 +129,52 @@ def test_a_capture_with_its_ticket_is_restored(captured: Captured) -> None:
         assert holds(live, 4)
 
 
+def capture_a_third_and_die(me: Rank, kinds: str) -> None:
+    """Steps 10 and 20 are saved; step 30 is captured by all ranks while their agents are stopped; all are killed."""
+    me.join()
+    ck = rank_checkpointer(me, tiers=rank_tiers(me, kinds))
+    for step in (10, 20):
+        ck.save(step, rank_state(me, step)).wait(timeout=60)
+    agent = stop_agent(ck)
+    ck.save(30, rank_state(me, 30))
+    die_with(agent)
+
+
+def damage_the_ticket_of_one(me: Rank) -> None:
+    """A bit of the last rank's ticket of step 30 flips."""
+    if me.rank == me.world_size - 1:
+        (ticket,) = (
+            path
+            for path in Path(os.environ["EVERGRAD_SHM"]).rglob(f"rank-{me.rank:05d}.*.ticket")
+            if b'"step": 30' in path.read_bytes()
+        )
+        ticket.write_bytes(ticket.read_bytes().replace(b'"step": 30', b'"step": 31'))
+        (me.folder / "damaged").write_text(str(ticket))
+
+
+def restore_20_and_name_the_ticket(me: Rank, kinds: str) -> None:
+    """Every rank goes back, and says so in one line that names the one ticket."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evergrad").addHandler(handler)
+    me.join()
+    with rank_checkpointer(me, tiers=rank_tiers(me, kinds)) as ck:
+        live = rank_state(me, 0)
+        assert ck.restore(live) == 20
+        assert holds_rank_state(me, live, 20)
+        ticket = (me.folder / "damaged").read_text()
+        lines = [line for line in said if ticket in line]
+        assert len(lines) == 1, said
+        assert lines[0].startswith(f"rank {me.rank}: step 30 (attempt 1) "), lines
+        assert lines[0].endswith(". Restoring step 20 (attempt 1)."), lines
+
+
 @pytest.mark.parametrize(("kinds", "nodes"), [("memory", 2), ("memory+local", 1), ("persistent", 1), ("persistent", 2)])
 def test_all_ranks_go_back_and_name_the_one_ticket_that_is_damaged(kinds: str, nodes: int, tmp_path: Path) -> None:
-    log = tmp_path / "output.txt"
-    done = run_python(RANKED, "ticket of one", 2, nodes, tmp_path, kinds, output=log)
-    assert done.returncode == 0, log.read_text()
+    run_ranks(2, capture_a_third_and_die, tmp_path, kinds, nodes=nodes, codes=-signal.SIGKILL)
+    run_ranks(2, damage_the_ticket_of_one, tmp_path, nodes=nodes)
+    run_ranks(2, restore_20_and_name_the_ticket, tmp_path, kinds, nodes=nodes)
 
 
 # --- headers --------------------------------------------------------------------------------------------------------

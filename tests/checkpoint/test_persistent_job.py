@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3_ranked
 import torch
 from s3_jobs import PATIENCE_S, Bucket, Observer, Trainer, another_machine, files_with_secrets, holds, state, until
 from s3_server import SECRET, Fault, Proxy, s3_server
+from torch import distributed, nn
 
 import evergrad as eg
 from evergrad.checkpoint import Version
@@ -27,8 +25,7 @@ from evergrad.checkpoint.run_folder import Job
 from evergrad.cli import main
 from evergrad.errors import TierError, UsageError
 from living_agents import agents_of
-
-RANKED = Path(__file__).with_name("s3_ranked.py")
+from ranks import Rank, Ranks
 
 
 @pytest.fixture(scope="module")
@@ -345,17 +342,38 @@ def agent_of(shm: Path, node: str) -> int:
     return found
 
 
+def six_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+
+def save_to_bucket(me: Rank, url: str, options: dict[str, Any]) -> None:
+    """Save a model after one step of DDP to a bucket, and write the same to whole.pt."""
+    me.join()
+    torch.manual_seed(1)
+    wrapped = nn.parallel.DistributedDataParallel(six_layers())
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    torch.manual_seed(10 + me.rank)
+    wrapped(torch.randn(4, 32)).square().sum().backward()
+    optimizer.step()
+    tiers = [eg.Memory(), eg.Local(me.folder / "disk"), eg.Persistent(url, options=options)]
+    with eg.Checkpointer(me.folder / "run", tiers=tiers) as ck:
+        pending = ck.save(30, {"model": wrapped.module, "optimizer": optimizer, "epoch": 7})
+        pending.wait(timeout=60)
+        pending.wait("persistent", timeout=60)
+    if me.rank == 0:
+        torch.save({"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()}, me.folder / "whole.pt")
+    distributed.destroy_process_group()
+
+
 def test_a_version_of_two_nodes_is_there_when_both_are_done_and_restores_on_one_rank(
     bucket: Bucket, tmp_path: Path, shm: Path
 ) -> None:
     stand_still(bucket.s3)
-    log = tmp_path / "output.txt"
     options = bucket.s3.options | {"config_kwargs": {"read_timeout": 3600}}  # no request is made again meanwhile
-    command = [sys.executable, str(RANKED), str(tmp_path), bucket.url, json.dumps(options)]
-    with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out) as job:
+    with Ranks(2, save_to_bucket, tmp_path, bucket.url, options, nodes=2) as ranks:
         # Both wait for the server, so each knows what the other one uploads.
-        until(lambda: bucket.s3.count()["put"] == 2 or job.poll() is not None)
-        assert job.poll() is None, log.read_text()
+        until(lambda: bucket.s3.count()["put"] == 2 or not ranks.are_running)
+        assert ranks.are_running, ranks.said
         second = agent_of(shm, "n1")
         os.kill(second, signal.SIGSTOP)
         try:
@@ -364,10 +382,10 @@ def test_a_version_of_two_nodes_is_there_when_both_are_done_and_restores_on_one_
             assert bucket.visible() == [], "half of the ranks, and it is called a version"
         finally:
             os.kill(second, signal.SIGCONT)
-        assert job.wait(PATIENCE_S) == 0, log.read_text()
+        ranks.results()
     commit = json.loads(bucket.objects()["v0000000030-01/COMMIT.json"])
     assert (commit["world_size"], [shard["rank"] for shard in commit["shards"]]) == (2, [0, 1])
-    model = s3_ranked.model()
+    model = six_layers()
     optimizer = torch.optim.Adam(model.parameters())
     live = {"model": model, "optimizer": optimizer, "epoch": 0}
     with another_machine(bucket) as ck:

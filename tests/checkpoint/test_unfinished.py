@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from ranked import die_with, holds_rank_state, rank_checkpointer, rank_state, stop_agent
 from small_job import holds, state, until
+from torch import distributed
 
 import evergrad as eg
 from evergrad import _files
@@ -27,10 +29,9 @@ from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.cli import main
 from evergrad.errors import RestoreError, TierError, UsageError
 from living_agents import agents_of
-from programs import run_python
+from ranks import Rank, run_ranks
 
 SECONDS = 60.0
-RANKED = Path(__file__).with_name("ranked.py")
 
 
 def killed_with_its_agent(folder: Path, shm: Path, tiers: Callable[[], list[Any]]) -> None:
@@ -81,11 +82,30 @@ def test_what_was_captured_is_restored_whoever_was_killed(
     assert sum("step 3 (attempt 1) in tier" in record.getMessage() for record in caplog.records) == 1
 
 
+def capture_and_die(me: Rank) -> None:
+    """All ranks return from saving steps 20 and 30 while their agents are stopped; then everybody is killed."""
+    me.join()
+    ck = rank_checkpointer(me, tiers=[eg.Persistent(str(me.folder / "shared"), bandwidth=1_500)])
+    ck.save(10, rank_state(me, 10)).wait(timeout=60)
+    agent = stop_agent(ck)
+    for step in (20, 30):
+        ck.save(step, rank_state(me, step))
+    die_with(agent)
+
+
+def restore_what_was_captured(me: Rank) -> None:
+    me.join()
+    with rank_checkpointer(me, tiers=[eg.Persistent(str(me.folder / "shared"), bandwidth=1_500)]) as ck:
+        live = rank_state(me, 0)
+        assert ck.restore(live) == 30
+        assert holds_rank_state(me, live, 30)
+        assert [record.step for record in ck.versions()] == [30, 20]
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_all_ranks_restore_what_all_had_captured(nodes: int, tmp_path: Path) -> None:
-    log = tmp_path / "output.txt"
-    done = run_python(RANKED, "captured", 2, nodes, tmp_path, output=log)
-    assert done.returncode == 0, log.read_text()
+    run_ranks(2, capture_and_die, tmp_path, nodes=nodes, codes=-signal.SIGKILL)
+    run_ranks(2, restore_what_was_captured, tmp_path, nodes=nodes)
 
 
 @pytest.mark.parametrize("agent", [True, False])
@@ -229,12 +249,72 @@ def test_a_nearer_tier_makes_up_for_storage_that_refuses(tmp_path: Path, shm: Pa
         assert ck.restored.tier == "memory"
 
 
+def save_what_is_refused(me: Rank) -> None:
+    """Step 10 is committed; of step 20 the storage refuses the shard of the last rank."""
+    me.join()
+    shared = me.folder / "shared"
+    with rank_checkpointer(me, tiers=[eg.Persistent(str(shared))]) as ck:
+        ck.save(10, rank_state(me, 10)).wait(timeout=60)
+        if me.rank == 0:
+            (shared / "v0000000020-01" / f".rank-{me.world_size - 1:05d}.safetensors.partial").mkdir(parents=True)
+        distributed.barrier()
+        assert ck.save(20, rank_state(me, 20)).exception(timeout=60) is not None
+        distributed.barrier()
+
+
+def refuse_to_go_back(me: Rank) -> None:
+    """No rank goes back by itself, all can when asked to, and all have step 20 when the storage works again."""
+    me.join()
+    shared = me.folder / "shared"
+    with rank_checkpointer(me, tiers=[eg.Persistent(str(shared))]) as ck:
+        live = rank_state(me, 0)
+        try:
+            ck.restore(live)
+        except RestoreError as error:
+            assert str(error).startswith("step 20 (attempt 1) was captured by every rank"), error
+            assert str(error).endswith("restore(version=10)."), error
+        else:
+            raise AssertionError("an older version was restored")
+        assert holds_rank_state(me, live, 0)
+        assert ck.restore(live, version=10) == 10
+        if me.rank == 0:
+            next((shared / "v0000000020-01").glob(".rank-*.partial")).rmdir()
+        distributed.barrier()
+        assert ck.restore(live) == 20
+        assert holds_rank_state(me, live, 20)
+
+
+def tear_what_is_refused(me: Rank) -> None:
+    """Step 10 is committed; step 20 is captured by rank 0 alone, and the storage refuses it."""
+    me.join()
+    shared = me.folder / "shared"
+    with rank_checkpointer(me, tiers=[eg.Persistent(str(shared))]) as ck:
+        ck.save(10, rank_state(me, 10)).wait(timeout=60)
+        if me.rank == 0:
+            (shared / "v0000000020-01").write_bytes(b"in the way")
+            assert ck.save(20, rank_state(me, 20)).exception(timeout=60) is not None
+        distributed.barrier()
+
+
+def go_back_from_torn(me: Rank) -> None:
+    me.join()
+    with rank_checkpointer(me, tiers=[eg.Persistent(str(me.folder / "shared"))]) as ck:
+        live = rank_state(me, 0)
+        assert ck.restore(live) == 10
+        assert holds_rank_state(me, live, 10)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("scenario", ["refused", "refused and torn"])
-def test_ranks_agree_on_a_version_that_the_storage_refuses(scenario: str, nodes: int, tmp_path: Path) -> None:
-    log = tmp_path / "output.txt"
-    done = run_python(RANKED, scenario, 2, nodes, tmp_path, output=log)
-    assert done.returncode == 0, log.read_text()
+@pytest.mark.parametrize(
+    "phases",
+    [(save_what_is_refused, refuse_to_go_back), (tear_what_is_refused, go_back_from_torn)],
+    ids=["refused", "refused and torn"],
+)
+def test_ranks_agree_on_a_version_that_the_storage_refuses(
+    phases: tuple[Callable[[Rank], None], ...], nodes: int, tmp_path: Path
+) -> None:
+    for phase in phases:
+        run_ranks(2, phase, tmp_path, nodes=nodes)
 
 
 # --- digests that are gone ------------------------------------------------------------------------------------------

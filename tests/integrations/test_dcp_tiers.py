@@ -6,24 +6,24 @@ import contextlib
 import logging
 import os
 import pickle
-import shutil
-import tempfile
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_ranks import alone, in_group
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import evergrad as eg
 from evergrad.errors import RestoreError, StateError, UsageError
 from evergrad.integrations.dcp import ArenaStager, TierReader, TierWriter
-from living_agents import end_agents
-from programs import run_python
+from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("shm"),
@@ -31,54 +31,39 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
 ]
 
-PROGRAM = Path(__file__).with_name("dcp_ranks.py")
+
+def test_what_four_ranks_staged_two_and_one_can_load(tmp_path: Path) -> None:
+    run_ranks(4, in_group, tmp_path, dcp_ranks.save_spread)
+    run_ranks(2, in_group, tmp_path, dcp_ranks.load_spread)
+    run_ranks(1, alone, tmp_path, dcp_ranks.load_alone)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """All scenarios of several ranks, run by one program."""
-    folder = tmp_path_factory.mktemp("ranks")
-    shm = Path(tempfile.mkdtemp(prefix="evergrad-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-    environment = {**os.environ, "EVERGRAD_SHM": str(shm), "EVERGRAD_LINGER": "0.3"}
-    environment.pop("EVERGRAD_NODE", None)
-    log = folder / "output.txt"
-    try:
-        done = run_python(PROGRAM, folder, env=environment, output=log)
-        assert done.returncode == 0, log.read_text()
-        yield folder
-    finally:
-        end_agents(shm)
-        shutil.rmtree(shm, ignore_errors=True)
+def test_a_version_with_a_corrupt_shard_is_passed_over_by_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, in_group, tmp_path, dcp_ranks.two_versions)
+    run_ranks(1, alone, tmp_path, dcp_ranks.damage_20)
+    run_ranks(2, in_group, tmp_path, dcp_ranks.load_10)
 
 
-def failure(ranks: Path, scenario: str) -> str:
-    found = ranks / scenario / "failure.txt"
-    assert (ranks / scenario).is_dir()
-    return found.read_text() if found.exists() else ""
+def test_a_state_that_one_rank_cannot_store_keeps_no_rank_waiting(tmp_path: Path) -> None:
+    run_ranks(2, in_group, tmp_path, dcp_ranks.fail_on_one)
 
 
-def test_what_four_ranks_staged_two_and_one_can_load(ranks: Path) -> None:
-    assert failure(ranks, "reshard") == ""
+def test_what_was_staged_becomes_durable_after_the_trainer_was_killed(tmp_path: Path) -> None:
+    run_ranks(1, alone, tmp_path, dcp_ranks.save_and_die, codes=-signal.SIGKILL)
+    run_ranks(1, alone, tmp_path, dcp_ranks.load_after_death)
 
 
-def test_a_version_with_a_corrupt_shard_is_passed_over_by_all_ranks(ranks: Path) -> None:
-    assert failure(ranks, "corrupt") == ""
+def test_tensors_that_a_shared_tier_stores_once_are_loaded_by_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, in_group, tmp_path, dcp_ranks.share)
+    run_ranks(2, in_group, tmp_path, dcp_ranks.load_shared)
+    run_ranks(1, alone, tmp_path, dcp_ranks.load_shared)
 
 
-def test_a_state_that_one_rank_cannot_store_keeps_no_rank_waiting(ranks: Path) -> None:
-    assert failure(ranks, "fail") == ""
-
-
-def test_what_was_staged_becomes_durable_after_the_trainer_was_killed(ranks: Path) -> None:
-    assert failure(ranks, "killed") == ""
-
-
-def test_tensors_that_a_shared_tier_stores_once_are_loaded_by_every_rank(ranks: Path) -> None:
-    assert failure(ranks, "shared") == ""
-
-
-def test_folders_of_four_ranks_are_restored_by_two_and_by_one(ranks: Path) -> None:
-    assert failure(ranks, "folders") == ""
+def test_folders_of_four_ranks_are_restored_by_two_and_by_one(tmp_path: Path) -> None:
+    run_ranks(4, in_group, tmp_path, dcp_ranks.write_folders)
+    run_ranks(2, in_group, tmp_path, dcp_ranks.restore_folders)
+    run_ranks(1, alone, tmp_path, dcp_ranks.restore_folders)
+    run_ranks(2, in_group, tmp_path, dcp_ranks.refuse_folder)
 
 
 @pytest.fixture
