@@ -37,6 +37,7 @@ from evergrad.formats.tiled import Box, Pieces
 from evergrad.records import Check, TensorInfo
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ
+from refusals import refusal_of_file
 
 DATA = Path(__file__).parent.parent / "data"
 # torch's own: it looks for a process group, and for a device.
@@ -232,15 +233,6 @@ def test_a_part_stored_through_a_transform_is_listed_and_left_alone(tmp_path: Pa
         assert ck.others["w"] == "a tensor stored through zstd"
 
 
-def refused(path: Path, kind: type[FormatError], *words: str) -> None:
-    with pytest.raises(kind) as caught, eg.open_checkpoint(path) as ck:
-        for name in ck.tensors:
-            ck.read(name)
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "word"),
     [
@@ -279,21 +271,24 @@ def refused(path: Path, kind: type[FormatError], *words: str) -> None:
 def test_bad_metadata_is_refused_in_one_line(
     changes: dict[str, Any], kind: type[FormatError], word: str, tmp_path: Path
 ) -> None:
-    refused(write(tmp_path / "s", metadata(**changes), {"__0_0.distcp": PART}), kind, word)
+    (line,) = refusal_of_file(write(tmp_path / "s", metadata(**changes), {"__0_0.distcp": PART}), kind)
+    assert word in line
 
 
 def test_two_tensors_in_the_same_bytes_are_refused(tmp_path: Path) -> None:
     whole = metadata()
     whole.state_dict_metadata["v"] = whole.state_dict_metadata["w"]
     whole.storage_data[MetadataIndex("v", (0, 0))] = _StorageInfo("__0_0.distcp", 8, 100)
-    refused(write(tmp_path / "s", whole, {"__0_0.distcp": PART}), DamagedFile, "two parts overlap")
+    (line,) = refusal_of_file(write(tmp_path / "s", whole, {"__0_0.distcp": PART}), DamagedFile)
+    assert "two parts overlap" in line
 
 
 def test_a_shared_list_of_parts_is_no_bomb(tmp_path: Path) -> None:
     chunks = [ChunkStorageMetadata((0,), (0,))] * 20_000
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), (0,), chunks)
     bomb = Metadata({f"t{i}": tensor for i in range(20_000)}, storage_data={})
-    refused(write(tmp_path / "s", bomb), DamagedFile, "more parts than")
+    (line,) = refusal_of_file(write(tmp_path / "s", bomb), DamagedFile)
+    assert "more parts than" in line
 
 
 class Runs:
@@ -312,9 +307,12 @@ def test_a_hostile_pickle_is_read_and_not_run(tmp_path: Path) -> None:
     evil.planner_data = Runs(mark)
     with eg.open_checkpoint(write(tmp_path / "s", evil, {"__0_0.distcp": PART})) as ck:
         assert ck.read("w").numel() == 6
-    refused(write(tmp_path / "t", pickle.dumps(Runs(mark))), DamagedFile, "no Metadata")
-    refused(write(tmp_path / "u", pickle.dumps({"a": 1})), DamagedFile, "no Metadata")
-    refused(write(tmp_path / "v", b"not a pickle"), DamagedFile, "damaged")
+    (line,) = refusal_of_file(write(tmp_path / "t", pickle.dumps(Runs(mark))), DamagedFile)
+    assert "no Metadata" in line
+    (line,) = refusal_of_file(write(tmp_path / "u", pickle.dumps({"a": 1})), DamagedFile)
+    assert "no Metadata" in line
+    (line,) = refusal_of_file(write(tmp_path / "v", b"not a pickle"), DamagedFile)
+    assert "damaged" in line
     assert not mark.exists()
 
 
@@ -332,7 +330,8 @@ def test_a_deflated_part_is_refused_and_the_file_stays_as_it_is(tmp_path: Path) 
 def test_folders_saved_without_collectives_are_told(tmp_path: Path) -> None:
     folder = write(tmp_path / "s", metadata(), {"__0_0.distcp": PART})
     (folder / ".metadata").rename(folder / "__0.metadata")
-    refused(folder, UnsupportedContent, "without collectives")
+    (line,) = refusal_of_file(folder, UnsupportedContent)
+    assert "without collectives" in line
 
 
 def test_parts_that_cannot_all_be_altered_are_none_of_them_altered(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnknownFormat, UnsupportedContent
 from evergrad.formats import pickle_reader
+from refusals import refusal_of_file
 
 LIST = """
 import evergrad as eg
@@ -40,18 +41,6 @@ def torch_zip(path: Path, pickled: bytes, records: dict[str, bytes] | None = Non
         for key, data in (records or {"0": bytes(64)}).items():
             archive.writestr(f"archive/data/{key}", data)
     return path
-
-
-def refused(path: Path, kind: type[FormatError], *words: str) -> None:
-    """Opening and reading everything fails in one line that names the file."""
-    with pytest.raises(kind) as caught, eg.open_checkpoint(path) as ck:
-        for name in ck.tensors:
-            ck.read(name)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert path.name in message
-    for word in words:
-        assert word in message, message
 
 
 class Runs:
@@ -145,7 +134,10 @@ def test_the_hand_made_pickle_is_a_valid_one(tmp_path: Path) -> None:
 def test_a_bad_pickle_is_refused_in_one_line(
     pickled: bytes, kind: type[FormatError], word: str, tmp_path: Path
 ) -> None:
-    refused(torch_zip(tmp_path / "bad.pt", pickled), kind, word)
+    path = torch_zip(tmp_path / "bad.pt", pickled)
+    (line,) = refusal_of_file(path, kind)
+    assert path.name in line
+    assert word in line
 
 
 @pytest.mark.parametrize(
@@ -176,7 +168,10 @@ def test_a_bomb_stays_small(name: str, pickled: bytes, tmp_path: Path, limited: 
 
 def test_the_number_of_opcodes_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle_reader, "MAX_OPCODES", 1000)
-    refused(torch_zip(tmp_path / "a.pt", b"N0" * 1000 + b"N."), DamagedFile, "opcodes")
+    path = torch_zip(tmp_path / "a.pt", b"N0" * 1000 + b"N.")
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "opcodes" in line
 
 
 def test_a_zip_bomb_is_refused(tmp_path: Path, limited: Callable[..., str]) -> None:
@@ -223,16 +218,25 @@ def test_a_zip_that_points_outside_is_refused(tmp_path: Path) -> None:
         (end + 10, "<H", 60_000, "cut short"),  # how many members
     ]:
         path.write_bytes(_patched(raw, offset, form, value))
-        refused(path, FormatError, word)
+        (line,) = refusal_of_file(path, FormatError)
+        assert path.name in line
+        assert word in line
     torch.save({"a": torch.arange(100.0)}, path)  # torch writes the 64-bit directory end, always
     raw = path.read_bytes()
     end64 = raw.index(b"PK\x06\x06")
     path.write_bytes(_patched(raw, end64 + 48, "<Q", 10**15))
-    refused(path, DamagedFile, "lies outside")
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "lies outside" in line
     path.write_bytes(_patched(raw, end64 + 32, "<Q", 10**15))
-    refused(path, LimitExceeded, "members")
+    (line,) = refusal_of_file(path, LimitExceeded)
+    assert path.name in line
+    assert "members" in line
     path.write_bytes(raw.replace(b"a/data/0", b"b/data/0"))
-    refused(path, DamagedFile, "record is missing", "a/data/0")
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "record is missing" in line
+    assert "a/data/0" in line
 
 
 @pytest.mark.parametrize(
@@ -274,15 +278,24 @@ def test_a_zip_that_points_outside_is_refused(tmp_path: Path) -> None:
 def test_a_bad_safetensors_header_is_refused(header: bytes, kind: type[FormatError], word: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    refused(path, kind, word)
+    (line,) = refusal_of_file(path, kind)
+    assert path.name in line
+    assert word in line
 
 
 def test_absurd_header_lengths_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes((10**11).to_bytes(8, "little") + b'{"a":{}}')
-    refused(path, LimitExceeded, "header length", "expected at most", "found 100000000000")
+    (line,) = refusal_of_file(path, LimitExceeded)
+    assert path.name in line
+    assert "header length" in line
+    assert "expected at most" in line
+    assert "found 100000000000" in line
     path.write_bytes((5000).to_bytes(8, "little") + b'{"a":{}}')
-    refused(path, DamagedFile, "cut short", "expected 5000 bytes")
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "cut short" in line
+    assert "expected 5000 bytes" in line
 
 
 @pytest.mark.parametrize(
@@ -299,7 +312,10 @@ def test_absurd_header_lengths_are_refused(tmp_path: Path) -> None:
 def test_a_bad_npy_header_is_refused(header: str, word: str, tmp_path: Path) -> None:
     text = header.encode() + b"\n"
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16))
-    refused(tmp_path / "a.npy", DamagedFile, word)
+    path = tmp_path / "a.npy"
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert word in line
 
 
 def test_object_arrays_are_listed_and_left_alone(tmp_path: Path) -> None:
@@ -335,7 +351,9 @@ def test_an_index_that_points_elsewhere_is_refused(weight_map: object, word: str
     (folder / "a.pt").rename(tmp_path / "outside.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    refused(index, FormatError, word)
+    (line,) = refusal_of_file(index, FormatError)
+    assert index.name in line
+    assert word in line
 
 
 @pytest.mark.parametrize(
@@ -352,7 +370,10 @@ def test_an_index_that_points_elsewhere_is_refused(weight_map: object, word: str
 )
 def test_what_is_no_checkpoint_is_said_to_be_none(content: bytes, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(content)
-    refused(tmp_path / "x.pt", FormatError, *words)
+    path = tmp_path / "x.pt"
+    (line,) = refusal_of_file(path, FormatError)
+    assert path.name in line
+    assert all(word in line for word in words), line
 
 
 def test_missing_files_and_strange_folders_are_named(tmp_path: Path) -> None:
@@ -374,7 +395,9 @@ def test_a_torchscript_archive_is_told_from_a_checkpoint(tmp_path: Path) -> None
     with zipfile.ZipFile(path := tmp_path / "net.pt", "w") as archive:
         for name in ("data.pkl", "constants.pkl", "code/__torch__.py"):
             archive.writestr(f"net/{name}", b"")
-    refused(path, UnsupportedContent, "TorchScript")
+    (line,) = refusal_of_file(path, UnsupportedContent)
+    assert path.name in line
+    assert "TorchScript" in line
 
 
 def test_a_message_stays_one_printable_line_whatever_the_names_are(tmp_path: Path) -> None:
@@ -420,13 +443,17 @@ COMPLEX = b"c__builtin__\ncomplex\n(G" + bytes(8) + b"G" + bytes(8) + b"tR"
     ],
 )
 def test_keys_that_cost_more_than_they_weigh_are_refused(pickled: bytes, tmp_path: Path) -> None:
-    refused(torch_zip(tmp_path / "a.pt", pickled), DamagedFile)
+    path = torch_zip(tmp_path / "a.pt", pickled)
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
 
 
 def test_a_program_of_gigabytes_in_a_few_kilobytes_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path := tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"N0" * 8_000_000 + b"N.")
-    refused(path, LimitExceeded, "too large")
+    (line,) = refusal_of_file(path, LimitExceeded)
+    assert path.name in line
+    assert "too large" in line
 
 
 def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
@@ -434,19 +461,28 @@ def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
         b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
     )
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    refused(tmp_path / "a.safetensors", DamagedFile, "twice")
+    path = tmp_path / "a.safetensors"
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "twice" in line
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("x.npy", b"1")
         archive.writestr("y.npy", b"2")
     raw = (tmp_path / "a.npz").read_bytes()
     (tmp_path / "a.npz").write_bytes(raw.replace(b"y.npy", b"x.npy"))
-    refused(tmp_path / "a.npz", DamagedFile, "two zip members")
+    path = tmp_path / "a.npz"
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "two zip members" in line
 
 
 def test_a_shape_that_no_tensor_has_is_refused_even_when_it_is_empty(tmp_path: Path) -> None:
     header = b'{"a":{"dtype":"F32","shape":[0,2305843009213693952,2305843009213693952],"data_offsets":[0,0]}}'
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    refused(tmp_path / "a.safetensors", DamagedFile, "impossible shape")
+    path = tmp_path / "a.safetensors"
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "impossible shape" in line
 
 
 def test_bytes_that_are_no_text_are_told_in_words(tmp_path: Path) -> None:
@@ -479,4 +515,9 @@ def test_a_npy_file_that_is_cut_short_says_how_far_it_goes(
     else:
         path.write_bytes(data)
     found = f"found {length - 128 if length > 128 else length} bytes)"
-    refused(path, DamagedFile, "is cut short", expected, found, "Take another copy of the file.")
+    (line,) = refusal_of_file(path, DamagedFile)
+    assert path.name in line
+    assert "is cut short" in line
+    assert expected in line
+    assert found in line
+    assert "Take another copy of the file." in line

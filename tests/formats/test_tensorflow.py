@@ -22,6 +22,7 @@ from evergrad.formats.tensorflow import slice_key
 from evergrad.records import Check, Role
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ
+from refusals import refusal_of_file
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -181,15 +182,6 @@ def test_slices_are_found_under_their_ordered_code(extent: int, code: str) -> No
     assert slice_key(b"a\0\xff", [(extent, -1)]).hex() == "00" + "6100ffff00" + "0001" + "0101" + code + "7f"
 
 
-def refused(path: Path, kind: type[FormatError], *words: str) -> None:
-    with pytest.raises(kind) as caught, eg.open_checkpoint(path) as ck:
-        for name in ck.tensors:
-            ck.read(name)
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
-
-
 def varint(value: int) -> bytes:
     out = bytearray()
     while value >= 0x80:
@@ -273,7 +265,8 @@ def test_big_endian_data_is_read_and_altered(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_index_is_refused_in_one_line(index: bytes, kind: type[FormatError], word: str, tmp_path: Path) -> None:
-    refused(written(tmp_path, index), kind, word)
+    (line,) = refusal_of_file(written(tmp_path, index), kind)
+    assert word in line
 
 
 def test_keys_that_grow_out_of_nothing_are_refused(tmp_path: Path) -> None:
@@ -282,15 +275,21 @@ def test_keys_that_grow_out_of_nothing_are_refused(tmp_path: Path) -> None:
     data = body + struct.pack("<2L", 0, 1) + bytes(5)
     index = block([(b"\xff", b"\0" + varint(len(data) - 5))])
     footer = varint(0) + varint(len(data) - 5) + varint(len(data)) + varint(len(index) - 5)
-    refused(written(tmp_path, data + index + footer.ljust(40, b"\0") + tensorflow.MAGIC), LimitExceeded, "keys of more")
+    (line,) = refusal_of_file(
+        written(tmp_path, data + index + footer.ljust(40, b"\0") + tensorflow.MAGIC), LimitExceeded
+    )
+    assert "keys of more" in line
 
 
 def test_missing_and_foreign_files_are_told(tmp_path: Path) -> None:
     shutil.copytree(DATA / "tf_types", tmp_path / "m")
     (tmp_path / "m" / "model.data-00002-of-00004").unlink()
-    refused(tmp_path / "m", FileAccessError, "model.data-00002-of-00004", "not there")
+    (line,) = refusal_of_file(tmp_path / "m", FileAccessError)
+    assert "model.data-00002-of-00004" in line
+    assert "not there" in line
     index = (tmp_path / "m" / "model.index").rename(tmp_path / "m" / "renamed.xyz")
-    refused(index, FileAccessError, "name does not tell")
+    (line,) = refusal_of_file(index, FileAccessError)
+    assert "name does not tell" in line
 
 
 @pytest.mark.parametrize("source", ["tf_ckpt", "tf_types"])
