@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.recovery.failures.injector import InjectedFailure, Sites, Trigger
 from evergrad.recovery.failures.schedule import Failure, Failures, Phase
+from refusals import refusal
 
 MEMBERS, NODES = (10, 11, 12, 13), ("n0", "n0", "n1", "n1")
 
@@ -229,18 +231,9 @@ WRONG_WORDS = [
 ]
 
 
-def refusal(text: str) -> str:
-    """What words are refused with; empty if they are not."""
-    try:
-        Failure.parse(text)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def test_wrong_words_are_named_in_one_line() -> None:
     for text, says in WRONG_WORDS:
-        message = refusal(text)
+        message = refusal(partial(Failure.parse, text))
         assert says in message or says in message.replace("\\x1b[2J", ""), f"{text!r}: {message}"
         assert message.startswith(f"failure {text!r}: "), message
         assert message.endswith("Example: kill rank=1 step=7 bucket=2 at=during"), message

@@ -74,34 +74,34 @@ def test_what_makes_no_sense_is_refused_in_one_line(where: object) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "role"),
-    [
-        ("fc.weight", "model"),
-        ("state_dict/net.0.weight", "model"),
-        ("model_state_dict/bn.running_var", "buffer"),
-        ("bn1.num_batches_tracked", "buffer"),
-        ("optimizer_states/0/state/3/exp_avg", "optimizer"),
-        ("optimizer.pt/state/3/step", "optimizer"),
-        ("state/0/momentum_buffer", "optimizer"),
-        ("optimizer.state.0.exp_avg", "optimizer"),
-        ("optimizer_weights/adam/sequential_conv_kernel_momentum", "optimizer"),
-        ("conv1/W/m", "optimizer"),
-        ("conv1/W", "model"),
-        ("layers/conv2d/vars/0", "model"),
-        ("optimizer/vars/3", "optimizer"),
-        ("rng_state.pth/cpu", "other"),
-        ("lr_schedulers/0/last", "other"),
-        ("callbacks/ModelCheckpoint/best_model_score", "other"),
-        ("_modules/fc/_parameters/weight", "model"),
-        ("_modules/bn/_buffers/scale", "buffer"),
-        ("config/class_weights", "other"),
-        ("ema/blocks.0.weight", "model"),
-        ("model.safetensors/transformer.h.0.ln_1.weight", "model"),
-    ],
-)
-def test_roles_follow_the_names_that_frameworks_use(path: str, role: str) -> None:
-    assert role_of(path).value == role
+ROLES = [
+    ("fc.weight", "model"),
+    ("state_dict/net.0.weight", "model"),
+    ("model_state_dict/bn.running_var", "buffer"),
+    ("bn1.num_batches_tracked", "buffer"),
+    ("optimizer_states/0/state/3/exp_avg", "optimizer"),
+    ("optimizer.pt/state/3/step", "optimizer"),
+    ("state/0/momentum_buffer", "optimizer"),
+    ("optimizer.state.0.exp_avg", "optimizer"),
+    ("optimizer_weights/adam/sequential_conv_kernel_momentum", "optimizer"),
+    ("conv1/W/m", "optimizer"),
+    ("conv1/W", "model"),
+    ("layers/conv2d/vars/0", "model"),
+    ("optimizer/vars/3", "optimizer"),
+    ("rng_state.pth/cpu", "other"),
+    ("lr_schedulers/0/last", "other"),
+    ("callbacks/ModelCheckpoint/best_model_score", "other"),
+    ("_modules/fc/_parameters/weight", "model"),
+    ("_modules/bn/_buffers/scale", "buffer"),
+    ("config/class_weights", "other"),
+    ("ema/blocks.0.weight", "model"),
+    ("model.safetensors/transformer.h.0.ln_1.weight", "model"),
+]
+
+
+def test_roles_follow_the_names_that_frameworks_use() -> None:
+    for path, role in ROLES:
+        assert role_of(path).value == role, path
 
 
 PROGRESS = ("best_val_loss", "val_loss", "valLoss", "bestLoss", "best", "best_acc1", "best_fitness", "top1_acc", "loss")

@@ -57,30 +57,30 @@ def test_chance_level_is_reached_from_the_better_side(
     assert judge(finished(final), finished(golden), Thresholds(), chance=2.3, direction=direction) is expected
 
 
-@pytest.mark.parametrize(
-    ("metric", "expected"),
-    [
-        *((name, LOWER) for name in ("loss", "val_loss", "valLoss", "testloss", "eval/loss", "error", "top1_err")),
-        *((name, LOWER) for name in ("error_rate", "perplexity", "PPL", "MSE", "cross_entropy", "crossEntropy")),
-        *((name, LOWER) for name in ("accuracy_loss", "negative_log_likelihood", "nll", "best val loss")),
-        *((name, HIGHER) for name in ("accuracy", "top-1", "bleu", "psnr", "neg_mean_squared_error", "", "lossless")),
-        *((name, LOWER) for name in ("cost", "my_cost", "valCost", "costs", r"pattern:cost=(\S+)")),
-        *((name, HIGHER) for name in ("accost", "neg_cost", "cost_accuracy")),
-        *((name, HIGHER) for name in ("glossary", "policy_entropy", "log_likelihood", "score", "m")),
-        (r"pattern:loss (\S+)", LOWER),
-        (r"pattern:loss \S+ acc (\S+)", HIGHER),
-        (r"pattern:acc \S+ loss=(\S+)", LOWER),
-        (r"pattern:top-1 (\d+) %, loss", HIGHER),
-        (r"pattern:^(\S+) ppl", LOWER),
-        (r"pattern:(?:val|test) error (\S+)", LOWER),
-        (r"pattern:[(]loss[)]: (\S+)", LOWER),
-        (r"pattern:\(loss\) (\S+)", LOWER),
-        (r"pattern:(?P<loss>\S+)", LOWER),
-        (r"pattern:\baccuracy (\S+)", HIGHER),
-    ],
-)
-def test_a_name_that_says_loss_error_or_perplexity_is_better_lower(metric: str, expected: Direction) -> None:
-    assert direction_by_name(metric) is expected
+METRICS: list[tuple[str, Direction]] = [
+    *((name, LOWER) for name in ("loss", "val_loss", "valLoss", "testloss", "eval/loss", "error", "top1_err")),
+    *((name, LOWER) for name in ("error_rate", "perplexity", "PPL", "MSE", "cross_entropy", "crossEntropy")),
+    *((name, LOWER) for name in ("accuracy_loss", "negative_log_likelihood", "nll", "best val loss")),
+    *((name, HIGHER) for name in ("accuracy", "top-1", "bleu", "psnr", "neg_mean_squared_error", "", "lossless")),
+    *((name, LOWER) for name in ("cost", "my_cost", "valCost", "costs", r"pattern:cost=(\S+)")),
+    *((name, HIGHER) for name in ("accost", "neg_cost", "cost_accuracy")),
+    *((name, HIGHER) for name in ("glossary", "policy_entropy", "log_likelihood", "score", "m")),
+    (r"pattern:loss (\S+)", LOWER),
+    (r"pattern:loss \S+ acc (\S+)", HIGHER),
+    (r"pattern:acc \S+ loss=(\S+)", LOWER),
+    (r"pattern:top-1 (\d+) %, loss", HIGHER),
+    (r"pattern:^(\S+) ppl", LOWER),
+    (r"pattern:(?:val|test) error (\S+)", LOWER),
+    (r"pattern:[(]loss[)]: (\S+)", LOWER),
+    (r"pattern:\(loss\) (\S+)", LOWER),
+    (r"pattern:(?P<loss>\S+)", LOWER),
+    (r"pattern:\baccuracy (\S+)", HIGHER),
+]
+
+
+def test_a_name_that_says_loss_error_or_perplexity_is_better_lower() -> None:
+    for metric, expected in METRICS:
+        assert direction_by_name(metric) is expected, metric
 
 
 def test_a_plan_states_the_direction_and_otherwise_the_metrics_name_does() -> None:
