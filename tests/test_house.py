@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_files": {"errors"},
     "_forkserver": {"records", "wording"},
     "_jsonl": {"_files"},
-    "_wire": {"errors"},
+    "_wire": {"errors", "records"},
     "state": _BASE,
     "formats": {*_BASE, "state"},
     "injection": {*_BASE, "state", "formats"},
@@ -85,7 +85,7 @@ _STILL_SMALL = {"evergrad.recovery.failures.schedule_files"}
 
 _STILL_TWICE = {
     "Arrival", "Block", "Bucket", "Cell", "Check", "Column", "Comparison", "Course", "Departure", "Draws", "Ending",
-    "Engine", "Entry", "Event", "Fate", "Held", "Job", "Journal", "Kept", "Layout", "Nursery", "Order", "Outcome",
+    "Engine", "Entry", "Event", "Fate", "Held", "Job", "Journal", "Kept", "Layout", "Order", "Outcome",
     "Page", "Phase", "Place", "Plan", "Process", "Progress", "RankLost", "Ranks", "Reception", "Recorder", "Request",
     "RunFolder", "Settled", "Sites", "Snapshot", "Source", "Table", "Target", "Ticket", "Verdict", "Wanted", "Window",
 }  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 import evergrad as eg
+from evergrad.checkpoint import Progress
 from evergrad.checkpoint.policy import Cadence
 from evergrad.checkpoint.tiers import Work
 from evergrad.errors import CheckpointError
@@ -236,9 +237,9 @@ class Look:
     """Is never due, and keeps what it was shown."""
 
     def __init__(self) -> None:
-        self.seen: list[eg.Progress] = []
+        self.seen: list[Progress] = []
 
-    def is_due(self, progress: eg.Progress) -> bool:
+    def is_due(self, progress: Progress) -> bool:
         self.seen.append(progress)
         return False
 

@@ -16,6 +16,7 @@ from ranked import holds_rank_state, rank_checkpointer, rank_state
 from torch import distributed
 
 import evergrad as eg
+from evergrad.checkpoint import Version
 from evergrad.cli import main
 from evergrad.errors import CheckpointError, EvergradError, RestoreError
 from ranks import Rank, run_ranks
@@ -40,7 +41,7 @@ def restore_30(me: Rank) -> None:
         assert ck.restore(live) == 30
         assert holds_rank_state(me, live, 30)
         ck.save(31, rank_state(me, 31)).wait(timeout=60)  # and it goes on, as a new attempt
-        assert ck.versions()[0].version == eg.Version(31, 2)
+        assert ck.versions()[0].version == Version(31, 2)
 
 
 @pytest.mark.parametrize("nodes", [ONE, 2])

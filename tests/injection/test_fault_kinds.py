@@ -209,7 +209,7 @@ def test_what_is_no_fault_of_ours_is_not_made_up() -> None:
         fault_from_json({"kind": "scale", "factor": "many"})
 
 
-WRONG_SETTINGS: list[tuple[Callable[[], eg.Fault], str]] = [
+WRONG_SETTINGS: list[tuple[Callable[[], Fault], str]] = [
     (lambda: eg.BitFlip(bits=64), "bits 64: expected a number from 0"),
     (lambda: eg.BitFlip(bits=-1), "bits -1: expected"),
     (lambda: eg.BitFlip(bits="exponnt"), "'exponnt'.*exponent"),
