@@ -19,8 +19,8 @@ from evergrad.injection.faults import fault_of
 from evergrad.injection.live_faults import Aim, LiveState
 from evergrad.records import Role
 from evergrad.study.golden import golden_folder, read_golden
+from evergrad.study.loaded_trainings import read_snapshot
 from evergrad.study.observe import Course, observe
-from evergrad.study.sessions import read_snapshot
 from evergrad.study.target_selection import aimed_at
 from evergrad.study.tasks import hit_ranks, rank_seed
 from evergrad.study.trials import Trial

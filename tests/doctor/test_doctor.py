@@ -271,7 +271,7 @@ def test_the_command_prints_a_line_a_check_within_80_columns(
 ) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr("evergrad.cli.node.console", lambda: Console(width=80, highlight=False))
+    monkeypatch.setattr("evergrad.cli.machine.console", lambda: Console(width=80, highlight=False))
     assert main(["doctor", "--folder", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said

@@ -19,7 +19,7 @@ from evergrad.checkpoint.catalogue.lineage import draw_svg
 from evergrad.cli import main
 from evergrad.report.checkpoints_page import JobVersions, answer, checkpoints_page, look, problems
 from evergrad.report.document import Figure
-from evergrad.report.page import page_html, write_page
+from evergrad.report.html import page_html, write_page
 
 OpenPage = Callable[..., Any]
 

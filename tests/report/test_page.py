@@ -13,9 +13,9 @@ from browsing import OpenPage
 
 from evergrad._files import replacing
 from evergrad.errors import FileAccessError, UsageError
-from evergrad.report import page as plots
+from evergrad.report import html as plots
 from evergrad.report.document import PALETTE, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
-from evergrad.report.page import page_html, write_page
+from evergrad.report.html import page_html, write_page
 
 BAD = "</script><img src=https://example.org/x onerror=alert(1)>\"'`${alert(1)}"
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from tapes import Tape
 
-from evergrad.report.run_events import analyse
+from evergrad.report.run_analysis import analyse
 from evergrad.report.run_figures import answer, summary
 from evergrad.report.run_model import Interruption, Moment, number
 from evergrad.timeline import Event

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tapes import Tape
 
-from evergrad.report.run_events import analyse
+from evergrad.report.run_analysis import analyse
 from evergrad.report.run_figures import STATES, bars, compared_figure, processes_figure, zoom_figure
 from evergrad.report.run_model import Process
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tapes import Tape
 
-from evergrad.report.page import page_html, write_page
-from evergrad.report.run_events import analyse
+from evergrad.report.html import page_html, write_page
+from evergrad.report.run_analysis import analyse
 from evergrad.report.run_figures import answer, summary
 from evergrad.report.run_model import RunFolder, RunStory, read_run
 from evergrad.report.run_page import run_page

@@ -17,7 +17,7 @@ from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.report import study_data as data_module
 from evergrad.report.document import Commands, DataTable, Figure, Page, Prose
-from evergrad.report.page import inline, literal, page_html, plain_text, write_page
+from evergrad.report.html import inline, literal, page_html, plain_text, write_page
 from evergrad.report.study_data import _all, published_for, study_data
 from evergrad.report.study_page import study_page
 from evergrad.study.comparisons import compare_cells

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.study.commands import Kept, Readings, Source, check_command, make_golden, run_trial
-from evergrad.study.programs import Lines
+from evergrad.study.external_process import Lines
+from evergrad.study.external_training import Kept, Readings, Source, check_command, make_golden, run_trial
 from evergrad.study.trials import Command, End, Observation, Outcome, Rules, Trial, judge
 
 # A training of 16 float32 that are 1, without any import that takes time: behind 128 bytes of .npy header.
@@ -178,7 +178,7 @@ def test_a_program_that_overruns_its_limit_is_ended_with_its_children(tmp_path: 
 def test_a_program_ends_with_whoever_waits_for_it(tmp_path: Path) -> None:
     program = "import fcntl, time\nfile = open('lock', 'w')\nfcntl.flock(file, 2)\nprint('locked')\ntime.sleep(1000)"
     waiting = (
-        "import os, pathlib, sys\nfrom evergrad.study.programs import run_program\n"
+        "import os, pathlib, sys\nfrom evergrad.study.external_process import run_program\n"
         "run_program([sys.executable, '-S', '-u', '-c', sys.argv[1]], lambda line: print(line, flush=True),"
         " folder=pathlib.Path('.'), environment=os.environ)"
     )

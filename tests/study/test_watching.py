@@ -12,15 +12,15 @@ import torch
 
 from evergrad.errors import UsageError
 from evergrad.study.golden import read_golden
+from evergrad.study.loaded_trainings import warm
 from evergrad.study.observe import Course, observe
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
-from evergrad.study.probe import GUARDS
+from evergrad.study.probe_base import GUARDS
 from evergrad.study.probe_tables import guard_table, spread_table, watched_to_json
 from evergrad.study.probes import Guards, make_watchers
 from evergrad.study.rank_group import end_groups
 from evergrad.study.results import Cell, Results
-from evergrad.study.sessions import warm
 from evergrad.study.table_formats import Quantity, Table
 from evergrad.study.tasks import perform
 from evergrad.study.trials import End, Observation, Outcome, Rules, Series, Trial, golden_work, trial_work

@@ -14,10 +14,10 @@ import torch
 import evergrad as eg
 from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.injection.faults import fault_of
-from evergrad.study import sessions
+from evergrad.study import loaded_trainings as sessions
 from evergrad.study.golden import golden_folder, read_golden
+from evergrad.study.loaded_trainings import warm
 from evergrad.study.observe import observe
-from evergrad.study.sessions import warm
 from evergrad.study.tasks import perform
 from evergrad.study.trials import End, Observation, Outcome, Trial, golden_work, judge, trial_work
 from evergrad.training.mechanisms.session import Snapshot

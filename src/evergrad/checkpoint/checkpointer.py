@@ -53,7 +53,7 @@ from evergrad.checkpoint.tiers import (
 )
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, SaveRefused, UsageError, nearest
-from evergrad.formats.collector import uncollected
+from evergrad.formats.gc_pause import uncollected
 from evergrad.state import Where
 from evergrad.wording import checked_choice
 

@@ -23,7 +23,7 @@ import xxhash
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError, said
-from evergrad.formats.collector import uncollected
+from evergrad.formats.gc_pause import uncollected
 from evergrad.formats.safetensors import (
     ALIASES_KEY,
     DTYPES,

@@ -21,7 +21,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from evergrad import __version__
-from evergrad.cli import checkpoints, demo, files, inject, node, run, study
+from evergrad.cli import checkpoints, demo, files, inject, run, study
+from evergrad.cli import machine as node
 from evergrad.cli.output import check_shell, parser_line, printable, safe_streams
 from evergrad.errors import EvergradError, reason
 

@@ -342,7 +342,7 @@ def report(
     """Write a page: what is wrong, which versions can be restored, where they are, and what came from what."""
     from evergrad import __version__
     from evergrad.report.checkpoints_page import answer, checkpoints_page, look, problems
-    from evergrad.report.page import checked_target, missing_for, plain_text, write_page
+    from evergrad.report.html import checked_target, missing_for, plain_text, write_page
 
     catalogue = catalogue_of(run_dir)
     if out is None:

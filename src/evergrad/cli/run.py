@@ -211,8 +211,8 @@ def timeline(
     as_json: JsonOption = False,
 ) -> int:
     """Tell what happened in a run: each failure from its moment to the next step, as a table and as a page."""
-    from evergrad.report.page import checked_target, missing_for, write_page
-    from evergrad.report.run_events import analyse
+    from evergrad.report.html import checked_target, missing_for, write_page
+    from evergrad.report.run_analysis import analyse
     from evergrad.report.run_model import read_run
 
     if out is not None and no_page:

@@ -170,7 +170,7 @@ def report(
     as_json: JsonOption = False,
 ) -> int:
     """Write a study as one HTML file that needs no network: the answer in words, tables, figures, the worst trials."""
-    from evergrad.report.page import checked_target, missing_for, plain_text, write_page
+    from evergrad.report.html import checked_target, missing_for, plain_text, write_page
     from evergrad.report.study_page import REPORT, study_page
 
     path = checked_target(out or folder / REPORT)

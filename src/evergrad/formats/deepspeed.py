@@ -10,7 +10,7 @@ from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, Unsuppo
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.data_file import close_all
 from evergrad.formats.folders import Opener, by_file
-from evergrad.formats.unread_files import Beside, unread_file
+from evergrad.formats.unsupported_files import Beside, unread_file
 
 LATEST = "latest"
 MAX_LATEST_BYTES = 4096

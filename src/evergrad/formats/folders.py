@@ -16,7 +16,7 @@ from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat, said
 from evergrad.formats.checkpoint import Bits, Checkpoint, Format, OtherTensor, Probe, blocks, digest, read_blocks
 from evergrad.formats.data_file import DataFile, close_all, named_size
-from evergrad.formats.unread_files import TENSOR_FILES, Beside, unread_file
+from evergrad.formats.unsupported_files import TENSOR_FILES, Beside, unread_file
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View

@@ -23,10 +23,10 @@ from evergrad.errors import (
     reason,
 )
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
-from evergrad.formats.collector import uncollected
 from evergrad.formats.dcp import Dcp
 from evergrad.formats.deepspeed import DeepSpeed
 from evergrad.formats.folders import PlainFolder, Sharded, TrainerFolder
+from evergrad.formats.gc_pause import uncollected
 from evergrad.formats.hdf5.checkpoint import Hdf5
 from evergrad.formats.keras_zip import KerasZip
 from evergrad.formats.numpy_file import Npy, Npz
@@ -34,7 +34,7 @@ from evergrad.formats.orbax import Orbax
 from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
 from evergrad.formats.torch_file import TorchLegacy, TorchZip
-from evergrad.formats.unread_files import named_as, signature_of
+from evergrad.formats.unsupported_files import named_as, signature_of
 from evergrad.formats.version_folder import VersionFolder
 from evergrad.records import MAX_AXES
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from evergrad.errors import DamagedFile, LimitExceeded, StateError, UnsupportedContent
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe, TensorAttributes, losses_of, refuse_losses
-from evergrad.formats.collector import uncollected
 from evergrad.formats.data_file import Bytes, DataFile, closed_on_error
+from evergrad.formats.gc_pause import uncollected
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.pickle_reader import PickleError, read_pickle
 from evergrad.formats.region import Region

@@ -21,7 +21,7 @@ from evergrad.formats.data_file import close_all, rehearsing, xor_rows
 from evergrad.formats.folders import CompositeCheckpoint, by_file
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint
 from evergrad.formats.safetensors import Safetensors
-from evergrad.formats.unread_files import Beside
+from evergrad.formats.unsupported_files import Beside
 from evergrad.formats.version_records import (
     COMMIT,
     MANIFEST,

@@ -30,7 +30,7 @@ from evergrad.report.document import (
     Prose,
     Section,
 )
-from evergrad.report.page import literal
+from evergrad.report.html import literal
 from evergrad.report.run_figures import harmless
 from evergrad.wording import counted
 

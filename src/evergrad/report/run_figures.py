@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from evergrad.report.document import PALETTE, Figure
-from evergrad.report.page import literal
+from evergrad.report.html import literal
 from evergrad.report.run_model import Interruption, Process, RunStory, Span, State
 from evergrad.wording import counted
 

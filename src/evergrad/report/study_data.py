@@ -18,7 +18,7 @@ from typing import Any
 
 from evergrad.report.document import Cell as blocks_Cell
 from evergrad.report.document import Column, DataTable
-from evergrad.report.page import literal
+from evergrad.report.html import literal
 from evergrad.study.folder import StudyFolder, read_journal
 from evergrad.study.golden import Golden
 from evergrad.study.plan import Plan

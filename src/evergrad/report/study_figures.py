@@ -9,7 +9,7 @@ from typing import Any
 
 from evergrad.dtypes import DType, Layout
 from evergrad.report.document import PALETTE, Block, Figure, Prose, series_colour
-from evergrad.report.page import literal
+from evergrad.report.html import literal
 from evergrad.report.study_data import Published, StudyData, TrialData
 from evergrad.study.plan import CellPlan
 from evergrad.study.probe_tables import watched_table

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from evergrad.report.document import Block, Cell, Column, Commands, DataTable, Facts, Mark, Page, Prose, Section
-from evergrad.report.page import literal, write_page
+from evergrad.report.html import literal, write_page
 from evergrad.report.study_data import (
     Published,
     StudyData,

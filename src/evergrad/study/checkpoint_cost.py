@@ -30,9 +30,9 @@ from evergrad.records import Json
 from evergrad.state.paths import split
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import Golden, golden_folder, read_golden
+from evergrad.study.loaded_trainings import read_snapshot
 from evergrad.study.observe import digest_of
 from evergrad.study.rank_group import RankGroup, RankLost, end_groups, warm_group
-from evergrad.study.sessions import read_snapshot
 from evergrad.study.trials import SAVINGS, End, Observation, Saving, Series, Trial
 from evergrad.training.mechanisms import make_session
 from evergrad.training.mechanisms.session import Session

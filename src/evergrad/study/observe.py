@@ -13,7 +13,7 @@ from torch import Tensor
 from evergrad._digest import digest_labelled
 from evergrad.errors import EvergradError
 from evergrad.recovery.guard.norms import magnitudes
-from evergrad.study.probe import Watchers
+from evergrad.study.probe_base import Watchers
 from evergrad.study.probes import make_watchers
 from evergrad.study.trials import End, Observation, Rules, Series
 from evergrad.training.mechanisms.session import Evaluation, Session

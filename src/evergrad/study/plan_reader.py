@@ -46,7 +46,7 @@ def training_of(found: Found, base: str) -> Training:
 
 def command_of(found: Found, base: str, check_files: bool) -> Command:
     """Checked; with `check_files` what it names has to be there."""
-    from evergrad.study.commands import check_command
+    from evergrad.study.external_training import check_command
 
     values: dict[str, Any] = {name: value for name, (value, _) in found.items()}
     if "command" not in values:

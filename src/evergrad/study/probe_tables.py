@@ -9,7 +9,7 @@ from statistics import median, quantiles
 
 from evergrad.errors import UsageError
 from evergrad.records import Json
-from evergrad.study.probe import GUARD_EVERY, GUARDS
+from evergrad.study.probe_base import GUARD_EVERY, GUARDS
 from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import mean, paired_interval, wilson
 from evergrad.study.table_formats import Entry, Quantity, Table, facts_under, varying_axes

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from evergrad.recovery.guard.norms import Magnitude, Norms, Ranges
 from evergrad.recovery.guard.replicas import DigestTree, GuardSettings, module_of, replica_of
-from evergrad.study.probe import GUARD_EVERY, Watched, Watcher, Watchers, gathered
+from evergrad.study.probe_base import GUARD_EVERY, Watched, Watcher, Watchers, gathered
 from evergrad.study.trials import Series
 from evergrad.training.mechanisms.session import Session
 

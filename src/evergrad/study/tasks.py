@@ -28,9 +28,9 @@ from evergrad.injection.faults import fault_of
 from evergrad.records import Json
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import golden_folder, read_golden
+from evergrad.study.loaded_trainings import Warm, made_golden, warm
 from evergrad.study.observe import CutShort, observe
 from evergrad.study.rank_group import RankGroup, RankLost, warm_group
-from evergrad.study.sessions import Warm, made_golden, warm
 from evergrad.study.trials import PASSING, TARGETS, Command, End, Observation, Trial, is_own_doing
 from evergrad.training.settings import Training
 
@@ -244,7 +244,7 @@ def _check_aim(folder: Path, trial: Trial) -> None:
 
 
 def _commanded(folder: Path, trial: Trial, command: Command) -> Observation:
-    from evergrad.study.commands import run_trial
+    from evergrad.study.external_training import run_trial
 
     began = perf_counter()
     golden = read_golden(folder, command.key)

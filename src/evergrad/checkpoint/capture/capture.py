@@ -33,7 +33,7 @@ from evergrad.checkpoint.layout import Entry, Header, Layout, Spec, escaped
 from evergrad.checkpoint.pending import Board
 from evergrad.dtypes import DType
 from evergrad.errors import SaveRefused, StateError, TierError, UsageError
-from evergrad.formats.collector import uncollected
+from evergrad.formats.gc_pause import uncollected
 from evergrad.records import Json
 from evergrad.state import Skeleton, Where, flatten, outline
 from evergrad.state.sharing import View, contiguous_strides

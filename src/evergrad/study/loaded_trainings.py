@@ -41,7 +41,7 @@ def made_golden(folder: Path, trial: Trial) -> Golden:
     meet()  # nobody writes before all have looked
     if found is not None and (golden_folder(folder, key) / found.checkpoint).exists():
         if isinstance(settings, Command):
-            from evergrad.study.commands import check_golden
+            from evergrad.study.external_training import check_golden
 
             check_golden(settings, golden_folder(folder, key) / found.checkpoint, found.observation)
         return found
@@ -76,7 +76,7 @@ def _is_spread() -> bool:
 
 
 def _run_golden(place: Path, settings: Command) -> Golden:
-    from evergrad.study.commands import make_golden, read_state
+    from evergrad.study.external_training import make_golden, read_state
 
     observation, checkpoint = make_golden(settings, place)
     return Golden(

@@ -36,7 +36,7 @@ from evergrad.injection import InjectionLog, inject
 from evergrad.injection.faults import fault_of
 from evergrad.injection.sampling import population
 from evergrad.records import TensorInfo
-from evergrad.study.programs import Ending, run_program
+from evergrad.study.external_process import Ending, run_program
 from evergrad.study.target_selection import aimed_at
 from evergrad.study.trials import Command, End, Observation, Rules, Series, Trial
 from evergrad.training.settings import PATTERN
