@@ -8,23 +8,23 @@ from dataclasses import asdict
 import pytest
 
 from evergrad.records import record_from_json, record_to_json
-from evergrad.recovery.guard.replicas import Change, Difference
-from evergrad.recovery.heartbeat import Vital
-from evergrad.recovery.launch.node_protocol import Beat, Start
-from evergrad.recovery.launch.settings import Place
-from evergrad.recovery.membership import Boundary, Plan, Point, Report, Verdict
-from evergrad.testing.hang_report import Ending, Stuck
+from evergrad.recovery.guard.replicas import ReplicaDifference, TensorChange
+from evergrad.recovery.heartbeat import ProcessHealth
+from evergrad.recovery.launch.node_protocol import NodeHeartbeat, StartOrder
+from evergrad.recovery.launch.settings import ProcessPlacement
+from evergrad.recovery.membership import EpochBoundary, MembershipPlan, PointKind, SurvivorReport, Verdict
+from evergrad.testing.hang_report import LauncherExit, StuckProcess
 
 RECORDS = [
-    Boundary(1, 2, Point.END, 3, 4, 5),
-    Report(1, 2, 3, 4, Point.STEP, 5, done=(0, 2), buckets=3, reason="a 'quoted' line", leaves=True),
-    Plan(
+    EpochBoundary(1, 2, PointKind.END, 3, 4, 5),
+    SurvivorReport(1, 2, 3, 4, PointKind.STEP, 5, done=(0, 2), buckets=3, reason="a 'quoted' line", leaves=True),
+    MembershipPlan(
         2,
         (0, 3),
         previous=(0, 1),
         joiners=(3,),
         source=0,
-        kind=Point.STEP,
+        kind=PointKind.STEP,
         verdicts={0: Verdict.REPAIR},
         takes={3: 1},
         todo=(1,),
@@ -32,11 +32,11 @@ RECORDS = [
         vacant=((1, 7), (2, 8)),
         held={0: 3},
     ),
-    Start(Place(1, 0, 2, None), 4),
-    Beat(7, (Vital(1, 2, 0.5, False, 0.25, 3, 0.0, 0.0, 4, "a stack"),)),
-    Ending(-9, True, (Stuck(1, "rank 1", "stopped"),)),
-    Difference(1, "model/w", "one element", Change(1, 2, 0.5, None, 3), True),
-    Difference(1, "model/w", "another shape"),
+    StartOrder(ProcessPlacement(1, 0, 2, None), 4),
+    NodeHeartbeat(7, (ProcessHealth(1, 2, 0.5, False, 0.25, 3, 0.0, 0.0, 4, "a stack"),)),
+    LauncherExit(-9, True, (StuckProcess(1, "rank 1", "stopped"),)),
+    ReplicaDifference(1, "model/w", "one element", TensorChange(1, 2, 0.5, None, 3), True),
+    ReplicaDifference(1, "model/w", "another shape"),
 ]
 
 
@@ -50,8 +50,8 @@ def test_a_record_comes_back_from_its_json_and_the_json_is_as_it_was(record: obj
 
 
 def test_a_missing_field_has_its_default_and_an_unknown_one_is_refused() -> None:
-    assert record_from_json(Beat, {"number": 3}) == Beat(3)
+    assert record_from_json(NodeHeartbeat, {"number": 3}) == NodeHeartbeat(3)
     with pytest.raises(TypeError, match="unknown"):
-        record_from_json(Beat, {"number": 3, "unknown": 1})
+        record_from_json(NodeHeartbeat, {"number": 3, "unknown": 1})
     with pytest.raises(ValueError, match="sideways"):
-        record_from_json(Boundary, asdict(Boundary(1, 2, Point.END, 3, 4, 5)) | {"kind": "sideways"})
+        record_from_json(EpochBoundary, asdict(EpochBoundary(1, 2, PointKind.END, 3, 4, 5)) | {"kind": "sideways"})

@@ -16,14 +16,14 @@ from evergrad._wire import Secret
 from evergrad.errors import EvergradError
 from evergrad.injection import InjectionLog
 from evergrad.injection.log import logs_of
-from evergrad.recovery.launch.rendezvous import Head
+from evergrad.recovery.launch.rendezvous import HeadAddress
 from evergrad.report.run_model import read_run
-from evergrad.study.executors.slurm_worker import Order
+from evergrad.study.executors.slurm_worker import SlurmWorkerSettings
 from evergrad.study.folder import StudyFolder
-from evergrad.study.golden import Golden, fresh_folder, keep_golden, read_golden
+from evergrad.study.golden import GoldenRun, make_empty_folder, read_golden, write_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
-from evergrad.study.trials import End, Observation
+from evergrad.study.trials import Observation, TrialEnd
 from programs import run_python
 
 
@@ -58,7 +58,7 @@ def record_events(folder: Path) -> Path:
 
 
 def write_head(folder: Path) -> Path:
-    Head("10.0.0.1", 4321, "gpu08", 77, {"num_ranks": 4}).write(folder)
+    HeadAddress("10.0.0.1", 4321, "gpu08", 77, {"num_ranks": 4}).write(folder)
     return folder / "head.json"
 
 
@@ -68,7 +68,9 @@ def make_secret(folder: Path) -> Path:
 
 
 def write_order(folder: Path) -> Path:
-    Order(("10.0.0.1",), 4321, "ab" * 16, "/study", "perform", ("/lib",), {"A": "b"}).write(folder / "order.json")
+    SlurmWorkerSettings(("10.0.0.1",), 4321, "ab" * 16, "/study", "perform", ("/lib",), {"A": "b"}).write(
+        folder / "order.json"
+    )
     return folder / "order.json"
 
 
@@ -80,10 +82,10 @@ def keep_plan(folder: Path) -> Path:
 
 
 def keep_a_golden(folder: Path) -> Path:
-    fresh_folder(folder, "key")
-    seen = Observation(end=End.FINISHED, metrics=(0.5, 0.75), digest="ab" * 8)
+    make_empty_folder(folder, "key")
+    seen = Observation(end=TrialEnd.FINISHED, metrics=(0.5, 0.75), digest="ab" * 8)
     made = {"settings": {"epochs": 1}, "checkpoint": "checkpoint.pt", "digest": "cd" * 8, "facts": {"model": "mlp"}}
-    keep_golden(folder, Golden(key="key", observation=seen, chance=0.1, **made))  # type: ignore[arg-type]
+    write_golden(folder, GoldenRun(key="key", observation=seen, chance=0.1, **made))  # type: ignore[arg-type]
     (path,) = (folder / "golden" / "key").glob("*.json")
     return path
 
@@ -96,11 +98,11 @@ def inject(folder: Path) -> Path:
 
 
 KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
-    "timeline": (record_events, lambda path: list(timeline.read(path, []))),
+    "timeline": (record_events, lambda path: list(timeline.read_events(path, []))),
     "run of a timeline": (record_events, lambda path: read_run(path.parent)),
-    "head": (write_head, lambda path: Head.read(path.parent)),
+    "head": (write_head, lambda path: HeadAddress.read(path.parent)),
     "secret": (make_secret, Secret.read),
-    "order": (write_order, Order.read),
+    "order": (write_order, SlurmWorkerSettings.read),
     "study": (keep_plan, lambda path: StudyFolder(path.parent).plan()),
     "golden": (keep_a_golden, lambda path: read_golden(path.parents[2], "key")),
     "injection log": (inject, InjectionLog.load),
@@ -129,7 +131,7 @@ def test_one_event_of_another_schema_does_not_hide_the_others(line: int, tmp_pat
     lines[line] = lines[line].replace(b'"schema_version": 2', b'"schema_version": 3')  # one bit
     path.write_bytes(b"".join(lines))
     damaged: list[int] = []
-    assert len(list(timeline.read(path, damaged))) == 4
+    assert len(list(timeline.read_events(path, damaged))) == 4
     assert damaged == [line + 1]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from evergrad.errors import DamagedFile, FileAccessError, UnsupportedContent
 from evergrad.records import Json
-from evergrad.timeline import _RENAMED, _RENAMED_WITH_UIDS, Event, Recorder, read
+from evergrad.timeline import _RENAMED, _RENAMED_WITH_UIDS, Event, Recorder, read_events
 
 _WRITER = """
 import sys
@@ -40,7 +40,7 @@ def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
     with Recorder(tmp_path / "t.jsonl", "rank 2") as recorder:
         recorder.record("generation_broken", generation=0, dead=(1, 3), reason="connection reset\nby peer")
         recorder.record("plan", verdicts={0: "redo"}, loss=math.nan, where=tmp_path)
-    first, second = read(tmp_path / "t.jsonl")
+    first, second = read_events(tmp_path / "t.jsonl")
     assert (first.source, first.event) == ("rank 2", "generation_broken")
     assert first.fields == {"generation": 0, "dead": [1, 3], "reason": "connection reset\nby peer"}
     assert second.fields == {"verdicts": {"0": "redo"}, "loss": "nan", "where": str(tmp_path)}
@@ -70,7 +70,7 @@ def test_processes_that_write_at_once_do_not_mix_their_lines(tmp_path: Path) -> 
         assert writer.stdout.readline() == "ready\n"
     for writer in writers:
         writer.communicate("go\n", timeout=60)
-    events = list(read(path))
+    events = list(read_events(path))
     assert len(events) == 3 * lines
     for rank in range(3):
         assert [event.fields["index"] for event in events if event.source == f"rank {rank}"] == list(range(lines))
@@ -90,7 +90,7 @@ def test_a_writer_that_is_killed_leaves_a_readable_timeline(tmp_path: Path) -> N
         while path.stat().st_size < 100_000 if path.exists() else True:
             assert writer.poll() is None
         writer.send_signal(signal.SIGKILL)
-    indexes = [event.fields["index"] for event in read(path)]
+    indexes = [event.fields["index"] for event in read_events(path)]
     assert len(indexes) > 100
     assert indexes == list(range(len(indexes)))
 
@@ -103,7 +103,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path, cut: int) -> None:
     whole = (
         ["launcher_started", "launcher_ended"] if cut == 1 else ["launcher_started"]
     )  # a line that lacks its end alone is whole
-    assert [event.event for event in read(path)] == whole
+    assert [event.event for event in read_events(path)] == whole
 
 
 @pytest.mark.parametrize("line", ["", "no json", "[]", '{"event": "x"}', '{"schema_version": 1, "time": "now"}'])
@@ -114,7 +114,7 @@ def test_a_damaged_line_within_is_named(tmp_path: Path, line: str) -> None:
         file.write(line + "\n")
     write(path, "launcher_ended")
     with pytest.raises(DamagedFile, match=r"t\.jsonl: line 2 is no event of a timeline: "):
-        list(read(path))
+        list(read_events(path))
 
 
 def test_a_later_version_is_refused(tmp_path: Path) -> None:
@@ -122,13 +122,13 @@ def test_a_later_version_is_refused(tmp_path: Path) -> None:
     write(path, "launcher_started")
     path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 3'))
     with pytest.raises(UnsupportedContent, match="expected schema 1 or 2, found 3"):
-        list(read(path))
+        list(read_events(path))
 
 
 def test_a_field_cannot_take_the_place_of_what_every_event_has(tmp_path: Path) -> None:
     with Recorder(tmp_path / "t.jsonl", "launcher") as recorder, pytest.raises(TypeError, match="monotonic"):
         recorder.record("launcher_started", monotonic=1.0)
-    assert list(read(tmp_path / "t.jsonl")) == []
+    assert list(read_events(tmp_path / "t.jsonl")) == []
 
 
 def test_a_full_disk_is_said_once_and_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,12 +145,12 @@ def test_after_the_end_nothing_is_recorded(tmp_path: Path) -> None:
     recorder.close()
     recorder.close()
     recorder.record("rank_late")
-    assert list(read(tmp_path / "t.jsonl")) == []
+    assert list(read_events(tmp_path / "t.jsonl")) == []
 
 
 def test_a_timeline_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileAccessError, match="cannot be read: No such file"):
-        list(read(tmp_path / "t.jsonl"))
+        list(read_events(tmp_path / "t.jsonl"))
     with pytest.raises(FileAccessError, match="cannot be written: No such file"):
         Recorder(tmp_path / "no" / "t.jsonl", "launcher")
 
@@ -159,7 +159,7 @@ RUN_OF_0_1 = Path(__file__).parent / "data" / "run_kill" / "timeline.jsonl"
 
 
 def test_a_timeline_of_0_1_reads_as_the_present_names() -> None:
-    events = list(read(RUN_OF_0_1))
+    events = list(read_events(RUN_OF_0_1))
     assert len(events) == len(RUN_OF_0_1.read_bytes().splitlines())
     counts = Counter(event.event for event in events)
     assert counts == {
@@ -211,7 +211,7 @@ def test_events_that_nobody_knows_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     with Recorder(path, "launcher") as recorder:
         recorder.record("of_a_plugin", why="not renamed")
-    (event,) = read(path)
+    (event,) = read_events(path)
     assert (event.event, event.fields) == ("of_a_plugin", {"why": "not renamed"})
 
 
@@ -219,7 +219,7 @@ def test_lines_of_both_versions_stand_in_one_file(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(old_line("going on", step=3) + "\n")
     write(path, "recovered")
-    assert [event.event for event in read(path)] == ["recovered", "recovered"]
+    assert [event.event for event in read_events(path)] == ["recovered", "recovered"]
 
 
 def test_every_name_is_an_identifier_and_no_new_name_is_an_old_one() -> None:

@@ -39,10 +39,10 @@ def plan(more: str = "", scale: str | None = None) -> Plan:
 
 
 def no_results() -> Results:
-    from evergrad.study.folder import Kept
-    from evergrad.study.results import Tally, results_from
+    from evergrad.study.folder import JournalContents
+    from evergrad.study.results import StudyProgress, results_from
 
-    return results_from(Tally.of(plan()), Kept())
+    return results_from(StudyProgress.of(plan()), JournalContents())
 
 
 MISSPELLED: dict[str, tuple[Callable[[], Any], str]] = {

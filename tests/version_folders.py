@@ -13,7 +13,7 @@ import evergrad as eg
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Site
 from evergrad.checkpoint.version import Version
-from evergrad.testing.tier_contract import captured
+from evergrad.testing.tier_contract import capture_shard
 
 Files = dict[str, bytes]
 
@@ -52,7 +52,7 @@ def two_ranks(folder: Path, *, committed: bool = True) -> Path:
     store = eg.Local(folder / "disk").store(site)
     store.check()
     for rank in (0, 1):
-        with captured(site, Version(7, 1), rank) as work:
+        with capture_shard(site, Version(7, 1), rank) as work:
             store.put(work)
     version = folder / "disk" / "job-1" / "n0" / "v0000000007-01"
     if committed:

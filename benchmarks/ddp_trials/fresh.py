@@ -16,13 +16,13 @@ import torch
 from torch import distributed
 
 from evergrad.injection.faults import fault_of
-from evergrad.injection.live_faults import Aim, LiveState
+from evergrad.injection.live_faults import LiveState, PreparedFault
 from evergrad.records import Role
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.loaded_trainings import read_snapshot
-from evergrad.study.observe import Course, observe
-from evergrad.study.target_selection import aimed_at
-from evergrad.study.tasks import hit_ranks, rank_seed
+from evergrad.study.observe import GoldenTrajectory, observe
+from evergrad.study.target_selection import select_targets
+from evergrad.study.tasks import draw_faulty_ranks, rank_seed
 from evergrad.study.trials import Trial
 from evergrad.training.mechanisms import make_session
 from evergrad.training.settings import Training
@@ -39,13 +39,15 @@ def main() -> None:
     assert golden is not None
     session = make_session(trial.training, make_workload(trial.training))
     session.restore(read_snapshot(golden_folder(folder, golden.key), golden, session))
-    if session.rank in hit_ranks(trial.seed, trial.ranks, session.ranks):
+    if session.rank in draw_faulty_ranks(trial.seed, trial.ranks, session.ranks):
         numbers = session.parameters()
         named = [name for name in session.state() if name.startswith("model/")]
         live = LiveState(session.state(), {name: Role.MODEL if name in numbers else Role.BUFFER for name in named})
-        aim = Aim(live, fault_of(trial.fault), aimed_at(live.tensors, trial.where, trial.layer, numbers))
+        aim = PreparedFault(
+            live, fault_of(trial.fault), select_targets(live.tensors, trial.where, trial.layer, numbers)
+        )
         aim.hit(trial.flips, rank_seed(trial.seed, session.rank, trial.ranks))
-    course = Course.empty(session, trial.training.epochs)
+    course = GoldenTrajectory.empty(session, trial.training.epochs)
     # As a golden run: distances, which no other program takes, are left out.
     seen = observe(session, trial.training.epochs, trial.rules, course, golden=True)
     if session.rank == 0:

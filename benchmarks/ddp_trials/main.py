@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import harness
 from benchmarks.harness import Column, Report, Sample, say, seconds
 
-from evergrad.study.golden import Golden, read_golden
+from evergrad.study.golden import GoldenRun, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
-from evergrad.study.rank_group import end_groups
+from evergrad.study.rank_group import end_cached_groups
 from evergrad.study.tasks import perform
 from evergrad.study.trials import Observation, Trial, golden_work, judge, trial_work
 
@@ -74,7 +74,7 @@ def fresh(folder: Path, trials: Sequence[Trial], ranks: int) -> tuple[float, dic
     return perf_counter() - began, seen
 
 
-def verdicts(seen: dict[str, Observation], golden: Golden) -> dict[str, str]:
+def verdicts(seen: dict[str, Observation], golden: GoldenRun) -> dict[str, str]:
     """Trial by trial."""
     return {name: judge(one, golden.observation, chance=golden.chance).value for name, one in seen.items()}
 
@@ -102,7 +102,7 @@ def measure(report: Report, ranks: int, each: int, few: int, rounds: int) -> Non
             same = {trial.id: found[OURS][trial.id] for trial in compared}
             assert same == found[FRESH], "the two do not agree on a verdict"
         report.add(case, samples)
-        end_groups()
+        end_cached_groups()
     ours, theirs = (report.median(case, name, "rate") for name in (OURS, FRESH))
     assert ours is not None
     assert theirs is not None

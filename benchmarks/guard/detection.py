@@ -23,10 +23,10 @@ from torch.nn.functional import cross_entropy
 
 from evergrad.dtypes import DType
 from evergrad.records import Check
-from evergrad.recovery.guard.buffers import OwnGuard
-from evergrad.recovery.guard.norms import Norms, Ranges
-from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, replica_of
-from evergrad.recovery.local_state import Keeping, Own
+from evergrad.recovery.guard.buffers import LocalStateGuard
+from evergrad.recovery.guard.norms import GradientNorms, MagnitudeHistory
+from evergrad.recovery.guard.replicas import GuardResult, GuardSettings, ReplicaCheck, replica_of
+from evergrad.recovery.local_state import LocalState, NeighbourState
 from evergrad.recovery.process_group import GlooGroup, Group
 
 __all__ = ["PLACES", "Cell", "bit_classes", "detect"]
@@ -84,9 +84,9 @@ class Rank:
 
     net: Net
     optimizer: torch.optim.Optimizer
-    guard: Guard
-    own: OwnGuard
-    keeping: Keeping = field(default_factory=Keeping)
+    guard: ReplicaCheck
+    own: LocalStateGuard
+    keeping: NeighbourState = field(default_factory=NeighbourState)
 
 
 class Job:
@@ -98,7 +98,7 @@ class Job:
         self.centres = torch.randn(CLASSES, WIDTH, generator=self.draw)
         net = Net(dtype)
         optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-        self.norms, self.ranges = Norms(), Ranges()
+        self.norms, self.ranges = GradientNorms(), MagnitudeHistory()
         for _ in range(USUAL_STEPS):
             reduced = self.gradient([net] * RANKS, self.batches())
             self.norms.applied(self.norms.read(reduced))
@@ -153,22 +153,22 @@ class Job:
 
         def act(rank: int) -> None:
             mine = self.ranks[rank]
-            taken = Own(list(mine.net.buffers())).take()
+            taken = LocalState(list(mine.net.buffers())).take()
             mine.own.note(0, taken)
             mine.keeping.exchange(self.groups[rank], 0, taken, (rank - 1) % RANKS, sizes_vary=False)
 
         self.together(act)
 
-    def check(self, place: str) -> Checked:
+    def check(self, place: str) -> GuardResult:
         """What the guard finds."""
 
-        def act(rank: int) -> Checked:
+        def act(rank: int) -> GuardResult:
             mine, group = self.ranks[rank], self.groups[rank]
             if place == "buffers":
                 return mine.own.check(group, mine.keeping, (rank - 1) % RANKS, step=0)
             return mine.guard.check(group, replica_of(mine.net, [mine.optimizer]), step=0)
 
-        found: Checked = self.together(act)[WRONG]
+        found: GuardResult = self.together(act)[WRONG]
         return found
 
     def targets(self, place: str) -> dict[str, torch.Tensor]:
@@ -218,7 +218,7 @@ def _trial(job: Job, place: str, draw: random.Random, bits: range, cell: Cell) -
 
 def _rank(net: Net, optimizer: torch.optim.Optimizer) -> Rank:
     buffers = {f"model/{name}": buffer for name, buffer in net.named_buffers()}
-    return Rank(net, optimizer, Guard(GuardSettings()), OwnGuard(buffers))
+    return Rank(net, optimizer, ReplicaCheck(GuardSettings()), LocalStateGuard(buffers))
 
 
 @contextmanager

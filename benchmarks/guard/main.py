@@ -26,7 +26,7 @@ from benchmarks.guard.detection import PLACES, Cell, bit_classes, detect
 from benchmarks.guard.digesting import EVERY, digest_cases, step_share
 from benchmarks.harness import Column, Report, Sample, say, seconds
 
-from evergrad.timeline import read
+from evergrad.timeline import read_events
 
 TITLE = "What a guard against silent corruption costs, and what it finds"
 HERE = Path(__file__).resolve().parent
@@ -53,7 +53,7 @@ def launch(name: str, folder: Path, width: int, blocks: int) -> list[Sample]:
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / "logs").glob("*.json"))]
     assert len(ranks) == RANKS, f"{len(ranks)} of {RANKS} ranks have written what they measured"
     samples: list[Sample] = [{"time_s": statistics.median(block)} for block in zip(*ranks, strict=True)]
-    checks = [event for event in read(folder / "run" / "timeline.jsonl") if event.event == "guard_check"]
+    checks = [event for event in read_events(folder / "run" / "timeline.jsonl") if event.event == "guard_check"]
     if VARIANTS[name]:
         wrong = [event for event in checks if event.fields["status"] != "ok"]
         assert checks, "the guard has checked nothing"

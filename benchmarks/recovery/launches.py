@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.harness import Sample
 from benchmarks.recovery.logs import kills_of, lines_of, phases, recoveries
 
-from evergrad.timeline import read
+from evergrad.timeline import read_events
 
 __all__ = ["RANKS", "Failed", "Found", "Scenario", "Site", "Size", "evergrad", "steady", "torchft", "torchrun"]
 
@@ -96,7 +96,7 @@ def evergrad(scenario: Scenario, sites: Sequence[Site], size: Size, folder: Path
     killed = {kill.who for kill in kills}
     unasked = [
         f"process {event.fields['uid']} died of {event.fields['how']}, which nobody had asked for"
-        for event in read(timeline)
+        for event in read_events(timeline)
         if event.event == "process_lost" and event.fields["uid"] not in killed
     ]
     return Found(recoveries(lines, kills), unasked, phases(lines, timeline, kills))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.harness import Sample
 
-from evergrad.timeline import Event, read
+from evergrad.timeline import Event, read_events
 
 __all__ = ["PHASES", "Kill", "Line", "kills_of", "lines_of", "phases", "recoveries"]
 
@@ -51,7 +51,7 @@ def kills_of(lines: Iterable[Line], timeline: Path | None = None) -> list[Kill]:
     if timeline is None:
         return [Kill(line.t, line.who, line.generation) for line in lines if line.event == "killing"]
     found, generation = [], 0
-    for event in read(timeline):
+    for event in read_events(timeline):
         if event.event == "plan":
             generation = _number(event, "generation")
         elif event.event == "kill_injected":
@@ -109,7 +109,7 @@ def step_time(lines: Iterable[Line], kill: Kill) -> float:
 
 def phases(lines: Sequence[Line], timeline: Path, kills: Sequence[Kill]) -> list[Sample]:
     """Where the time until the last survivor's first step went, for each kill; the phases add up to it."""
-    events = list(read(timeline))
+    events = list(read_events(timeline))
     found: list[Sample] = []
     for kill, end in zip(kills, [*(kill.t for kill in kills[1:]), float("inf")], strict=True):
         within = [event for event in events if kill.t <= event.monotonic < end]

@@ -15,9 +15,9 @@ import torch
 import evergrad as eg
 from evergrad.injection.faults import fault_of
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.trials import End, Observation, Trial
-from evergrad.training.mechanisms.session import Snapshot
-from evergrad.training.mechanisms.single import Single
+from evergrad.study.trials import Observation, Trial, TrialEnd
+from evergrad.training.mechanisms.session import TrainingSnapshot
+from evergrad.training.mechanisms.single import SingleSession
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 
@@ -33,17 +33,17 @@ def main(study: Path, trial: Trial, out: Path) -> Observation:
     clean = golden_folder(study, golden.key) / golden.checkpoint
     eg.inject(clean, fault_of(trial.fault), count=trial.flips, where=trial.where, seed=trial.seed, out=altered)
     state = torch.load(altered, weights_only=True)
-    session = Single(training, make_workload(training))
+    session = SingleSession(training, make_workload(training))
     tensors = {f"model/{name}": tensor for name, tensor in state["model"].items()}
     for index, slots in state["optimizer"]["state"].items():
         tensors |= {f"optimizer/state/{index}/{name}": tensor for name, tensor in slots.items()}
-    session.restore(Snapshot(state["epoch"], tensors))
+    session.restore(TrainingSnapshot(state["epoch"], tensors))
     seen = _train(session, training.epochs, trial.rules.extreme)
     torch.save({"model": {name: one for name, one in session.state().items() if name.startswith("model/")}}, altered)
     return seen
 
 
-def _train(session: Single, epochs: int, extreme: float) -> Observation:
+def _train(session: SingleSession, epochs: int, extreme: float) -> Observation:
     """Until it is over or not finite, with the same looks at it as a study has, but for the distances."""
     start = session.evaluate()
     metrics, numbers = [start.metric], [start.magnitude, float(session.magnitude())]
@@ -63,7 +63,7 @@ def _train(session: Single, epochs: int, extreme: float) -> Observation:
     finite = all(map(math.isfinite, numbers))
     beyond = any(abs(number) > extreme for number in numbers if math.isfinite(number))
     return Observation(
-        end=End.FINISHED if finite else End.ABANDONED,
+        end=TrialEnd.FINISHED if finite else TrialEnd.ABANDONED,
         metrics=tuple(metrics),
         nonfinite_at=None if finite else step,
         extreme_at=0 if beyond else None,

@@ -22,7 +22,7 @@ from benchmarks.harness import Column, Report, Sample, say, seconds
 
 from evergrad.study.executors.base import Executor, Task
 from evergrad.study.executors.local import LocalProcesses
-from evergrad.study.golden import Golden, read_golden
+from evergrad.study.golden import GoldenRun, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
 from evergrad.study.runner import PERFORM
@@ -102,7 +102,7 @@ def fresh(folder: Path, trials: Sequence[Trial]) -> tuple[float, dict[str, Obser
     return perf_counter() - began, seen
 
 
-def verdicts(seen: dict[str, Observation], golden: Golden) -> dict[str, str]:
+def verdicts(seen: dict[str, Observation], golden: GoldenRun) -> dict[str, str]:
     """Trial by trial."""
     return {name: judge(one, golden.observation, chance=golden.chance).value for name, one in seen.items()}
 

@@ -34,7 +34,7 @@ from evergrad.wording import install_hint
 if TYPE_CHECKING:
     from evergrad.records import Json
 
-__all__ = ["VERDICTS", "Check", "examine", "worst"]
+__all__ = ["VERDICTS", "CheckResult", "examine", "worst"]
 
 # One thing that was looked at: what was found, whether it will do, and what to do if not.
 
@@ -43,7 +43,7 @@ VERDICTS = ("failed", "degraded", "unknown", "ok")
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """A line of the doctor's; `facts` are the same in numbers, for programs."""
 
     name: str
@@ -66,24 +66,24 @@ class Check:
         }
 
 
-def checked(name: str, look: Callable[[], Check | Iterable[Check]]) -> Iterator[Check]:
+def run_check(name: str, look: Callable[[], CheckResult | Iterable[CheckResult]]) -> Iterator[CheckResult]:
     """What a look has found. One that could not end says so, and the others go on: a doctor does not faint.
 
-    >>> [check.found for check in checked("disk", lambda: 1 / 0)]
+    >>> [check.found for check in run_check("disk", lambda: 1 / 0)]
     ['the check itself failed (ZeroDivisionError: division by zero)']
     """
     try:
         found = look()
-        yield from [found] if isinstance(found, Check) else found
+        yield from [found] if isinstance(found, CheckResult) else found
     except Exception as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        yield Check(name, "unknown", f"the check itself failed ({what[:200]})")
+        yield CheckResult(name, "unknown", f"the check itself failed ({what[:200]})")
 
 
-def worst(checks: Iterable[Check]) -> str:
+def worst(checks: Iterable[CheckResult]) -> str:
     """The verdict of all of them together.
 
-    >>> worst([Check("a", "ok", ""), Check("b", "unknown", "")])
+    >>> worst([Check("a", "ok", ""), CheckResult("b", "unknown", "")])
     'unknown'
     """
     found = {check.verdict for check in checks}
@@ -98,46 +98,46 @@ _FIRST_TIME = 1_735_689_600.0  # 2025: a clock before that was never set
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex
 
 
-def look_at_environment(folder: Path) -> Iterator[Check]:
+def check_environment(folder: Path) -> Iterator[CheckResult]:
     """Slurm's commands, a browser, the clock, EVERGRAD_* variables."""
-    yield from checked("slurm", _slurm)
-    yield from checked("browser", _browser)
-    yield from checked("clock", _clock)
-    yield from checked("settings", _settings)
+    yield from run_check("slurm", _slurm)
+    yield from run_check("browser", _browser)
+    yield from run_check("clock", _clock)
+    yield from run_check("settings", _settings)
 
 
-def _slurm() -> Check:
+def _slurm() -> CheckResult:
     found = {name: shutil.which(name) for name in _SLURM}
     there = [name for name in _SLURM if found[name]]
     facts = dict(found)
     if not there:
-        return Check("slurm", "ok", "not found: studies run on this machine or on Dask", facts=facts)
+        return CheckResult("slurm", "ok", "not found: studies run on this machine or on Dask", facts=facts)
     missing = [name for name in _SLURM if not found[name]]
     if missing:
         todo = "install Slurm's client commands, or load their module"
-        return Check("slurm", "degraded", f"{', '.join(there)}, without {', '.join(missing)}", todo, facts)
-    return Check("slurm", "ok", ", ".join(there), facts=facts)
+        return CheckResult("slurm", "degraded", f"{', '.join(there)}, without {', '.join(missing)}", todo, facts)
+    return CheckResult("slurm", "ok", ", ".join(there), facts=facts)
 
 
-def _browser() -> Check:
+def _browser() -> CheckResult:
     found = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     if found is None:
-        return Check("browser", "ok", "no Chromium here; only the tests of reports use one")
-    return Check("browser", "ok", found, facts={"path": found})
+        return CheckResult("browser", "ok", "no Chromium here; only the tests of reports use one")
+    return CheckResult("browser", "ok", found, facts={"path": found})
 
 
-def _clock() -> Check:
+def _clock() -> CheckResult:
     now = time.time()
     told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < _FIRST_TIME:
-        return Check("clock", "failed", f"{told}: was never set", "set it, or let it follow a time service")
+        return CheckResult("clock", "failed", f"{told}: was never set", "set it, or let it follow a time service")
     follows = _synchronised()
     if follows:
-        return Check("clock", "ok", f"{told}, synchronised")
+        return CheckResult("clock", "ok", f"{told}, synchronised")
     todo = "on several machines, and for S3, let it follow one (chrony, systemd-timesyncd)"
     if follows is False:
-        return Check("clock", "ok", f"{told}; it follows no time service, which one machine does not need", todo)
-    return Check("clock", "unknown", f"{told}; whether it follows a time service cannot be seen", todo)
+        return CheckResult("clock", "ok", f"{told}; it follows no time service, which one machine does not need", todo)
+    return CheckResult("clock", "unknown", f"{told}; whether it follows a time service cannot be seen", todo)
 
 
 def _synchronised() -> bool | None:
@@ -153,13 +153,13 @@ def _synchronised() -> bool | None:
     return not status.value & _UNSYNCHRONISED
 
 
-def _settings() -> Check:
+def _settings() -> CheckResult:
     found = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("EVERGRAD_")}
     if not found:
-        return Check("settings", "ok", "no EVERGRAD_* variable is set")
+        return CheckResult("settings", "ok", "no EVERGRAD_* variable is set")
     secret = ("SECRET", "KEY", "TOKEN")
     shown = [name if any(word in name for word in secret) else f"{name}={value}" for name, value in found.items()]
-    return Check("settings", "ok", ", ".join(shown))
+    return CheckResult("settings", "ok", ", ".join(shown))
 
 
 # The machine: cores, memory and limits, as this process has them; a container or Slurm may give less than there is.
@@ -174,12 +174,12 @@ _LITTLE_MEMORY = 2e9
 _FEW_FILES = 1024
 
 
-def look_at_machine() -> Iterator[Check]:
+def check_machine() -> Iterator[CheckResult]:
     """Cores, memory, open files, locked memory."""
-    yield from checked("cores", _cores)
-    yield from checked("memory", _memory)
-    yield from checked("open files", _open_files)
-    yield from checked("locked memory", _locked)
+    yield from run_check("cores", _cores)
+    yield from run_check("memory", _memory)
+    yield from run_check("open files", _open_files)
+    yield from run_check("locked memory", _locked)
 
 
 def cgroup_cores(root: Path = _CGROUPS, own: Path = _OWN) -> float | None:
@@ -239,7 +239,7 @@ def available_bytes() -> int | None:
     return min(bounds) if bounds else None
 
 
-def _cores() -> Check:
+def _cores() -> CheckResult:
     usable = float(len(os.sched_getaffinity(0)))
     quota = cgroup_cores()
     there = os.cpu_count() or 0
@@ -247,41 +247,41 @@ def _cores() -> Check:
     told = f"{granted:g}" + (f" of the machine's {there} may be used" if granted < there else "")
     facts = {"usable": granted, "there": there, "cgroup": quota}
     if granted < 2:
-        return Check("cores", "degraded", told, "with two or more, saves are finished beside training", facts)
-    return Check("cores", "ok", told, facts=facts)
+        return CheckResult("cores", "degraded", told, "with two or more, saves are finished beside training", facts)
+    return CheckResult("cores", "ok", told, facts=facts)
 
 
-def _memory() -> Check:
+def _memory() -> CheckResult:
     info = _meminfo()
     available, total = available_bytes(), info.get("MemTotal")
     if available is None or total is None:
-        return Check("memory", "unknown", "/proc/meminfo cannot be read")
+        return CheckResult("memory", "unknown", "/proc/meminfo cannot be read")
     group = cgroup_memory()
     limit = f", limited to {group[0] / 1e9:.1f} GB by its cgroup" if group and group[0] < total else ""
     told = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB available{limit}"
     facts = {"available_bytes": available, "total_bytes": total, "cgroup_bytes": group[0] if group else None}
     if available < _LITTLE_MEMORY:
         todo = "every rank takes about half a gigabyte for torch alone: run fewer ranks, or end something else"
-        return Check("memory", "degraded", told, todo, facts)
-    return Check("memory", "ok", told, facts=facts)
+        return CheckResult("memory", "degraded", told, todo, facts)
+    return CheckResult("memory", "ok", told, facts=facts)
 
 
-def _open_files() -> Check:
+def _open_files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = f"up to {_count(soft)}" + (f" (to be raised to {_count(hard)})" if hard != soft else "")
     if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
-        return Check("open files", "degraded", told, f"ulimit -n {_FEW_FILES}", {"soft": soft})
-    return Check("open files", "ok", told, facts={"soft": soft})
+        return CheckResult("open files", "degraded", told, f"ulimit -n {_FEW_FILES}", {"soft": soft})
+    return CheckResult("open files", "ok", told, facts={"soft": soft})
 
 
-def _locked() -> Check:
+def _locked() -> CheckResult:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = soft != resource.RLIM_INFINITY
     told = f"up to {soft / 1e6:.1f} MB" if limited else "without a limit"
     if limited and _infiniband():
         todo = "NCCL over InfiniBand wants more: ulimit -l unlimited"
-        return Check("locked memory", "degraded", told, todo, {"soft": soft})
-    return Check("locked memory", "ok", told, facts={"soft": soft})
+        return CheckResult("locked memory", "degraded", told, todo, {"soft": soft})
+    return CheckResult("locked memory", "ok", told, facts={"soft": soft})
 
 
 def _infiniband() -> bool:
@@ -311,10 +311,10 @@ _RANKS = 8  # for the example of several
 _LITTLE = 1e9  # docker gives 64 MB unless told otherwise
 
 
-def look_at_shared_memory() -> Iterator[Check]:
+def check_shared_memory() -> Iterator[CheckResult]:
     """The room for arenas, below EVERGRAD_SHM or /dev/shm."""
     place = Path(os.environ.get("EVERGRAD_SHM") or "/dev/shm")
-    yield from checked("shared memory", lambda: _look_shared_memory(place))
+    yield from run_check("shared memory", lambda: _look_shared_memory(place))
 
 
 def filesystem_of(path: Path, mounts: str | None = None) -> str:
@@ -333,7 +333,7 @@ def filesystem_of(path: Path, mounts: str | None = None) -> str:
     return kind
 
 
-def _look_shared_memory(place: Path) -> Check:
+def _look_shared_memory(place: Path) -> CheckResult:
     name = "shared memory"
     elsewhere = "set EVERGRAD_SHM to a folder on a tmpfs that you may write"
     try:
@@ -342,10 +342,10 @@ def _look_shared_memory(place: Path) -> Check:
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:  # without a name: a crash leaves nothing
             file.write(b"\0" * 4096)
     except OSError as error:
-        return Check(name, "failed", f"{place}: cannot be written: {reason(error)}", elsewhere)
+        return CheckResult(name, "failed", f"{place}: cannot be written: {reason(error)}", elsewhere)
     own = place / f"evergrad-{os.getuid()}"
     if own.exists() and (own.is_symlink() or own.stat().st_uid != os.getuid() or own.stat().st_mode & 0o077):
-        return Check(name, "failed", f"{own} is not yours alone", f"remove it, or {elsewhere}")
+        return CheckResult(name, "failed", f"{own} is not yours alone", f"remove it, or {elsewhere}")
     memory = available_bytes()
     usable = free if memory is None else min(free, memory)  # a tmpfs promises more than there is
     state = usable // _ARENAS
@@ -356,11 +356,13 @@ def _look_shared_memory(place: Path) -> Check:
     facts = {"size_bytes": size, "free_bytes": free, "state_bytes": state}
     kind = filesystem_of(place)
     if kind not in ("tmpfs", "ramfs", ""):
-        return Check(name, "degraded", f"{told}; it is on {kind}, not in memory: saves block longer", elsewhere, facts)
+        return CheckResult(
+            name, "degraded", f"{told}; it is on {kind}, not in memory: saves block longer", elsewhere, facts
+        )
     if usable < _LITTLE:
         todo = "make it larger (docker run --shm-size=8g; mount -o remount,size=8g), or " + elsewhere
-        return Check(name, "degraded", told, todo, facts)
-    return Check(name, "ok", told, facts=facts)
+        return CheckResult(name, "degraded", told, todo, facts)
+    return CheckResult(name, "ok", told, facts=facts)
 
 
 def _gb(count: int) -> str:
@@ -382,9 +384,9 @@ _SLOW_SYNC_S = 0.05
 _LITTLE_ROOM = 2e9
 
 
-def look_at_disk(folder: Path) -> Iterator[Check]:
+def check_disk(folder: Path) -> Iterator[CheckResult]:
     """Room, speed, and whether the folder's clock is ours."""
-    yield from checked("disk", lambda: _look_disk(folder))
+    yield from run_check("disk", lambda: _look_disk(folder))
 
 
 def measure(folder: Path, most_bytes: int = _MOST_BYTES, most_s: float = _MOST_S) -> dict[str, float]:
@@ -445,7 +447,7 @@ def _read_back(fd: int, size: int, block: bytes, flags: int, most_s: float) -> i
     return done
 
 
-def _look_disk(folder: Path) -> Iterator[Check]:
+def _look_disk(folder: Path) -> Iterator[CheckResult]:
     name = "disk"
     elsewhere = "choose another folder: --folder DIR"
     place = f"{folder} ({filesystem_of(folder) or 'file system not known'})"
@@ -454,7 +456,7 @@ def _look_disk(folder: Path) -> Iterator[Check]:
         free = room.f_bavail * room.f_frsize
         found = measure(folder)
     except OSError as error:
-        yield Check(name, "failed", f"{place}: cannot be written: {reason(error)}", elsewhere)
+        yield CheckResult(name, "failed", f"{place}: cannot be written: {reason(error)}", elsewhere)
         return
     facts = {**found, "free_bytes": free}
     told = (
@@ -463,16 +465,16 @@ def _look_disk(folder: Path) -> Iterator[Check]:
         f"a small durable write takes {found['durable_write_s'] * 1e3:.2g} ms"
     )
     if not found["intact"]:
-        yield Check(name, "failed", f"{place}: gave back other bytes than were written", "do not use it", facts)
+        yield CheckResult(name, "failed", f"{place}: gave back other bytes than were written", "do not use it", facts)
     elif free < _LITTLE_ROOM:
-        yield Check(name, "degraded", told, f"little room: remove something, or {elsewhere}", facts)
+        yield CheckResult(name, "degraded", told, f"little room: remove something, or {elsewhere}", facts)
     elif found["write_bytes_per_s"] < _SLOW_BYTES_PER_S or found["durable_write_s"] > _SLOW_SYNC_S:
         todo = "slow: let the local tier be on another disk, and save less often (eg.YoungDaly)"
-        yield Check(name, "degraded", told, todo, facts)
+        yield CheckResult(name, "degraded", told, todo, facts)
     else:
-        yield Check(name, "ok", told, facts=facts)
+        yield CheckResult(name, "ok", told, facts=facts)
     if abs(found["skew_s"]) > 2:
-        yield Check(
+        yield CheckResult(
             "disk's clock",
             "degraded",
             f"{abs(found['skew_s']):.0f} s {'ahead of' if found['skew_s'] > 0 else 'behind'} this machine's",
@@ -486,7 +488,7 @@ def _rate(bytes_per_s: float) -> str:
 
 # Torch, and what depends on it: looked at in another process, which may crash, hang or not start at all.
 
-Probe = dict[str, dict[str, Any]]
+TorchProbe = dict[str, dict[str, Any]]
 """Of each part its facts, or the `error` that it ended with; what is missing was not reached."""
 
 _LIMIT_S = 120.0
@@ -536,9 +538,9 @@ for look in (numpy, xxhash, torch, cuda, transports, gloo):
 """
 
 
-def probe_torch(python: str = sys.executable, limit_s: float = _LIMIT_S) -> Probe:
+def probe_torch(python: str = sys.executable, limit_s: float = _LIMIT_S) -> TorchProbe:
     """Import torch in a process of its own, and ask it. What it says before it ends counts, however it ends."""
-    found: Probe = {}
+    found: TorchProbe = {}
     try:
         done = subprocess.run(
             [python, "-c", _CODE], stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
@@ -560,61 +562,61 @@ def probe_torch(python: str = sys.executable, limit_s: float = _LIMIT_S) -> Prob
     return found
 
 
-def look_at_torch(found: Probe) -> Iterator[Check]:
+def check_torch(found: TorchProbe) -> Iterator[CheckResult]:
     """Devices, and how ranks can talk to each other."""
-    yield from checked("cuda", lambda: _cuda(found))
-    yield from checked("gloo", lambda: _gloo(found))
-    yield from checked("nccl", lambda: _nccl(found))
+    yield from run_check("cuda", lambda: _cuda(found))
+    yield from run_check("gloo", lambda: _gloo(found))
+    yield from run_check("nccl", lambda: _nccl(found))
 
 
-def _cuda(found: Probe) -> Iterator[Check]:
+def _cuda(found: TorchProbe) -> Iterator[CheckResult]:
     facts = found["cuda"]
     there = _has_gpu()
     if "error" in facts:
-        yield Check("cuda", "failed" if there and "error" not in found["torch"] else "unknown", facts["error"])
+        yield CheckResult("cuda", "failed" if there and "error" not in found["torch"] else "unknown", facts["error"])
         return
     devices = facts.get("devices") or []
     for index, device in enumerate(devices):
         free, total = device["free_bytes"] / 1e9, device["total_bytes"] / 1e9
         told = f"{device['name']}, {free:.1f} of {total:.1f} GB free"
-        yield Check(f"cuda:{index}", "ok", told, facts=device)
+        yield CheckResult(f"cuda:{index}", "ok", told, facts=device)
     if devices:
         return
     if not there:
-        yield Check("cuda", "ok", "no device: training runs on the CPU")
+        yield CheckResult("cuda", "ok", "no device: training runs on the CPU")
     elif facts.get("built"):
         todo = "see whether nvidia-smi works, and what CUDA_VISIBLE_DEVICES says"
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else ""
-        yield Check("cuda", "degraded", f"there is a device, and torch cannot use it{why}", todo)
+        yield CheckResult("cuda", "degraded", f"there is a device, and torch cannot use it{why}", todo)
     else:
-        yield Check("cuda", "degraded", "there is a device, and this torch was built without CUDA",
+        yield CheckResult("cuda", "degraded", "there is a device, and this torch was built without CUDA",
                     "install torch's build for CUDA: https://pytorch.org/get-started")  # fmt: skip
 
 
-def _gloo(found: Probe) -> Check:
+def _gloo(found: TorchProbe) -> CheckResult:
     transports, tried = found["transports"], found["gloo"]
     if "error" in transports:
-        return Check("gloo", "unknown", transports["error"], "mend torch first")
+        return CheckResult("gloo", "unknown", transports["error"], "mend torch first")
     if not transports.get("gloo"):
-        return Check("gloo", "failed", "torch was built without it: ranks cannot talk to each other",
+        return CheckResult("gloo", "failed", "torch was built without it: ranks cannot talk to each other",
                      "install torch from PyPI")  # fmt: skip
     if "error" in tried:
-        return Check("gloo", "failed", tried["error"],
+        return CheckResult("gloo", "failed", tried["error"],
                      "see whether this host's name resolves: getent hosts $(hostname)")  # fmt: skip
-    return Check("gloo", "ok", "works, tried with one rank")
+    return CheckResult("gloo", "ok", "works, tried with one rank")
 
 
-def _nccl(found: Probe) -> Check:
+def _nccl(found: TorchProbe) -> CheckResult:
     transports, devices = found["transports"], found["cuda"].get("devices") or []
     if "error" in transports:
-        return Check("nccl", "unknown", transports["error"], "mend torch first")
+        return CheckResult("nccl", "unknown", transports["error"], "mend torch first")
     if transports.get("nccl"):
-        return Check("nccl", "ok", "built in" if devices else "built in, with no device to use it")
+        return CheckResult("nccl", "ok", "built in" if devices else "built in, with no device to use it")
     if devices:
-        return Check("nccl", "degraded", "torch was built without it: ranks exchange gradients through gloo",
+        return CheckResult("nccl", "degraded", "torch was built without it: ranks exchange gradients through gloo",
                      "install torch's build for CUDA: https://pytorch.org/get-started")  # fmt: skip
-    return Check("nccl", "ok", "not built in, and not needed without a GPU")
+    return CheckResult("nccl", "ok", "not built in, and not needed without a GPU")
 
 
 def _has_gpu() -> bool:
@@ -639,18 +641,18 @@ EXTRAS = {
 _IMPORTED = ("numpy", "torch", "xxhash")  # by the probe: an installed package may still not load
 
 
-def look_at_software(probe: Probe) -> Iterator[Check]:
+def check_software(probe: TorchProbe) -> Iterator[CheckResult]:
     """Evergrad, Python and what Evergrad cannot do without."""
-    yield from checked("evergrad", _evergrad)
-    yield from checked("python", _python)
-    yield from checked("system", _system)
-    yield from checked("requirements", lambda: _requirements(probe))
+    yield from run_check("evergrad", _evergrad)
+    yield from run_check("python", _python)
+    yield from run_check("system", _system)
+    yield from run_check("requirements", lambda: _requirements(probe))
 
 
-def look_at_extras() -> Iterator[Check]:
+def check_extras() -> Iterator[CheckResult]:
     """Each extra: there, or what it is for and how to get it."""
     for name in EXTRAS:
-        yield from checked(name, lambda name=name: _extra(name))  # type: ignore[misc]
+        yield from run_check(name, lambda name=name: _extra(name))  # type: ignore[misc]
 
 
 def missing_from(lines: list[str], extra: str = "") -> list[str]:
@@ -665,57 +667,57 @@ def missing_from(lines: list[str], extra: str = "") -> list[str]:
     return wrong
 
 
-def _evergrad() -> Check:
+def _evergrad() -> CheckResult:
     from evergrad import __version__
 
-    return Check("evergrad", "ok", __version__, facts={"version": __version__})
+    return CheckResult("evergrad", "ok", __version__, facts={"version": __version__})
 
 
-def _python() -> Check:
+def _python() -> CheckResult:
     version = platform.python_version()
     facts = {"version": version, "executable": sys.executable}
-    return Check("python", "ok", f"{version} ({sys.executable})", facts=facts)
+    return CheckResult("python", "ok", f"{version} ({sys.executable})", facts=facts)
 
 
-def _system() -> Check:
+def _system() -> CheckResult:
     told = f"{platform.system()} {platform.release()} {platform.machine()}"
     if sys.platform != "linux":
-        return Check("system", "failed", f"{told}, and Evergrad is for Linux", "use Linux, a container or WSL 2")
-    return Check("system", "ok", told)
+        return CheckResult("system", "failed", f"{told}, and Evergrad is for Linux", "use Linux, a container or WSL 2")
+    return CheckResult("system", "ok", told)
 
 
-def _requirements(probe: Probe) -> Iterator[Check]:
+def _requirements(probe: TorchProbe) -> Iterator[CheckResult]:
     required = _required()
     if not required:
         todo = f"{install_hint()}, rather than a folder on PYTHONPATH"
-        yield Check("requirements", "unknown", "not installed as a package: what it needs is not known", todo)
+        yield CheckResult("requirements", "unknown", "not installed as a package: what it needs is not known", todo)
     for name, least in _of(required, ""):
         found, loaded = _version(name), probe.get(name, {})
         version = loaded.get("version") or found
         if found is None and "version" not in loaded:
-            yield Check(name, "failed", "is missing", f"pip install '{name}>={least}'")
+            yield CheckResult(name, "failed", "is missing", f"pip install '{name}>={least}'")
         elif name in _IMPORTED and "error" in loaded:
             told = f"{found} cannot be imported: {loaded['error']}"
-            yield Check(name, "failed", told, f"pip install --force-reinstall '{name}>={least}'")
+            yield CheckResult(name, "failed", told, f"pip install --force-reinstall '{name}>={least}'")
         elif _numbers(str(version)) < _numbers(least):
             told = f"{version} is older than {least}"
-            yield Check(name, "failed", told, f"pip install --upgrade '{name}>={least}'")
+            yield CheckResult(name, "failed", told, f"pip install --upgrade '{name}>={least}'")
         else:
-            yield Check(name, "ok", str(version), facts={"version": str(version)})
+            yield CheckResult(name, "ok", str(version), facts={"version": str(version)})
 
 
-def _extra(name: str) -> Check:
+def _extra(name: str) -> CheckResult:
     wrong = missing_from(_required(), name)
     purpose = EXTRAS[name]
     if not any(True for _ in _of(_required(), name)):
         todo = install_hint(name)
-        return Check(name, "unknown", f"which packages it needs is not known ({purpose})", todo)
+        return CheckResult(name, "unknown", f"which packages it needs is not known ({purpose})", todo)
     if wrong:
-        return Check(name, "degraded", f"{', '.join(wrong)} ({purpose})", install_hint(name),
+        return CheckResult(name, "degraded", f"{', '.join(wrong)} ({purpose})", install_hint(name),
                      {"missing": list(wrong)})  # fmt: skip
     versions = {package: _version(package) for package, _ in _of(_required(), name)}
     told = ", ".join(f"{package} {version}" for package, version in versions.items())
-    return Check(name, "ok", f"{told} ({purpose})", facts=dict(versions))
+    return CheckResult(name, "ok", f"{told} ({purpose})", facts=dict(versions))
 
 
 def _required() -> list[str]:
@@ -753,15 +755,17 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def examine(folder: Path, *, tell: Callable[[str], None] = lambda what: None) -> Iterator[tuple[str, list[Check]]]:
+def examine(
+    folder: Path, *, tell: Callable[[str], None] = lambda what: None
+) -> Iterator[tuple[str, list[CheckResult]]]:
     """Every check, group by group; `tell` hears what is looked at, before it is."""
     tell("importing torch")
     probe = probe_torch()
-    yield "software", [*look_at_software(probe)]
-    yield "extras", [*look_at_extras()]
-    yield "devices", [*look_at_torch(probe)]
+    yield "software", [*check_software(probe)]
+    yield "extras", [*check_extras()]
+    yield "devices", [*check_torch(probe)]
     tell("looking at memory and cores")
-    yield "machine", [*look_at_machine()]
+    yield "machine", [*check_machine()]
     tell("measuring the disk")
-    yield "storage", [*look_at_shared_memory(), *look_at_disk(folder)]
-    yield "around", [*look_at_environment(folder)]
+    yield "storage", [*check_shared_memory(), *check_disk(folder)]
+    yield "around", [*check_environment(folder)]

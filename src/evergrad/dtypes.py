@@ -20,7 +20,7 @@ Kind = Literal["float", "int", "uint", "bool", "complex"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ElementLayout:
     """How one element is laid out: `parts` numbers of `part_bytes` each."""
 
     kind: Kind
@@ -59,7 +59,7 @@ class DType(StrEnum):
     COMPLEX64 = "complex64"
     COMPLEX32 = "complex32"
 
-    layout: Layout
+    layout: ElementLayout
     """Widths and fields of one element."""
     itemsize: int
     """Bytes of one element."""
@@ -110,29 +110,29 @@ class DType(StrEnum):
         return found
 
 
-_LAYOUTS: dict[str, Layout] = {
-    "float64": Layout("float", 8, exponent_bits=11, mantissa_bits=52),
-    "float32": Layout("float", 4, exponent_bits=8, mantissa_bits=23),
-    "float16": Layout("float", 2, exponent_bits=5, mantissa_bits=10),
-    "bfloat16": Layout("float", 2, exponent_bits=8, mantissa_bits=7),
-    "float8_e4m3fn": Layout("float", 1, exponent_bits=4, mantissa_bits=3),
-    "float8_e4m3fnuz": Layout("float", 1, exponent_bits=4, mantissa_bits=3),
-    "float8_e5m2": Layout("float", 1, exponent_bits=5, mantissa_bits=2),
-    "float8_e5m2fnuz": Layout("float", 1, exponent_bits=5, mantissa_bits=2),
+_LAYOUTS: dict[str, ElementLayout] = {
+    "float64": ElementLayout("float", 8, exponent_bits=11, mantissa_bits=52),
+    "float32": ElementLayout("float", 4, exponent_bits=8, mantissa_bits=23),
+    "float16": ElementLayout("float", 2, exponent_bits=5, mantissa_bits=10),
+    "bfloat16": ElementLayout("float", 2, exponent_bits=8, mantissa_bits=7),
+    "float8_e4m3fn": ElementLayout("float", 1, exponent_bits=4, mantissa_bits=3),
+    "float8_e4m3fnuz": ElementLayout("float", 1, exponent_bits=4, mantissa_bits=3),
+    "float8_e5m2": ElementLayout("float", 1, exponent_bits=5, mantissa_bits=2),
+    "float8_e5m2fnuz": ElementLayout("float", 1, exponent_bits=5, mantissa_bits=2),
     # A scale factor: eight exponent bits, no sign, no mantissa.
-    "float8_e8m0fnu": Layout("float", 1, exponent_bits=8, mantissa_bits=0),
-    "int64": Layout("int", 8),
-    "int32": Layout("int", 4),
-    "int16": Layout("int", 2),
-    "int8": Layout("int", 1),
-    "uint64": Layout("uint", 8),
-    "uint32": Layout("uint", 4),
-    "uint16": Layout("uint", 2),
-    "uint8": Layout("uint", 1),
-    "bool": Layout("bool", 1),
-    "complex128": Layout("complex", 8, parts=2, exponent_bits=11, mantissa_bits=52),
-    "complex64": Layout("complex", 4, parts=2, exponent_bits=8, mantissa_bits=23),
-    "complex32": Layout("complex", 2, parts=2, exponent_bits=5, mantissa_bits=10),
+    "float8_e8m0fnu": ElementLayout("float", 1, exponent_bits=8, mantissa_bits=0),
+    "int64": ElementLayout("int", 8),
+    "int32": ElementLayout("int", 4),
+    "int16": ElementLayout("int", 2),
+    "int8": ElementLayout("int", 1),
+    "uint64": ElementLayout("uint", 8),
+    "uint32": ElementLayout("uint", 4),
+    "uint16": ElementLayout("uint", 2),
+    "uint8": ElementLayout("uint", 1),
+    "bool": ElementLayout("bool", 1),
+    "complex128": ElementLayout("complex", 8, parts=2, exponent_bits=11, mantissa_bits=52),
+    "complex64": ElementLayout("complex", 4, parts=2, exponent_bits=8, mantissa_bits=23),
+    "complex32": ElementLayout("complex", 2, parts=2, exponent_bits=5, mantissa_bits=10),
 }
 for _member in DType:  # plain attributes: files with many tensors ask for them often
     _member.layout = _LAYOUTS[_member.value]

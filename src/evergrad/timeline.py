@@ -182,7 +182,7 @@ class Recorder:
         self.close()
 
 
-def read(path: str | PathLike[str], damaged: list[int] | None = None) -> Iterator[Event]:
+def read_events(path: str | PathLike[str], damaged: list[int] | None = None) -> Iterator[Event]:
     """The events of a timeline, in the order in which they were written; a torn last line is passed over.
 
     With a list for the numbers of `damaged` lines those are passed over, too; else the first one is a `DamagedFile`.

@@ -39,10 +39,10 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.agent.agent import run_agent
-from evergrad.checkpoint.agent.client import AgentLink
-from evergrad.checkpoint.capture.capture import Target
+from evergrad.checkpoint.agent.client import AgentClient
+from evergrad.checkpoint.capture.capture import ArenaWriter
 from evergrad.checkpoint.checkpointer import CheckpointWarning
-from evergrad.checkpoint.run_folder import LOCK, Job
+from evergrad.checkpoint.run_folder import AGENT_LOCK, RunFolder
 from evergrad.errors import StateError
 from evergrad.testing import StorageCalls, kill_after
 
@@ -151,23 +151,23 @@ def go_on(channel: Channel, ck: eg.Checkpointer) -> None:
 
 
 class Copying:
-    """In place of `Target.copy`: SIGKILL when the n-th copy is in the arena, and nobody knows yet."""
+    """In place of `ArenaWriter.copy`: SIGKILL when the n-th copy is in the arena, and nobody knows yet."""
 
     def __init__(self, number: int) -> None:
-        self.left, self.original = number, Target.copy
+        self.left, self.original = number, ArenaWriter.copy
 
     def __enter__(self) -> Copying:
-        def copy(target: Target, gathered: Any) -> None:
+        def copy(target: ArenaWriter, gathered: Any) -> None:
             self.original(target, gathered)
             self.left -= 1
             if self.left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(Target, "copy", copy)
+        setattr(ArenaWriter, "copy", copy)
         return self
 
     def __exit__(self, *_: object) -> None:
-        setattr(Target, "copy", self.original)
+        setattr(ArenaWriter, "copy", self.original)
 
 
 class Launcher:
@@ -211,7 +211,7 @@ class Launcher:
         def serve() -> None:
             os.close(reader)
             with calls or nullcontext():
-                run_agent(Job.open(self.folder), linger_s=SECONDS, ready=lambda: os.close(writer))
+                run_agent(RunFolder.open(self.folder), linger_s=SECONDS, ready=lambda: os.close(writer))
 
         pid = self.fork("agent", serve)
         os.close(writer)
@@ -228,7 +228,7 @@ class Launcher:
             channel = Channel(theirs)
             assert channel.hear() == "go"
             if self.plan["launched"]:
-                setattr(AgentLink, "_start", lambda _: channel.ask_for_an_agent())
+                setattr(AgentClient, "_start", lambda _: channel.ask_for_an_agent())
             agent = self.plan["victim"] != "thread"
             with (
                 calls or nullcontext(),
@@ -265,7 +265,7 @@ class Launcher:
             os.kill(pid, signal.SIGTERM)
             code = self.ended(pid)
             assert code == 0, f"an agent ended with {code}"
-        for path in self.shm.rglob(LOCK):
+        for path in self.shm.rglob(AGENT_LOCK):
             with path.open("rb+") as lock:
                 signal.alarm(int(SECONDS))  # ends this program
                 fcntl.flock(lock, fcntl.LOCK_EX)

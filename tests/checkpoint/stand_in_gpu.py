@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from evergrad.checkpoint.capture import cuda
-from evergrad.checkpoint.capture.capture import Sources
+from evergrad.checkpoint.capture.capture import SourceTensors
 
 NOW, BESIDE = "now", "beside"
 GPU = torch.device("cuda", 0)
@@ -103,22 +103,22 @@ class Driver:
 
 def install(monkeypatch: pytest.MonkeyPatch, is_on_gpu: Callable[[torch.Tensor], bool]) -> Driver:
     """Take tensors of the host, those that are chosen, for tensors of the stand-in."""
-    real = Sources.__init__
+    real = SourceTensors.__init__
 
-    def init(self: Sources, tensors: Any, views: Any) -> None:
+    def init(self: SourceTensors, tensors: Any, views: Any) -> None:
         real(self, tensors, views)
         self.cuda = [GPU if is_on_gpu(tensor) else None for tensor in tensors.values()]
         self.plain = [plain and device is None for plain, device in zip(self.plain, self.cuda, strict=True)]
 
     driver = Driver()
-    monkeypatch.setattr(Sources, "__init__", init)
-    monkeypatch.setattr(cuda, "Device", StandIn)
+    monkeypatch.setattr(SourceTensors, "__init__", init)
+    monkeypatch.setattr(cuda, "CudaDevice", StandIn)
     monkeypatch.setattr(cuda, "_devices", {})
     monkeypatch.setattr(cuda, "_register", driver.register)
     monkeypatch.setattr(cuda, "_unregister", driver.unregister)
     monkeypatch.setattr(cuda, "_told", set())
-    monkeypatch.setattr(cuda.gate, "held", ())
-    monkeypatch.setattr(cuda.gate, "replayed", False)
+    monkeypatch.setattr(cuda.optimizer_fence, "held", ())
+    monkeypatch.setattr(cuda.optimizer_fence, "replayed", False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: StandIn.recording)
     monkeypatch.setattr(StandIn, "broken", "")

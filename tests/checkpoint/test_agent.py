@@ -27,10 +27,10 @@ from evergrad.checkpoint import Version
 from evergrad.checkpoint.agent import agent as serving
 from evergrad.checkpoint.agent import client
 from evergrad.checkpoint.agent.agent import SOCKET, socket_address
-from evergrad.checkpoint.agent.client import AgentLink
+from evergrad.checkpoint.agent.client import AgentClient
 from evergrad.checkpoint.agent.events import Committed
-from evergrad.checkpoint.pending import Board, Pending
-from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
+from evergrad.checkpoint.pending import Pending, SaveTracker
+from evergrad.checkpoint.run_folder import RunFolder, arena_folder, find_arenas
 from evergrad.errors import EvergradError, SaveRefused, TierError, UsageError
 from living_agents import agents_of
 
@@ -123,7 +123,7 @@ def test_the_agent_leaves_and_the_newest_version_stays_in_memory(tmp_path: Path,
             ck.save(step, state(step)).wait()
         assert len(agents_of(shm)) == 1
     until(lambda: not agents_of(shm))
-    (arena,) = find_arenas(arena_folder(Job.open(tmp_path)))
+    (arena,) = find_arenas(arena_folder(RunFolder.open(tmp_path)))
     ticket = arena.read_ticket()
     assert ticket is not None
     assert ticket.version == Version(3, 1)
@@ -227,7 +227,7 @@ def test_two_jobs_do_not_meet(tmp_path: Path, shm: Path) -> None:
 def test_another_user_is_not_served(tmp_path: Path) -> None:
     with eg.Checkpointer(tmp_path) as ck:
         ck.save(1, state(1)).wait()
-        folder = arena_folder(Job.open(tmp_path))
+        folder = arena_folder(RunFolder.open(tmp_path))
 
         def knock() -> None:
             os.setuid(65534)
@@ -279,7 +279,7 @@ def test_two_users_do_not_meet(shm: Path) -> None:
 
 
 def test_a_version_that_a_new_agent_does_not_know_is_reported_as_lost() -> None:
-    board = Board()
+    board = SaveTracker()
     board.follow(0, 1)
     old, new = (Pending(Version(step, 1), ["local"], "local", board) for step in (10, 20))
     board.take(Committed(20, 1, "local"))
@@ -292,13 +292,13 @@ def test_a_version_that_a_new_agent_does_not_know_is_reported_as_lost() -> None:
 
 def test_a_socket_only_its_user_can_open(tmp_path: Path) -> None:
     with eg.Checkpointer(tmp_path):
-        folder = arena_folder(Job.open(tmp_path))
+        folder = arena_folder(RunFolder.open(tmp_path))
         assert (folder / SOCKET).stat().st_mode & 0o077 == 0
         assert folder.stat().st_mode & 0o077 == 0
 
 
 def test_a_launchers_own_agent_is_used(tmp_path: Path, shm: Path) -> None:
-    Job.open(tmp_path)
+    RunFolder.open(tmp_path)
     command = [sys.executable, "-m", "evergrad", "agent", str(tmp_path), "--node", "n7", "--linger", "30", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launched:
         assert launched.stdout is not None
@@ -355,16 +355,16 @@ def test_a_module_that_the_agent_cannot_import_is_refused_at_once(tmp_path: Path
 def test_an_agent_that_left_because_its_start_took_too_long_is_started_again(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late, start = [0.0], AgentLink._start
+    late, start = [0.0], AgentClient._start
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
     monkeypatch.setattr(client, "time", clock)
 
-    def slowly(self: AgentLink) -> None:
+    def slowly(self: AgentClient) -> None:
         late[0] += 100.0
         if late[0] > 100.0:  # the first one is gone before anybody comes
             start(self)
 
-    monkeypatch.setattr(AgentLink, "_start", slowly)
+    monkeypatch.setattr(AgentClient, "_start", slowly)
     with eg.Checkpointer(tmp_path) as ck:
         ck.save(1, state(1)).wait()
         assert len(agents_of(shm)) == 1
@@ -374,7 +374,7 @@ def test_an_agent_that_left_because_its_start_took_too_long_is_started_again(
 def test_an_agent_does_not_leave_before_whoever_starts_it_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, looks = Job.open(tmp_path), []
+    job, looks = RunFolder.open(tmp_path), []
     with ExitStack() as starting:
         starting.enter_context(locked(arena_folder(job) / serving.START_LOCK))
 
@@ -393,7 +393,7 @@ def test_an_agent_does_not_leave_before_whoever_starts_it_has_come(
 def test_nonsense_on_the_socket_does_not_end_the_agent(tmp_path: Path, shm: Path) -> None:
     with eg.Checkpointer(tmp_path) as ck:
         (agent,) = agents_of(shm)
-        folder = arena_folder(Job.open(tmp_path))
+        folder = arena_folder(RunFolder.open(tmp_path))
         for nonsense in (
             b"\0\0\n",
             b"[]\n",

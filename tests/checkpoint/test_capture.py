@@ -22,8 +22,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import evergrad as eg
-from evergrad.checkpoint.capture.capture import Plan, Target
-from evergrad.checkpoint.layout import Parsed, parse
+from evergrad.checkpoint.capture.capture import ArenaWriter, CapturePlan
+from evergrad.checkpoint.layout import ParsedHeader, parse_header
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Role
@@ -33,7 +33,7 @@ from states import every_dtype, keys, same, scalars, some_bits, states, training
 RECORD: dict[str, Any] = {"step": 7, "attempt": 1, "rank": 0, "world_size": 1, "meta": {}}
 
 
-def captured(plan: Plan, state: object) -> bytes | None:
+def captured(plan: CapturePlan, state: object) -> bytes | None:
     """The shard of a state by a plan; None if the plan does not fit."""
     gathered = plan.gather(state)
     header = None if gathered is None else plan.header(gathered, RECORD)
@@ -41,13 +41,13 @@ def captured(plan: Plan, state: object) -> bytes | None:
         return None
     assert len(header) == plan.layout.data_start
     buffer = mmap.mmap(-1, plan.layout.size)
-    Target(plan, buffer).copy(gathered)
+    ArenaWriter(plan, buffer).copy(gathered)
     buffer[: len(header)] = header
     return buffer[:]
 
 
 def fresh(state: object) -> bytes:
-    data = captured(Plan.of(state), state)
+    data = captured(CapturePlan.of(state), state)
     assert data is not None, "a new plan does not fit the state it was made for"
     return data
 
@@ -58,14 +58,14 @@ def load(data: bytes) -> Any:
         path = Path(folder) / "rank-00000.safetensors"
         path.write_bytes(data)
         with safetensors.safe_open(path, "pt") as file:
-            assert set(file.keys()) == {entry.path for entry in parse(data).layout.entries}
+            assert set(file.keys()) == {entry.path for entry in parse_header(data).layout.entries}
         with eg.open_checkpoint(path) as ck:
             return unflatten({name: ck.read(name) for name in ck.tensors}, ck.skeleton)
 
 
 def content(data: bytes) -> tuple[Any, ...]:
     """What a shard says, whatever room its header has."""
-    parsed: Parsed = parse(data)
+    parsed: ParsedHeader = parse_header(data)
     start = parsed.layout.data_start
     entries = [(*entry[:3], entry.offset - start, entry.nbytes) for entry in parsed.layout.entries]
     return parsed.skeleton.dumps(), parsed.layout.aliases, entries, data[start:]
@@ -73,7 +73,7 @@ def content(data: bytes) -> tuple[Any, ...]:
 
 def fits(before: object, after: object) -> bool:
     """Whether the plan of one state still fits another; if so, what it captures must be exactly that."""
-    data = captured(Plan.of(before), after)
+    data = captured(CapturePlan.of(before), after)
     if data is not None:
         assert content(data) == content(fresh(after))
     return data is not None
@@ -142,7 +142,7 @@ def test_one_plan_serves_a_whole_training() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     train(model, optimizer)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 0, "losses": [1.0]}
-    plan = Plan.of(state, RECORD)
+    plan = CapturePlan.of(state, RECORD)
     for epoch in range(4):
         train(model, optimizer)
         scheduler.step()
@@ -161,7 +161,7 @@ def test_one_plan_serves_a_whole_training() -> None:
 def test_roles_are_kept_with_the_plan() -> None:
     model, optimizer = adam()
     train(model, optimizer)
-    roles = parse(fresh({"m": model, "o": optimizer})).skeleton.roles
+    roles = parse_header(fresh({"m": model, "o": optimizer})).skeleton.roles
     assert roles["m/1.running_mean"] is Role.BUFFER
     assert roles["o/state/0/exp_avg"] is Role.OPTIMIZER
 
@@ -204,7 +204,7 @@ def test_a_changed_value_needs_no_new_plan(before: Any, after: Any) -> None:
 def test_a_value_that_is_changed_in_place_is_noticed(value: Any, change: Callable[[Any], None]) -> None:
     value = type(value)(value)
     state = {"x": line(), "v": value}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     assert captured(plan, state) is not None
     change(value)
     data = captured(plan, state)
@@ -260,7 +260,7 @@ def test_a_parameter_is_as_good_as_a_tensor() -> None:
 def test_a_pair_that_is_untied_is_noticed() -> None:
     one, two = line(), line() + 1
     state = {"a": one, "b": one}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     assert len(plan.layout.entries) == 1
     assert captured(plan, state) is not None
     assert captured(plan, {"a": one, "b": two}) is None
@@ -276,7 +276,7 @@ def test_a_pair_that_changes_partners_is_noticed() -> None:
 def test_tied_modules_that_are_untied_are_noticed() -> None:
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     model[1].weight = model[0].weight
-    plan = Plan.of({"m": model})
+    plan = CapturePlan.of({"m": model})
     assert plan.layout.aliases == {"m/1.weight": "m/0.weight"}
     assert captured(plan, {"m": model}) is not None
     model[1].weight = nn.Parameter(model[0].weight.detach().clone())
@@ -285,7 +285,7 @@ def test_tied_modules_that_are_untied_are_noticed() -> None:
 
 def test_tensors_that_are_tied_later_are_noticed_even_if_they_were_captured_before() -> None:
     state = {"a": line(), "b": line()}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     assert captured(plan, state) is not None
     assert captured(plan, {"a": line(), "b": line()}) is not None
     assert captured(plan, {"a": state["a"], "b": state["a"]}) is None
@@ -348,7 +348,7 @@ def test_conjugated_and_negated_views_are_followed() -> None:
 @pytest.mark.parametrize("small", [8, 40_000])
 def test_many_alike_tensors_are_each_copied_to_their_own_place(small: int) -> None:
     state = {f"{n}": torch.full((small,), float(n)) for n in range(20)} | {f"s{n}": torch.tensor(n) for n in range(20)}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     state = {name: nn.Parameter(tensor + 1, requires_grad=tensor.is_floating_point()) for name, tensor in state.items()}
     data = captured(plan, state)
     assert data is not None
@@ -405,7 +405,7 @@ def test_the_metadata_of_a_state_dict_is_followed() -> None:
 def test_objects_with_a_state_are_asked_each_time_wherever_they_are() -> None:
     thing = Thing({"inner": Thing([line(), 1])})
     state = {"things": [thing, {"deep": (thing,)}]}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     thing.state = {"inner": Thing([line() + 1, 2])}
     data = captured(plan, state)
     assert data is not None
@@ -420,7 +420,7 @@ def test_an_object_that_gives_something_else_each_time_is_refused() -> None:
             return list(self.state)
 
     with pytest.raises(StateError, match="something else each time"):
-        Plan.of({"x": Restless([line()])})
+        CapturePlan.of({"x": Restless([line()])})
 
 
 @pytest.mark.parametrize(
@@ -438,17 +438,17 @@ def test_an_object_that_gives_something_else_each_time_is_refused() -> None:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_cannot_be_stored_is_refused_on_every_call(bad: Callable[[], Any]) -> None:
-    plan = Plan.of({"x": line(), "v": 1})
+    plan = CapturePlan.of({"x": line(), "v": 1})
     assert plan.gather({"x": bad(), "v": 1}) is None
     assert plan.gather({"x": line(), "v": bad()}) is None
     for state in ({"x": bad(), "v": 1}, {"x": line(), "v": bad()}):
         with pytest.raises(StateError, match=r"^[xv]:"):
-            Plan.of(state)
+            CapturePlan.of(state)
 
 
 def test_a_state_that_contains_itself_later_is_refused() -> None:
     state: dict[str, Any] = {"x": line(), "v": [1]}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     state["v"].append(state["v"])
     assert plan.gather(state) is None
 
@@ -465,9 +465,9 @@ def test_sets_of_tensors_are_followed() -> None:
 
 def test_the_buffer_is_let_go_with_the_target() -> None:
     state = {f"{n}": line() for n in range(9)}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     buffer = mmap.mmap(-1, plan.layout.size)
-    target = Target(plan, buffer)
+    target = ArenaWriter(plan, buffer)
     gathered = plan.gather(state)
     assert gathered is not None
     target.copy(gathered)
@@ -478,7 +478,7 @@ def test_the_buffer_is_let_go_with_the_target() -> None:
 
 def test_a_plan_keeps_no_tensor_alive() -> None:
     state = {"x": line(), "y": [line()]}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     assert captured(plan, state) is not None
     alive = weakref.ref(state["x"])
     state.clear()
@@ -538,7 +538,7 @@ def test_a_changed_state_is_captured_as_a_new_plan_would_or_not_at_all(data: st.
     leaf = leaves(pool)
     before = data.draw(st.recursive(leaf, containers, max_leaves=10))
     after = mutated(data.draw, before, leaf)
-    plan = Plan.of(before)
+    plan = CapturePlan.of(before)
     assert captured(plan, before) is not None
     for state in (after, before):
         found = captured(plan, state)

@@ -18,8 +18,8 @@ from torch import nn
 
 import evergrad as eg
 from evergrad.checkpoint.capture import cuda
-from evergrad.checkpoint.capture.capture import Copying, Plan, Target
-from evergrad.checkpoint.capture.cuda import Pinned, device_of
+from evergrad.checkpoint.capture.capture import ArenaWriter, AsyncCopy, CapturePlan
+from evergrad.checkpoint.capture.cuda import PinnedBuffer, device_of
 from evergrad.dtypes import DType
 from evergrad.errors import SaveRefused
 from evergrad.state import flatten
@@ -33,10 +33,10 @@ WIDE, BATCH = 4096, 32
 
 @pytest.fixture(autouse=True)
 def open_gate() -> Iterator[None]:
-    cuda.gate.replayed = False
+    cuda.optimizer_fence.replayed = False
     yield
     torch.cuda.synchronize()
-    cuda.gate.replayed = False
+    cuda.optimizer_fence.replayed = False
 
 
 class Net(nn.Module):
@@ -114,18 +114,18 @@ def late(device: int = 0) -> None:
 class Shot:
     """A capture into memory of its own."""
 
-    def __init__(self, state: object, plan: Plan | None = None, *, pin: bool = True) -> None:
-        self.plan = plan or Plan.of(state)
+    def __init__(self, state: object, plan: CapturePlan | None = None, *, pin: bool = True) -> None:
+        self.plan = plan or CapturePlan.of(state)
         self.buffer = mmap.mmap(-1, self.plan.layout.size)
-        self.pinned = Pinned(self.buffer, torch.device("cuda", 0)) if pin else None
+        self.pinned = PinnedBuffer(self.buffer, torch.device("cuda", 0)) if pin else None
         assert self.pinned is None or self.pinned.ok, "this machine registers no memory with the driver"
-        target = Target(self.plan, self.buffer, pinned=pin)
+        target = ArenaWriter(self.plan, self.buffer, pinned=pin)
         self.expected = on_device(state)
         late()
         gathered = self.plan.gather(state)
         assert gathered is not None
         self.settled = {self.plan.layout.entries[n].path for n in gathered.settled}
-        self.copying: Copying | None = target.copy(gathered)
+        self.copying: AsyncCopy | None = target.copy(gathered)
 
     def wrong(self) -> list[str]:
         """The paths that are not as they were."""
@@ -147,7 +147,7 @@ class Shot:
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_every_step_is_captured_as_it_was(options: dict[str, bool]) -> None:
     training = Training(WIDE, **options)
-    plan = Plan.of(training.state())
+    plan = CapturePlan.of(training.state())
     shots = []
     for _ in range(4):
         shots.append(Shot(training.state(), plan))
@@ -156,12 +156,12 @@ def test_every_step_is_captured_as_it_was(options: dict[str, bool]) -> None:
     assert plan.layout.size > 400e6
     for number, shot in enumerate(shots):
         assert shot.wrong() == [], f"step {number}"
-    assert cuda.gate.held == ()
+    assert cuda.optimizer_fence.held == ()
 
 
 def test_without_the_gate_these_tests_would_see_a_tear(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(1024)
-    monkeypatch.setattr(cuda.gate, "hold", lambda *_: None)
+    monkeypatch.setattr(cuda.optimizer_fence, "hold", lambda *_: None)
     shot = Shot(training.state())
     training.step()
     assert "model/a.weight" in shot.wrong()
@@ -269,15 +269,15 @@ def test_a_refusal_of_the_driver_stays_where_it_is(caplog: pytest.LogCaptureFixt
     torch.zeros(1, device="cuda")
     cuda._told.clear()
     buffer = mmap.mmap(-1, 1 << 20)
-    first = Pinned(buffer, torch.device("cuda", 0))
+    first = PinnedBuffer(buffer, torch.device("cuda", 0))
     with caplog.at_level(logging.WARNING):
-        again, once_more = (Pinned(buffer, torch.device("cuda", 0)) for _ in range(2))
+        again, once_more = (PinnedBuffer(buffer, torch.device("cuda", 0)) for _ in range(2))
     assert (first.ok, again.ok, once_more.ok) == (True, False, False)
     assert caplog.text.count("cannot be registered") == 1
     assert torch.full((3,), 2.0, device="cuda").add(1).tolist() == [3.0] * 3, "no kernel is blamed for it"
     again.close()
     first.close()
-    last = Pinned(buffer, torch.device("cuda", 0))
+    last = PinnedBuffer(buffer, torch.device("cuda", 0))
     assert last.ok, "it was let go before"
     last.close()
 

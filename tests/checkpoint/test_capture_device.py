@@ -17,7 +17,7 @@ from torch import nn
 
 import evergrad as eg
 from evergrad.checkpoint.capture import cuda
-from evergrad.checkpoint.capture.capture import Copying, Plan, Target
+from evergrad.checkpoint.capture.capture import ArenaWriter, AsyncCopy, CapturePlan
 from evergrad.dtypes import DType
 from evergrad.errors import SaveRefused, TierError
 from evergrad.state import flatten
@@ -48,13 +48,13 @@ def contents(state: object) -> dict[str, bytes]:
 class Shot:
     """A capture into a buffer of its own."""
 
-    def __init__(self, state: object, plan: Plan | None = None, pinned: bool = True) -> None:
-        self.plan = plan or Plan.of(state)
+    def __init__(self, state: object, plan: CapturePlan | None = None, pinned: bool = True) -> None:
+        self.plan = plan or CapturePlan.of(state)
         gathered = self.plan.gather(state)
         assert gathered is not None
         self.settled = {self.plan.layout.entries[n].path for n in gathered.settled}
         self.buffer = mmap.mmap(-1, self.plan.layout.size)
-        self.copying: Copying | None = Target(self.plan, self.buffer, pinned=pinned).copy(gathered)
+        self.copying: AsyncCopy | None = ArenaWriter(self.plan, self.buffer, pinned=pinned).copy(gathered)
 
     def contents(self) -> dict[str, bytes]:
         found = {e.path: self.buffer[e.offset : e.offset + e.nbytes] for e in self.plan.layout.entries}
@@ -103,7 +103,7 @@ def test_the_next_step_comes_after_the_copies_and_nothing_else_waits(gpu: Driver
     optimizer.step()
     assert shot.contents()["model/a.weight"] == before["model/a.weight"]
     assert shot.ended() == before != contents(state)
-    assert cuda.gate.held == ()
+    assert cuda.optimizer_fence.held == ()
 
 
 def test_what_changes_without_a_step_is_taken_before_save_returns(gpu: Driver) -> None:
@@ -225,7 +225,7 @@ def test_a_capture_that_fails_leaves_nothing_on_its_way(gpu: Driver, monkeypatch
     with pytest.raises(RuntimeError, match="out of streams"):
         Shot(state)
     assert device().done == len(device().queue)
-    assert cuda.gate.held == ()
+    assert cuda.optimizer_fence.held == ()
 
 
 def test_nothing_is_saved_into_a_graph(gpu: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_device_that_fails_meanwhile_is_heard_of(
         pending = ck.save(1, {"model": model, "optimizer": optimizer})
         with pytest.raises(TierError, match="illegal memory access"):
             pending.wait(timeout=20)
-        assert cuda.gate.held == ()
+        assert cuda.optimizer_fence.held == ()
 
 
 def test_neither_cuda_nor_optimizers_are_touched_for_a_state_of_the_host(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.catalogue.catalogue import Catalogue, CatalogueEntry, plan_removal
-from evergrad.checkpoint.catalogue.history import Journal
-from evergrad.checkpoint.catalogue.lineage import Lineage, Node, draw, draw_svg, trace
+from evergrad.checkpoint.catalogue.history import CatalogueJournal
+from evergrad.checkpoint.catalogue.lineage import Lineage, LineageNode, draw, draw_svg, trace_lineage
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.catalogue.verify import check_version
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.run_folder import Job
+from evergrad.checkpoint.run_folder import RunFolder
 from evergrad.checkpoint.tiers import Local
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError
@@ -101,7 +101,7 @@ def test_looking_makes_nothing_and_changes_nothing(tmp_path: Path, shm: Path) ->
     train(tmp_path / "run", [1, 2, 3])
     before = sorted((str(path), path.stat().st_mtime_ns) for top in (tmp_path, shm) for path in top.rglob("*"))
     catalogue(tmp_path / "run").entries()
-    trace(catalogue(tmp_path / "run"))
+    trace_lineage(catalogue(tmp_path / "run"))
     after = sorted((str(path), path.stat().st_mtime_ns) for top in (tmp_path, shm) for path in top.rglob("*"))
     assert after == before
 
@@ -125,7 +125,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     (path,) = (tmp_path / "run" / "catalogue").glob("*.jsonl")
     path.write_bytes(path.read_bytes()[:-20])
     assert states(tmp_path / "run")[1] == "retired"
-    Journal(tmp_path / "run").note_shard(manifest(9), path.stem)
+    CatalogueJournal(tmp_path / "run").note_shard(manifest(9), path.stem)
     assert states(tmp_path / "run")[9] == "retired"
     garbage = [b"", b"null", b"[1]", b'{"schema_version": 1}', b"\xff\xfe", b'{"schema_version": 9, "version": "v"}']
     garbage += [json.dumps({"schema_version": 1, "version": "v0000000077-01", "rank": 5, "world_size": 2}).encode()]
@@ -136,39 +136,39 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
 
 def _note_many(run: Path, writer: str) -> None:
     for step in itertools.count():
-        Journal(run).note_shard(manifest(step), writer)
+        CatalogueJournal(run).note_shard(manifest(step), writer)
 
 
 def test_a_writer_that_is_killed_loses_at_most_the_line_that_it_was_writing(tmp_path: Path) -> None:
-    Job.open(tmp_path / "run")
+    RunFolder.open(tmp_path / "run")
     child = multiprocessing.get_context("fork").Process(target=_note_many, args=(tmp_path / "run", "n0"))
     child.start()
     try:
-        while len(Journal(tmp_path / "run").read().shards) < 20:
+        while len(CatalogueJournal(tmp_path / "run").read().shards) < 20:
             assert child.is_alive()
     finally:
         child.kill()
         child.join()
-    steps = sorted(version.step for version in Journal(tmp_path / "run").read().shards)
+    steps = sorted(version.step for version in CatalogueJournal(tmp_path / "run").read().shards)
     assert steps == list(range(len(steps)))
-    Journal(tmp_path / "run").note_shard(manifest(10**9), "n0")
-    assert Version(10**9, 1) in Journal(tmp_path / "run").read().shards
+    CatalogueJournal(tmp_path / "run").note_shard(manifest(10**9), "n0")
+    assert Version(10**9, 1) in CatalogueJournal(tmp_path / "run").read().shards
 
 
 def test_many_writers_make_one_version(tmp_path: Path) -> None:
-    Job.open(tmp_path / "run")
+    RunFolder.open(tmp_path / "run")
     for rank in range(3):
-        Journal(tmp_path / "run").note_shard(manifest(5, rank=rank, world_size=3, node=f"n{rank}"), f"n{rank}")
-    Journal(tmp_path / "run").note_shard(manifest(6, rank=1, world_size=3), "n1")
+        CatalogueJournal(tmp_path / "run").note_shard(manifest(5, rank=rank, world_size=3, node=f"n{rank}"), f"n{rank}")
+    CatalogueJournal(tmp_path / "run").note_shard(manifest(6, rank=1, world_size=3), "n1")
     found = {entry.version.step: entry for entry in Catalogue(tmp_path / "run").entries()}
     assert (found[5].state, found[5].size_bytes, found[5].nodes) == ("retired", 3 * 4096, {0: "n0", 1: "n1", 2: "n2"})
     assert (found[6].state, found[6].digest) == ("torn", "")
 
 
 def test_a_full_disk_costs_history_and_not_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Job.open(tmp_path / "run")
+    RunFolder.open(tmp_path / "run")
     (tmp_path / "run" / "catalogue").write_text("no folder can be made here")
-    Journal(tmp_path / "run").note_shard(manifest(1), "n0")
+    CatalogueJournal(tmp_path / "run").note_shard(manifest(1), "n0")
     assert "not noted in the history" in caplog.text
 
 
@@ -339,7 +339,7 @@ def test_the_lineage_follows_attempts_and_restarts(tmp_path: Path) -> None:
     with eg.Checkpointer(run, tiers=[eg.Local(tmp_path / "disk")], agent=False) as ck:
         ck.restore(state(0), version=30)
         ck.save(35, state(35)).wait()
-    traced = trace(catalogue(run))
+    traced = trace_lineage(catalogue(run))
     assert edges(traced) == {
         ("v0000000020-01", "v0000000010-01"),
         ("v0000000030-01", "v0000000020-01"),
@@ -360,18 +360,18 @@ def test_the_lineage_goes_on_in_the_other_job_that_a_run_began_from(tmp_path: Pa
     train(tuned, [1, 2])
     other = Catalogue(base).home.job
     describe(tuned, 1, parent=f"{other}/v0000000020-01", source=str(base))
-    traced = trace(catalogue(tuned))
+    traced = trace_lineage(catalogue(tuned))
     assert [(node.job == other, node.version.step) for node in traced.nodes] == [
         (False, 2), (False, 1), (True, 20), (True, 10),
     ]  # fmt: skip
     assert ("v0000000001-01", "v0000000020-01") in edges(traced)
     assert traced.notes == ()
     describe(tuned, 1, source=str(tmp_path / "gone"))
-    stub = trace(catalogue(tuned))
+    stub = trace_lineage(catalogue(tuned))
     assert [node.look for node in stub.nodes] == ["restorable", "restorable", "unknown"]
     assert "no such run folder" in stub.notes[0]
     describe(tuned, 1, source=str(tuned))
-    assert "is job tuned-" in trace(catalogue(tuned)).notes[0]
+    assert "is job tuned-" in trace_lineage(catalogue(tuned)).notes[0]
 
 
 def test_two_attempts_may_begin_from_two_versions_of_one_job(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_two_attempts_may_begin_from_two_versions_of_one_job(tmp_path: Path) -> 
     for attempt, step in ((1, 10), (2, 30)):
         train(tuned, [1, 2])
         describe(tuned, attempt, parent=f"{other}/v{step:010d}-01", source=str(base))
-    traced = trace(catalogue(tuned))
+    traced = trace_lineage(catalogue(tuned))
     assert all(node.entry is not None for node in traced.nodes)
     assert len(traced.nodes) == 7
 
@@ -393,7 +393,7 @@ def test_records_that_lead_in_a_circle_are_cut(tmp_path: Path) -> None:
     train(run, [20])
     describe(run, 1, parent="v0000000020-02")
     describe(run, 2, parent="v0000000010-01")
-    traced = trace(catalogue(run))
+    traced = trace_lineage(catalogue(run))
     assert len(traced.nodes) == 2
     assert len(edges(traced)) == 1
     assert len(list(draw(traced))) == 2
@@ -405,7 +405,7 @@ def made_up(job: str, version: Version, parent: str | None, **members: Any) -> C
 
 
 def long_history(attempts: int, each: int) -> Lineage:
-    nodes: list[Node] = []
+    nodes: list[LineageNode] = []
     parent = None
     for attempt in range(1, attempts + 1):
         for index in range(each):
@@ -415,7 +415,7 @@ def long_history(attempts: int, each: int) -> Lineage:
                 "r50-0123abcd", version, None, state="restorable" if index > each - 3 else "retired", tags=tags,
                 pinned=bool(tags) or index == each - 1,
             )  # fmt: skip
-            nodes.append(Node("r50-0123abcd", version, parent, entry))
+            nodes.append(LineageNode("r50-0123abcd", version, parent, entry))
             parent = nodes[-1].key
         parent = nodes[-max(1, each // 3)].key if nodes else None
     return Lineage("r50-0123abcd", tuple(reversed(nodes)))
@@ -443,7 +443,7 @@ def test_the_picture_shows_every_version_and_no_labels_that_meet(attempts: int, 
 
 
 def test_names_in_the_picture_are_no_markup(tmp_path: Path) -> None:
-    node = Node("<script>&", Version(1, 1), None, made_up("<script>&", Version(1, 1), None, tags=('"><b>',)))
+    node = LineageNode("<script>&", Version(1, 1), None, made_up("<script>&", Version(1, 1), None, tags=('"><b>',)))
     picture = draw_svg(Lineage("<script>&", (node,)))
     assert "<script>" not in picture
     ElementTree.fromstring(picture)
@@ -453,7 +453,7 @@ def test_reading_a_long_history_looks_at_the_tiers_once(tmp_path: Path, monkeypa
     run = tmp_path / "run"
     train(run, [1, 2])
     for step in range(100, 1100):
-        Journal(run).note_shard(manifest(step), "n0")
+        CatalogueJournal(run).note_shard(manifest(step), "n0")
     reads: list[Path] = []
     read: Callable[..., Manifest] = Manifest.read.__func__  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.checkpoint import tiers
-from evergrad.checkpoint.capture.capture import Plan, Target
+from evergrad.checkpoint.capture.capture import ArenaWriter, CapturePlan
 from evergrad.checkpoint.tiers import Compress, Local, Memory, Persistent, join_compression
 from evergrad.checkpoint.tiers.compress import FRAME_BYTES, pack, unpack
 from evergrad.dtypes import DType
@@ -24,13 +24,13 @@ from evergrad.wording import install_hint
 
 def shard_of(tensors: dict[str, torch.Tensor]) -> memoryview:
     """The bytes of a shard with these tensors."""
-    plan = Plan.of(tensors)
+    plan = CapturePlan.of(tensors)
     buffer = bytearray(plan.layout.size)
     gathered = plan.gather(tensors)
     assert gathered is not None
     header = plan.header(gathered, {})
     assert header is not None
-    Target(plan, buffer).copy(gathered)
+    ArenaWriter(plan, buffer).copy(gathered)
     buffer[: len(header)] = header
     return memoryview(buffer)
 

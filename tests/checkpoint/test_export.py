@@ -21,7 +21,7 @@ import evergrad as eg
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.export import Exported, export_version, gather_whole
 from evergrad.checkpoint.catalogue.verify import check_version
-from evergrad.checkpoint.layout import cut, parse
+from evergrad.checkpoint.layout import cut, parse_header
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Copy, Local, Persistent
@@ -64,7 +64,7 @@ class Ranks:
         stem = shard_name(rank)
         manifest = Manifest.read(self.folder / f"{stem}.json")
         data = (self.folder / f"{stem}.safetensors").read_bytes()
-        header, kept = cut(data, parse(data), paths)
+        header, kept = cut(data, parse_header(data), paths)
         data = header + b"".join(data[entry.offset : entry.offset + entry.nbytes] for entry in kept)
         self.write(
             replace(

@@ -19,13 +19,13 @@ from s3_jobs import Trainer, holds, state, until
 
 import evergrad as eg
 from evergrad import _files
-from evergrad.checkpoint.agent.client import ThreadLink
-from evergrad.checkpoint.agent.inventory import Completion
-from evergrad.checkpoint.capture.capture import InFlight, _finish
+from evergrad.checkpoint.agent.client import ThreadClient
+from evergrad.checkpoint.agent.inventory import CompletionLog
+from evergrad.checkpoint.capture.capture import CaptureInFlight, _finish
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Work
-from evergrad.checkpoint.tiers.commits import Ledger
+from evergrad.checkpoint.tiers.commits import CommitIndex
 from evergrad.checkpoint.tiers.object_store import PosixBucket
 from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.checkpoint.version import Version
@@ -258,11 +258,11 @@ def test_an_announcement_that_is_refused_does_not_stop_the_next_captures() -> No
 
         return act
 
-    flights: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
+    flights: queue.SimpleQueue[CaptureInFlight | None] = queue.SimpleQueue()
     thread = threading.Thread(target=_finish, args=(flights,), daemon=True)
     thread.start()
     made = [
-        InFlight(Captured(), None, Captured(), announce(name, refused))  # type: ignore[arg-type]
+        CaptureInFlight(Captured(), None, Captured(), announce(name, refused))  # type: ignore[arg-type]
         for name, refused in (("once", 1), ("always", 9), ("never", 0))
     ]
     for flight in made:
@@ -351,13 +351,13 @@ def test_a_record_that_another_node_wrote_first_counts(tmp_path: Path, monkeypat
 def test_a_listing_that_shows_another_nodes_shard_late_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, asked = Ledger.names, []
+    names, asked = CommitIndex.names, []
 
-    def late(self: Ledger, version: Version) -> dict[str, int]:
+    def late(self: CommitIndex, version: Version) -> dict[str, int]:
         asked.append(version)
         return {} if len(asked) == 1 else names(self, version)
 
-    monkeypatch.setattr(Ledger, "names", late)
+    monkeypatch.setattr(CommitIndex, "names", late)
     tiers = [eg.Local(tmp_path / "disk"), eg.Persistent(f"file://{tmp_path}/bucket")]
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
         version = ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=SECONDS)
@@ -367,7 +367,7 @@ def test_a_listing_that_shows_another_nodes_shard_late_is_asked_again(
 
 def test_a_version_that_only_a_failure_is_known_of_is_not_complete(tmp_path: Path) -> None:
     (tmp_path / "complete").mkdir()
-    books = Completion(tmp_path, "n0")
+    books = CompletionLog(tmp_path, "n0")
     books.note(Version(10, 1), "persistent", 0, 0, "not committed: no such bucket")
     assert not books.is_complete(Version(10, 1), "persistent")
     assert books.complete() == []
@@ -385,7 +385,7 @@ def test_an_arena_is_kept_while_its_version_is_uploaded_and_not_committed(
         with pytest.raises(TierError, match="no room for a record"):
             ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=SECONDS)
         live = {"x": torch.zeros(3)}
-        assert isinstance(ck._link, ThreadLink)
+        assert isinstance(ck._link, ThreadClient)
         assert ck._link._engine is not None
         assert ck._link._engine.free_arenas(0) == {}, "the only copy may be overwritten"
         assert ck.restore(live) == 10

@@ -11,49 +11,49 @@ from pathlib import Path
 
 import pytest
 
-from evergrad.checkpoint.agent.inventory import Completion
-from evergrad.checkpoint.run_folder import Job, arena_folder, arenas_root, node_name, remove_orphans, safe_name
+from evergrad.checkpoint.agent.inventory import CompletionLog
+from evergrad.checkpoint.run_folder import RunFolder, arena_folder, arenas_root, node_name, remove_orphans, safe_name
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, EvergradError
 
 
 def test_a_run_folder_keeps_its_identity(tmp_path: Path) -> None:
-    assert Job.open(tmp_path / "r50").id == Job.open(tmp_path / "r50").id
-    assert Job.open(tmp_path / "r50").id.startswith("r50-")
+    assert RunFolder.open(tmp_path / "r50").id == RunFolder.open(tmp_path / "r50").id
+    assert RunFolder.open(tmp_path / "r50").id.startswith("r50-")
 
 
 def test_a_run_folder_that_was_moved_is_the_same_job(tmp_path: Path) -> None:
-    before = Job.open(tmp_path / "r50").id
+    before = RunFolder.open(tmp_path / "r50").id
     (tmp_path / "r50").rename(tmp_path / "elsewhere")
-    assert Job.open(tmp_path / "elsewhere").id == before
+    assert RunFolder.open(tmp_path / "elsewhere").id == before
 
 
 def test_a_run_folder_under_a_second_name_is_the_same_job(tmp_path: Path) -> None:
-    before = Job.open(tmp_path / "r50").id
+    before = RunFolder.open(tmp_path / "r50").id
     (tmp_path / "link").symlink_to(tmp_path / "r50")
-    assert Job.open(tmp_path / "link").id == before
+    assert RunFolder.open(tmp_path / "link").id == before
 
 
 def test_a_copy_of_a_run_folder_is_another_job(tmp_path: Path) -> None:
-    before = Job.open(tmp_path / "r50").id
+    before = RunFolder.open(tmp_path / "r50").id
     shutil.copytree(tmp_path / "r50", tmp_path / "copy")
-    assert Job.open(tmp_path / "copy").id != before
-    assert Job.open(tmp_path / "r50").id == before
+    assert RunFolder.open(tmp_path / "copy").id != before
+    assert RunFolder.open(tmp_path / "r50").id == before
 
 
 def test_a_run_folder_that_was_removed_and_made_again_is_another_job(tmp_path: Path) -> None:
-    before = Job.open(tmp_path / "r50").id
+    before = RunFolder.open(tmp_path / "r50").id
     shutil.rmtree(tmp_path / "r50")
-    assert Job.open(tmp_path / "r50").id != before
+    assert RunFolder.open(tmp_path / "r50").id != before
 
 
 def test_ranks_that_start_at_once_agree_on_the_identity(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
-        assert len({*pool.map(lambda _: Job.open(tmp_path / "r50").id, range(32))}) == 1
+        assert len({*pool.map(lambda _: RunFolder.open(tmp_path / "r50").id, range(32))}) == 1
 
 
 def test_no_two_attempts_have_the_same_number(tmp_path: Path) -> None:
-    job = Job.open(tmp_path)
+    job = RunFolder.open(tmp_path)
     with ThreadPoolExecutor(16) as pool:
         numbers = list(pool.map(lambda _: job.begin_attempt(), range(40)))
     assert sorted(numbers) == list(range(1, 41))
@@ -66,13 +66,13 @@ def test_no_two_attempts_have_the_same_number(tmp_path: Path) -> None:
 def test_a_foreign_job_record_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"job\.json"):
-        Job.open(tmp_path)
+        RunFolder.open(tmp_path)
 
 
 def test_a_file_cannot_be_a_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EvergradError, match="cannot be a run folder"):
-        Job.open(tmp_path / "file")
+        RunFolder.open(tmp_path / "file")
 
 
 def test_the_node_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_names_of_folders_never_meet() -> None:
 
 
 def test_arenas_of_a_run_folder_that_is_gone_are_removed(tmp_path: Path) -> None:
-    gone, stays = Job.open(tmp_path / "gone"), Job.open(tmp_path / "stays")
+    gone, stays = RunFolder.open(tmp_path / "gone"), RunFolder.open(tmp_path / "stays")
     for job in (gone, stays):
         (arena_folder(job) / "rank-00000.0.ticket").write_bytes(b"")
         (arena_folder(job) / "rank-00000.0.safetensors").write_bytes(bytes(4096))
@@ -100,7 +100,7 @@ def test_arenas_of_a_run_folder_that_is_gone_are_removed(tmp_path: Path) -> None
 
 
 def test_a_folder_that_others_can_open_is_no_place_for_arenas(tmp_path: Path) -> None:
-    job = Job.open(tmp_path)
+    job = RunFolder.open(tmp_path)
     arenas_root().mkdir(mode=0o755)
     arenas_root().chmod(0o755)
     with pytest.raises(CheckpointError, match="only user"):
@@ -108,8 +108,8 @@ def test_a_folder_that_others_can_open_is_no_place_for_arenas(tmp_path: Path) ->
 
 
 def test_what_another_node_completed_is_seen(tmp_path: Path) -> None:
-    Job.open(tmp_path)
-    here, there = Completion(tmp_path, "n0"), Completion(tmp_path, "n1")
+    RunFolder.open(tmp_path)
+    here, there = CompletionLog(tmp_path, "n0"), CompletionLog(tmp_path, "n1")
     version = Version(10, 1)
     here.note(version, "local", 0, 2)
     assert not here.is_complete(version, "local")
@@ -121,8 +121,8 @@ def test_what_another_node_completed_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    Job.open(tmp_path)
-    here, there = Completion(tmp_path, "n0"), tmp_path / "complete" / "n1.jsonl"
+    RunFolder.open(tmp_path)
+    here, there = CompletionLog(tmp_path, "n0"), tmp_path / "complete" / "n1.jsonl"
     line = json.dumps(
         {"schema_version": 1, "version": "v0000000010-01", "tier": "local", "rank": 0, "world_size": 1}
     ).encode()
@@ -135,20 +135,20 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
 
 
 def test_a_journal_that_was_made_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
-    Job.open(tmp_path)
-    here, there = Completion(tmp_path, "n0"), Completion(tmp_path, "n1")
+    RunFolder.open(tmp_path)
+    here, there = CompletionLog(tmp_path, "n0"), CompletionLog(tmp_path, "n1")
     for step in range(5):
         there.note(Version(step, 1), "local", 0, 1)
     here.refresh()
-    Completion(tmp_path, "n1").note(Version(9, 2), "local", 0, 1)
+    CompletionLog(tmp_path, "n1").note(Version(9, 2), "local", 0, 1)
     here.refresh()
     assert here.complete()[-1] == Version(9, 2)
 
 
 def test_a_journal_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evergrad.checkpoint.agent.inventory._TOO_LONG", 2000)
-    Job.open(tmp_path)
-    here, there = Completion(tmp_path, "n0"), Completion(tmp_path, "n1")
+    RunFolder.open(tmp_path)
+    here, there = CompletionLog(tmp_path, "n0"), CompletionLog(tmp_path, "n1")
     for step in range(200):
         there.note(Version(step, 1), "local", 0, 1)
         if step:

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 
 import evergrad as eg
-from evergrad.checkpoint.layout import ALIGNMENT, SHARD_KEY, Header, Spec, escaped, parse
+from evergrad.checkpoint.layout import ALIGNMENT, SHARD_KEY, HeaderRenderer, TensorSpec, escaped, parse_header
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError
 from evergrad.formats.safetensors import MAX_HEADER_BYTES, SKELETON_KEY
@@ -27,11 +27,11 @@ RECORD: dict[str, Any] = {
 }
 
 
-def spec(path: str, dtype: DType, *shape: int) -> Spec:
+def spec(path: str, dtype: DType, *shape: int) -> TensorSpec:
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    return Spec(path, dtype, shape, nbytes)
+    return TensorSpec(path, dtype, shape, nbytes)
 
 
 SPECS = [
@@ -45,15 +45,15 @@ SPECS = [
 ]
 
 
-def skeleton_of(specs: list[Spec], *more: str) -> Skeleton:
+def skeleton_of(specs: list[TensorSpec], *more: str) -> Skeleton:
     names = [*(spec.path for spec in specs), *more]
     return Skeleton({"dict": [[name, {"tensor": name}] for name in names]})
 
 
-def shard(specs: list[Spec] = SPECS, aliases: dict[str, str] | None = None) -> tuple[bytes, Header]:
+def shard(specs: list[TensorSpec] = SPECS, aliases: dict[str, str] | None = None) -> tuple[bytes, HeaderRenderer]:
     """A shard whose tensors are zeros."""
     text = skeleton_of(specs, *(aliases or {})).dumps()
-    header = Header(specs, aliases or {}, [text], [], RECORD)
+    header = HeaderRenderer(specs, aliases or {}, [text], [], RECORD)
     head = header.render([], RECORD)
     assert head is not None
     return head + bytes(header.layout.size - header.layout.data_start), header
@@ -71,7 +71,7 @@ def altered(change: Any) -> bytes:
 
 def test_what_is_rendered_is_parsed_back() -> None:
     data, header = shard(aliases={"tied": "w"})
-    parsed = parse(data)
+    parsed = parse_header(data)
     assert parsed.layout == header.layout
     assert parsed.shard == RECORD
     assert parsed.skeleton == skeleton_of(SPECS, "tied")
@@ -116,19 +116,19 @@ def test_a_text_may_be_escaped_piece_by_piece() -> None:
 
 
 def test_values_may_grow_a_little_and_the_tensors_stay_where_they_are() -> None:
-    header = Header([], {}, ['{"schema_version":1,"root":', "}"], [b"1"], RECORD)
+    header = HeaderRenderer([], {}, ['{"schema_version":1,"root":', "}"], [b"1"], RECORD)
     assert len(header.render([b"1" * 256], RECORD) or b"") == header.layout.data_start
     assert header.render([b"1" * header.layout.data_start], RECORD) is None
 
 
 def test_a_long_record_is_given_room(tmp_path: Path) -> None:
     long = {"meta": "x" * 100_000}
-    assert Header([], {}, ['{"schema_version":1,"root":null}'], [], long).render([], long) is not None
+    assert HeaderRenderer([], {}, ['{"schema_version":1,"root":null}'], [], long).render([], long) is not None
 
 
 def test_a_header_that_no_reader_would_take_is_refused() -> None:
     with pytest.raises(StateError, match="long lists of numbers"):
-        Header([], {}, ["x" * MAX_HEADER_BYTES], [], {})
+        HeaderRenderer([], {}, ["x" * MAX_HEADER_BYTES], [], {})
 
 
 def test_the_name_that_the_format_keeps_for_itself_is_refused() -> None:
@@ -138,14 +138,14 @@ def test_the_name_that_the_format_keeps_for_itself_is_refused() -> None:
 
 def test_a_longer_buffer_is_a_shard_and_something_behind_it() -> None:
     data, header = shard()
-    assert parse(data + bytes(100)).layout == header.layout
+    assert parse_header(data + bytes(100)).layout == header.layout
 
 
 def test_every_cut_is_noticed() -> None:
     data, header = shard()
     for length in [*range(16), header.layout.data_start - 1, header.layout.data_start, len(data) - 1]:
         with pytest.raises(DamagedFile, match=r"here\.safetensors"):
-            parse(data[:length], "here.safetensors")
+            parse_header(data[:length], "here.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_every_cut_is_noticed() -> None:
 )
 def test_a_header_that_contradicts_itself_is_refused_in_one_line(change: Any) -> None:
     with pytest.raises(DamagedFile) as caught:
-        parse(altered(change))
+        parse_header(altered(change))
     assert "\n" not in str(caught.value)
 
 

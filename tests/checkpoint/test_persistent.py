@@ -20,12 +20,12 @@ import torch
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site, Tier, read_tiers
 from evergrad.checkpoint.tiers.base import Redaction
-from evergrad.checkpoint.tiers.commits import Commit
+from evergrad.checkpoint.tiers.commits import CommitRecord
 from evergrad.checkpoint.tiers.object_store import Retry, Throttle, parse_bandwidth
 from evergrad.checkpoint.tiers.persistent import PersistentStore
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, TierError, UsageError
-from evergrad.testing import FullStorage, SharedTierContract, StorageCalls, captured, kill_after
+from evergrad.testing import FullStorage, SharedTierContract, StorageCalls, capture_shard, kill_after
 from evergrad.wording import install_hint
 from unprivileged import Unprivileged
 
@@ -59,7 +59,7 @@ def open_store(folder: Path, job: str = "job-1", **settings: Any) -> tuple[Persi
 
 def put_all(store: PersistentStore, site: Site, version: Version, *, commit: bool = True) -> None:
     for rank in (0, 1):
-        with captured(site, version, rank) as work:
+        with capture_shard(site, version, rank) as work:
             store.put(work)
     if commit:
         store.commit(version, 2)
@@ -149,7 +149,7 @@ def test_another_job_may_read_and_not_write(tmp_path: Path) -> None:
     assert theirs.read_manifest(copy).job == theirs.read_manifest(copy, digests=False).job == "job-1"
     assert theirs.fetch(copy, tmp_path / "fetched").shard.exists()
     refused = pytest.raises(TierError, match="belongs to job job-1: choose another URL, or adopt=True")
-    with captured(their_site, Version(2, 1), 0) as work, refused:
+    with capture_shard(their_site, Version(2, 1), 0) as work, refused:
         theirs.put(work)
     with pytest.raises(TierError, match="belongs to job job-1"):
         theirs.commit(Version(1, 1), 2)
@@ -168,7 +168,7 @@ def test_adopting_takes_the_place_over_and_leaves_the_versions_that_are_there(tm
     assert [copy.version.step for copy in theirs.find(0)] == [1, 3]
     assert [copy.version.step for copy in theirs.begun(0)] == [2]
     later, site = open_store(tmp_path)
-    with captured(site, Version(4, 1), 0) as work, pytest.raises(TierError, match="belongs to job job-2"):
+    with capture_shard(site, Version(4, 1), 0) as work, pytest.raises(TierError, match="belongs to job job-2"):
         later.put(work)
 
 
@@ -176,7 +176,7 @@ def test_another_capture_of_the_same_version_is_refused(tmp_path: Path) -> None:
     store, site = open_store(tmp_path)
     put_all(store, site, Version(1, 1))
     refused = pytest.raises(TierError, match="is there already, and is not what was captured now")
-    with captured(site, Version(1, 1), 0, value=9.0) as work, refused:
+    with capture_shard(site, Version(1, 1), 0, value=9.0) as work, refused:
         store.put(work)
     (copy,) = store.find(0)
     with Shard(copy, "job-1") as shard:
@@ -219,7 +219,7 @@ def test_the_record_of_a_version_is_the_same_whoever_writes_it(tmp_path: Path) -
     record = json.loads(texts[0])
     assert next(iter(record)) == "check"
     assert [shard["rank"] for shard in record["shards"]] == [0, 1]
-    assert Commit.from_bytes(texts[0], "x", Version(1, 1)).to_bytes() == texts[0]
+    assert CommitRecord.from_bytes(texts[0], "x", Version(1, 1)).to_bytes() == texts[0]
 
 
 def test_a_damaged_record_hides_its_version_and_says_so(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
     put_all(store, site, Version(1, 1))
     data = (tmp_path / "shared/v0000000001-01/COMMIT.json").read_bytes()
     with pytest.raises(DamagedFile, match="of another version"):
-        Commit.from_bytes(data, "x", Version(2, 1))
+        CommitRecord.from_bytes(data, "x", Version(2, 1))
 
 
 def test_a_manifest_that_was_changed_after_the_commit_is_noticed(tmp_path: Path) -> None:
@@ -305,7 +305,11 @@ def test_a_full_disk_is_said_at_once_and_keeps_nothing_of_the_try(tmp_path: Path
     store, site = open_store(tmp_path)
     put_all(store, site, Version(1, 1))
     full = FullStorage(10_000, below=tmp_path / "shared")
-    with captured(site, Version(2, 1), 0) as work, full, pytest.raises(TierError, match=r"No space.*Free some space"):
+    with (
+        capture_shard(site, Version(2, 1), 0) as work,
+        full,
+        pytest.raises(TierError, match=r"No space.*Free some space"),
+    ):
         store.put(work)
     assert not list((tmp_path / "shared").rglob(".*.partial"))
     put_all(store, site, Version(2, 1))
@@ -404,7 +408,7 @@ def test_a_tier_with_a_bandwidth_pays_for_every_byte(tmp_path: Path, monkeypatch
     store, site = open_store(tmp_path, bandwidth=1e12)
     paid: list[int] = []
     monkeypatch.setattr(store._bucket.access.throttle, "take", paid.append)
-    with captured(site, Version(1, 1), 0) as work:
+    with capture_shard(site, Version(1, 1), 0) as work:
         store.put(work)
         assert sum(paid) == len(work.shard)
 

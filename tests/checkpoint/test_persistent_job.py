@@ -21,7 +21,7 @@ from torch import distributed, nn
 import evergrad as eg
 from evergrad.checkpoint import Version
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.run_folder import Job
+from evergrad.checkpoint.run_folder import RunFolder
 from evergrad.cli import main
 from evergrad.errors import TierError, UsageError
 from living_agents import agents_of
@@ -312,7 +312,7 @@ def test_another_jobs_bucket_is_restored_from_and_never_written_to(
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     with eg.Checkpointer(first, tiers=bucket.tiers()) as ck:
         ck.save(1, state(1)).wait("persistent", timeout=PATIENCE_S)
-    before, owner = bucket.objects(), Job.open(first).id
+    before, owner = bucket.objects(), RunFolder.open(first).id
     with eg.Checkpointer(second, tiers=[eg.Local(tmp_path / "other"), bucket.tier()], agent=False) as ck:
         live = state(0)
         assert ck.restore(live, source=bucket.url) == 1
@@ -332,7 +332,7 @@ def test_another_jobs_bucket_is_restored_from_and_never_written_to(
     capsys.readouterr()
     assert evergrad("checkpoints", "lineage", third, "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["edges"] == [{"from": f"{owner}/v0000000001-01", "to": f"{Job.open(third).id}/v0000000002-01"}]
+    assert said["edges"] == [{"from": f"{owner}/v0000000001-01", "to": f"{RunFolder.open(third).id}/v0000000002-01"}]
 
 
 def agent_of(shm: Path, node: str) -> int:

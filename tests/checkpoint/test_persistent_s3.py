@@ -17,14 +17,14 @@ import pytest
 import torch
 from s3_server import SECRET, Fault, Proxy, s3_server
 
-from evergrad.checkpoint.agent.pipeline import Digest
+from evergrad.checkpoint.agent.pipeline import DigestModule
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Persistent, Site, Tier, Work, object_store, persistent
 from evergrad.checkpoint.tiers.persistent import PersistentStore
-from evergrad.checkpoint.tiers.s3 import PARALLEL_PARTS, Upload
+from evergrad.checkpoint.tiers.s3 import PARALLEL_PARTS, MultipartUpload
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError
-from evergrad.testing import SharedTierContract, captured
+from evergrad.testing import SharedTierContract, capture_shard
 
 PART = 64 << 10
 LARGE = 75_000  # floats: five parts
@@ -76,13 +76,13 @@ def varied(work: Work) -> Work:
     start = work.manifest.data_start
     work.shard[start:] = np.random.default_rng(7).bytes(len(work.shard) - start)
     work.manifest = replace(work.manifest, header="", digests={})
-    Digest().run(work)
+    DigestModule().run(work)
     return work
 
 
 def put_all(store: PersistentStore, site: Site, version: Version, size: int = 1000) -> None:
     for rank in (0, 1):
-        with captured(site, version, rank, size=size) as work:
+        with capture_shard(site, version, rank, size=size) as work:
             store.put(work)
 
 
@@ -135,7 +135,7 @@ def test_a_large_shard_goes_in_parts_and_comes_back(s3: Proxy, tmp_path: Path) -
 
 def test_a_killed_multipart_upload_is_taken_up_again_by_another_process(s3: Proxy, tmp_path: Path) -> None:
     store, site = open_store(s3, tmp_path)
-    with captured(site, Version(1, 1), 0, size=LARGE) as work:
+    with capture_shard(site, Version(1, 1), 0, size=LARGE) as work:
         varied(work)
         killed_in_the_middle(s3, store, work, let_by=3)
         assert store.begun() == []
@@ -150,7 +150,7 @@ def test_a_killed_multipart_upload_is_taken_up_again_by_another_process(s3: Prox
 
 def test_parts_of_other_bytes_are_sent_again(s3: Proxy, tmp_path: Path) -> None:
     store, site = open_store(s3, tmp_path)
-    with captured(site, Version(1, 1), 0, size=LARGE) as work:
+    with capture_shard(site, Version(1, 1), 0, size=LARGE) as work:
         killed_in_the_middle(s3, store, work, let_by=3)
         varied(work)
         store.put(work)
@@ -161,7 +161,7 @@ def test_parts_of_other_bytes_are_sent_again(s3: Proxy, tmp_path: Path) -> None:
 def test_a_killed_plain_upload_leaves_nothing_and_is_made_again(s3: Proxy, tmp_path: Path) -> None:
     store, site = open_store(s3, tmp_path)
     store._claim()
-    with captured(site, Version(1, 1), 0) as work:
+    with capture_shard(site, Version(1, 1), 0) as work:
         killed_in_the_middle(s3, store, work, let_by=0)
         assert store._bucket.items("v0000000001-01") == []
         store.put(work)
@@ -170,7 +170,7 @@ def test_a_killed_plain_upload_leaves_nothing_and_is_made_again(s3: Proxy, tmp_p
 
 def put_alone(store: PersistentStore, site: Site, size: int) -> None:
     """A version of a job with one rank."""
-    with captured(site, Version(1, 1), 0, size=size) as work:
+    with capture_shard(site, Version(1, 1), 0, size=size) as work:
         work.manifest = replace(work.manifest, world_size=1)
         store.put(work)
 
@@ -281,7 +281,7 @@ def test_no_message_shows_a_secret(s3: Proxy, tmp_path: Path, caplog: pytest.Log
 def test_nothing_that_is_stored_holds_a_secret(s3: Proxy, tmp_path: Path) -> None:
     store, site = open_store(s3, tmp_path)
     for rank in (0, 1):
-        with captured(site, Version(1, 1), rank) as work:
+        with capture_shard(site, Version(1, 1), rank) as work:
             work.manifest = replace(work.manifest, owed=[tier(s3, tmp_path).to_json()])
             store.put(work)
     store.commit(Version(1, 1), 2)
@@ -312,7 +312,7 @@ def test_looking_for_versions_costs_one_request_each_however_many_ranks(s3: Prox
 def test_uploads_that_nobody_will_finish_are_aborted(s3: Proxy, tmp_path: Path) -> None:
     store, site = open_store(s3, tmp_path)
     for version in (Version(1, 1), Version(2, 1), Version(1, 2)):
-        with captured(site, version, 0, size=LARGE) as work:
+        with capture_shard(site, version, 0, size=LARGE) as work:
             killed_in_the_middle(s3, store, work, let_by=2)
     put_all(store, site, Version(2, 1))
     s3.reset()
@@ -363,5 +363,5 @@ def test_no_more_parts_are_in_memory_than_are_sent_at_a_time() -> None:
 
     calls = Calls()
     slots = threading.BoundedSemaphore(PARALLEL_PARTS)
-    assert Upload.begin(calls, "x").send(calls.parts(), slots) == 300
+    assert MultipartUpload.begin(calls, "x").send(calls.parts(), slots) == 300
     assert calls.most <= PARALLEL_PARTS

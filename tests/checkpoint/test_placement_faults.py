@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 import evergrad as eg
-from evergrad.checkpoint.agent.pipeline import Engine
+from evergrad.checkpoint.agent.pipeline import Pipeline
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.errors import EvergradError, TierError, UsageError
 from evergrad.testing import StorageCalls
@@ -299,7 +299,7 @@ def test_two_nodes_may_commit_the_same_version_at_once_from_processes_with_one_n
 
 def close_without_waiting(me: Rank) -> None:
     """Nobody looks at what the other has done meanwhile, as between two looks."""
-    Engine._watch = lambda self: None  # type: ignore[method-assign]
+    Pipeline._watch = lambda self: None  # type: ignore[method-assign]
     join(me)
     ck = checkpointer(me)
     ck.save(10, {"x": torch.full((1000,), float(me.rank))})

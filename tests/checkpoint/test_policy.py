@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import evergrad as eg
 from evergrad.checkpoint import Progress, Version
-from evergrad.checkpoint.policy import Cadence, checked_policies, daly_interval_s
+from evergrad.checkpoint.policy import SavePolicyRuntime, checked_policies, daly_interval_s
 from evergrad.errors import TierError, UsageError
 
 
@@ -49,7 +49,7 @@ class Loop:
 
     def __init__(self, policy: Any, *, step_s: float = 1.0, save_s: float = 0.0, heeds: bool = True) -> None:
         self.clock = Clock()
-        self.cadence = Cadence(policy, preempt_signals=(), clock=self.clock)
+        self.cadence = SavePolicyRuntime(policy, preempt_signals=(), clock=self.clock)
         self.step_s, self.save_s, self.heeds = step_s, save_s, heeds
         self.step = 0
 
@@ -166,7 +166,7 @@ def test_how_long_a_save_takes_to_be_durable_is_measured() -> None:
             seen.append(progress)
             return False
 
-    cadence = Cadence(Look(), preempt_signals=(), clock=clock)
+    cadence = SavePolicyRuntime(Look(), preempt_signals=(), clock=clock)
     assert not cadence.need_checkpoint()
     saved: Any = Saved()
     cadence.begin_save()
@@ -250,16 +250,16 @@ class Others:
 
 
 def test_a_job_asks_by_its_own_steps_and_one_rank_that_is_due_is_enough() -> None:
-    cadence, silent = Cadence(3, preempt_signals=()), Others(0, -1, -1)
+    cadence, silent = SavePolicyRuntime(3, preempt_signals=()), Others(0, -1, -1)
     assert cadence.has_policy
     assert [cadence.is_due(steps, silent) for steps in (1, 2, 3, 4)] == [False, False, True, True]
     assert cadence.is_due(1, Others(1, -1, -1))
-    assert not Cadence().has_policy
+    assert not SavePolicyRuntime().has_policy
 
 
 def test_in_a_job_a_clock_counts_from_the_last_save() -> None:
     clock, silent = Clock(), Others(0, -1, -1)
-    cadence = Cadence(eg.EverySeconds(10), preempt_signals=(), clock=clock)
+    cadence = SavePolicyRuntime(eg.EverySeconds(10), preempt_signals=(), clock=clock)
     assert not cadence.is_due(1, silent)
     clock.now += 10
     assert cadence.is_due(2, silent)
@@ -274,7 +274,7 @@ def test_in_a_job_a_clock_counts_from_the_last_save() -> None:
 
 def test_in_a_job_a_save_is_judged_by_the_slowest_rank_once_all_know_what_it_has_cost() -> None:
     clock = Clock()
-    cadence = Cadence(eg.MaxOverhead(0.5), preempt_signals=(), clock=clock)
+    cadence = SavePolicyRuntime(eg.MaxOverhead(0.5), preempt_signals=(), clock=clock)
     assert cadence.is_due(1, Others(0, -1, -1)), "the first is due, so that the cost gets known"
     cadence.begin_save()
     clock.now += 1
@@ -290,7 +290,7 @@ def test_in_a_job_a_save_is_judged_by_the_slowest_rank_once_all_know_what_it_has
 
 
 def test_a_rank_that_has_just_joined_a_job_has_no_vote() -> None:
-    cadence, silent = Cadence([1, eg.MaxOverhead(0.5)], preempt_signals=()), Others(0, 2, -1)
+    cadence, silent = SavePolicyRuntime([1, eg.MaxOverhead(0.5)], preempt_signals=()), Others(0, 2, -1)
     assert not cadence.is_due(1, silent, votes=False)
     assert silent.mine[0] == 0
     assert cadence.is_due(2, silent)
@@ -319,14 +319,14 @@ def test_intervals_can_be_looked_at() -> None:
         (lambda: checked_policies("often"), "policy: expected a number of steps, .*found 'often'"),
         (lambda: checked_policies(eg.EverySteps), "policy: expected"),
         (lambda: checked_policies([10, None]), "policy: expected .*found None"),
-        (lambda: Cadence(exit_code=256), "exit_code: expected a whole number from 0 to 255, found 256"),
-        (lambda: Cadence(exit_code=True), "exit_code"),
-        (lambda: Cadence(grace_s=-1.0), "grace_s: expected a number of seconds, 0 or more, found -1.0"),
-        (lambda: Cadence(grace_s="long"), "grace_s"),
-        (lambda: Cadence(preempt_signals="SIGTERM"), "expected a sequence of signal names, found 'SIGTERM'"),
-        (lambda: Cadence(preempt_signals=["TERM"]), "expected names such as 'SIGTERM', found 'TERM'"),
-        (lambda: Cadence(preempt_signals=[0]), "found 0"),
-        (lambda: Cadence(preempt_signals=["SIGKILL"]), "SIGKILL cannot be watched"),
+        (lambda: SavePolicyRuntime(exit_code=256), "exit_code: expected a whole number from 0 to 255, found 256"),
+        (lambda: SavePolicyRuntime(exit_code=True), "exit_code"),
+        (lambda: SavePolicyRuntime(grace_s=-1.0), "grace_s: expected a number of seconds, 0 or more, found -1.0"),
+        (lambda: SavePolicyRuntime(grace_s="long"), "grace_s"),
+        (lambda: SavePolicyRuntime(preempt_signals="SIGTERM"), "expected a sequence of signal names, found 'SIGTERM'"),
+        (lambda: SavePolicyRuntime(preempt_signals=["TERM"]), "expected names such as 'SIGTERM', found 'TERM'"),
+        (lambda: SavePolicyRuntime(preempt_signals=[0]), "found 0"),
+        (lambda: SavePolicyRuntime(preempt_signals=["SIGKILL"]), "SIGKILL cannot be watched"),
     ],
 )
 def test_wrong_input_is_one_line(make: Any, says: str) -> None:

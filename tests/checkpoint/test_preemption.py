@@ -20,7 +20,7 @@ from torch import distributed
 
 import evergrad as eg
 from evergrad.checkpoint import Progress
-from evergrad.checkpoint.policy import Cadence
+from evergrad.checkpoint.policy import SavePolicyRuntime
 from evergrad.checkpoint.tiers import Work
 from evergrad.errors import CheckpointError
 from ranks import Rank, Ranks, run_ranks
@@ -126,7 +126,7 @@ def test_who_saves_by_himself_is_told_at_once(tmp_path: Path, world_size: int) -
 
 def insist(me: Rank) -> None:
     """Heeds nothing."""
-    cadence = Cadence()
+    cadence = SavePolicyRuntime()
     while True:
         cadence.need_checkpoint()
         tell(me, "runs", os.getpid())
@@ -179,7 +179,7 @@ def agree(me: Rank) -> None:
         [eg.EverySteps(9), eg.EverySeconds(5)],
     ):
         clock = Clock(me.rank)
-        cadence = Cadence(policy, preempt_signals=(), clock=clock)
+        cadence = SavePolicyRuntime(policy, preempt_signals=(), clock=clock)
         answers, saves = [], []
         for call in range(80):
             clock()
@@ -212,7 +212,7 @@ def save_once(me: Rank) -> None:
     me.join()
     clock = Clock(me.rank)
     for policy in (eg.EverySeconds(50.0), eg.YoungDaly(1e5), eg.MaxOverhead(0.01)):
-        cadence = Cadence(policy, preempt_signals=(), clock=clock)
+        cadence = SavePolicyRuntime(policy, preempt_signals=(), clock=clock)
         saves = []
         for call in range(40):
             if call == 20:
@@ -248,7 +248,7 @@ def share_costs(me: Rank) -> None:
     """A policy is shown what a save costs the slowest rank, and nothing between a save and the time when all know."""
     me.join()
     look, clock = Look(), Clock(me.rank)
-    cadence = Cadence(look, clock=lambda: clock.now)
+    cadence = SavePolicyRuntime(look, clock=lambda: clock.now)
     for save in range(1, 4):
         cadence.need_checkpoint()
         cadence.begin_save()
@@ -271,17 +271,17 @@ def test_policies_see_what_a_save_costs_the_slowest_rank(tmp_path: Path) -> None
 def count_alone(me: Rank) -> None:
     """Steps are counted alike everywhere: nobody is asked, and nothing lags."""
     me.join()
-    with_signals = Cadence(5)
+    with_signals = SavePolicyRuntime(5)
     assert [call for call in range(1, 18) if asks_and_saves(with_signals)] == [5, 10, 15]
     with_signals.close()
     made, distributed.new_group = distributed.new_group, None
-    cadence = Cadence([5, eg.EverySteps(7)], preempt_signals=())
+    cadence = SavePolicyRuntime([5, eg.EverySteps(7)], preempt_signals=())
     if me.rank:  # no other rank takes part
         assert [call for call in range(1, 18) if asks_and_saves(cadence)] == [5, 10, 15]
     distributed.new_group = made
 
 
-def asks_and_saves(cadence: Cadence) -> bool:
+def asks_and_saves(cadence: SavePolicyRuntime) -> bool:
     if not cadence.need_checkpoint():
         return False
     cadence.begin_save()
@@ -295,7 +295,7 @@ def test_a_number_of_steps_needs_nobody_elses_word(tmp_path: Path) -> None:
 
 def lose_a_rank(me: Rank) -> None:
     me.join()
-    cadence = Cadence(eg.EverySeconds(1e6))
+    cadence = SavePolicyRuntime(eg.EverySeconds(1e6))
     for _ in range(3):
         cadence.need_checkpoint()
     distributed.barrier()
@@ -320,8 +320,8 @@ def test_a_rank_that_is_gone_is_an_error_on_all_others(tmp_path: Path, world_siz
 
 def mix_up(me: Rank) -> None:
     me.join()
-    for others in (Cadence.should_exit, Cadence.begin_save):
-        cadence = Cadence(eg.EverySeconds(1e6))
+    for others in (SavePolicyRuntime.should_exit, SavePolicyRuntime.begin_save):
+        cadence = SavePolicyRuntime(eg.EverySeconds(1e6))
         cadence.need_checkpoint()
         if me.rank:
             others(cadence)
@@ -341,13 +341,13 @@ def test_ranks_that_do_not_call_alike_are_told(tmp_path: Path) -> None:
 def begin_afresh(me: Rank) -> None:
     """In a new process group one rank is new, and the others are not."""
     me.join()
-    cadence = Cadence([eg.EverySteps(4), eg.EverySeconds(1e6)])
+    cadence = SavePolicyRuntime([eg.EverySteps(4), eg.EverySeconds(1e6)])
     for _ in range(3):
         assert not cadence.need_checkpoint()
     distributed.destroy_process_group()
     me.join()
     if me.is_last:
-        cadence = Cadence([eg.EverySteps(4), eg.EverySeconds(1e6)])
+        cadence = SavePolicyRuntime([eg.EverySteps(4), eg.EverySeconds(1e6)])
     answers = [cadence.need_checkpoint() for _ in range(4)]
     assert answers == [False, False, False, True]
     distributed.destroy_process_group()
@@ -362,7 +362,7 @@ def test_a_new_process_group_begins_afresh(tmp_path: Path) -> None:
 def fork_a_worker(me: Rank) -> None:
     """A child forgets what its parent goes on with."""
     me.join()
-    cadence = Cadence(eg.EverySteps(4))
+    cadence = SavePolicyRuntime(eg.EverySteps(4))
     assert not any(cadence.need_checkpoint() for _ in range(3))
     if (child := os.fork()) == 0:
         signal.alarm(60)
@@ -381,7 +381,7 @@ def test_a_forked_worker_does_not_touch_the_group(tmp_path: Path) -> None:
 def go_first(me: Rank) -> None:
     """The first rank asks once more than the others, and ends; the others stay until it is gone."""
     me.join()
-    cadence = Cadence(eg.EverySeconds(1e6))
+    cadence = SavePolicyRuntime(eg.EverySeconds(1e6))
     pids = all_have(me, os.getpid())
     cadence.need_checkpoint()
     if me.rank == 0:
@@ -418,7 +418,7 @@ def send(number: int) -> None:
 
 def test_the_handler_that_was_there_is_called_and_put_back(noted: list[int]) -> None:
     mine = signal.getsignal(signal.SIGUSR2)
-    cadence = Cadence(preempt_signals=["SIGUSR2"])
+    cadence = SavePolicyRuntime(preempt_signals=["SIGUSR2"])
     assert signal.getsignal(signal.SIGUSR2) is mine, "nothing is watched before the first call"
     assert not cadence.should_exit()
     assert signal.getsignal(signal.SIGUSR2) is not mine
@@ -433,7 +433,7 @@ def test_the_handler_that_was_there_is_called_and_put_back(noted: list[int]) -> 
 
 
 def test_handlers_that_were_set_later_stay(noted: list[int]) -> None:
-    first, second = Cadence(preempt_signals=["SIGUSR2"]), Cadence(preempt_signals=[signal.SIGUSR2])
+    first, second = SavePolicyRuntime(preempt_signals=["SIGUSR2"]), SavePolicyRuntime(preempt_signals=[signal.SIGUSR2])
     assert not first.need_checkpoint()
     assert not second.need_checkpoint()
     first.close()
@@ -448,14 +448,14 @@ def test_handlers_that_were_set_later_stay(noted: list[int]) -> None:
 
 def test_a_checkpointer_that_is_forgotten_watches_nothing(noted: list[int]) -> None:
     mine = signal.getsignal(signal.SIGUSR2)
-    cadence = Cadence(preempt_signals=["SIGUSR2"])
+    cadence = SavePolicyRuntime(preempt_signals=["SIGUSR2"])
     cadence.should_exit()
     del cadence
     assert signal.getsignal(signal.SIGUSR2) is mine
 
 
 def test_no_signal_is_watched_if_none_is_named(noted: list[int]) -> None:
-    cadence = Cadence(preempt_signals=())
+    cadence = SavePolicyRuntime(preempt_signals=())
     assert not cadence.need_checkpoint()
     send(signal.SIGUSR2)
     assert not cadence.need_checkpoint()
@@ -467,7 +467,7 @@ def test_outside_the_main_thread_nothing_is_watched_and_that_is_said(
     noted: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = signal.getsignal(signal.SIGUSR2)
-    cadence = Cadence(2, preempt_signals=["SIGUSR2"])
+    cadence = SavePolicyRuntime(2, preempt_signals=["SIGUSR2"])
     answers: list[bool] = []
     with caplog.at_level(logging.WARNING):
         thread = threading.Thread(target=lambda: answers.extend(cadence.need_checkpoint() for _ in range(2)))
@@ -479,7 +479,7 @@ def test_outside_the_main_thread_nothing_is_watched_and_that_is_said(
 
 
 def test_a_forked_worker_is_ended_by_the_signal() -> None:
-    cadence = Cadence(preempt_signals=["SIGUSR2"])
+    cadence = SavePolicyRuntime(preempt_signals=["SIGUSR2"])
     cadence.should_exit()
     read, write = os.pipe()
     child = os.fork()
@@ -499,7 +499,7 @@ def test_a_forked_worker_is_ended_by_the_signal() -> None:
 
 def test_what_is_not_heeded_is_asked_until_the_time_is_over(noted: list[int]) -> None:
     now = [0.0]
-    cadence = Cadence(preempt_signals=["SIGUSR2"], grace_s=10.0, clock=lambda: now[0])
+    cadence = SavePolicyRuntime(preempt_signals=["SIGUSR2"], grace_s=10.0, clock=lambda: now[0])
     assert not cadence.need_checkpoint()
     send(signal.SIGUSR2)
     for now[0] in (1.0, 5.0, 9.0):
@@ -514,7 +514,7 @@ def test_what_is_not_heeded_is_asked_until_the_time_is_over(noted: list[int]) ->
 
 
 def test_a_last_save_that_fails_keeps_nobody(noted: list[int]) -> None:
-    cadence = Cadence(preempt_signals=["SIGUSR2"])
+    cadence = SavePolicyRuntime(preempt_signals=["SIGUSR2"])
     cadence.should_exit()
     send(signal.SIGUSR2)
     assert cadence.need_checkpoint()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import evergrad as eg
-from evergrad.checkpoint.placement import ALL, Place, Placements
+from evergrad.checkpoint.placement import ALL, Placements, TensorPiece
 from evergrad.errors import DamagedFile, RestoreError
 from ranks import Rank, run_ranks
 
@@ -257,7 +257,7 @@ def test_what_all_ranks_have_alike_is_flushed_once_in_balanced_parts(tmp_path: P
 
 
 def test_placements_survive_the_way_through_a_manifest_and_the_narrowest_counts() -> None:
-    said = Placements(("model/",), ("model/bn",), {"model/fc.weight": Place((4, 2), (2, 0), (2, 2))})
+    said = Placements(("model/",), ("model/bn",), {"model/fc.weight": TensorPiece((4, 2), (2, 0), (2, 2))})
     assert Placements.from_json(said.to_json()) == said
     kinds = [said.kind(path) for path in ("model/fc.weight", "model/bn", "model/fc.bias", "modelled")]
     assert kinds == ["sharded", "first", "replicated", "own"]

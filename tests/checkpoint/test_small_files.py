@@ -18,7 +18,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint import Version
-from evergrad.checkpoint.agent.inventory import Completion
+from evergrad.checkpoint.agent.inventory import CompletionLog
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.run_folder import arenas_root, read_identity, remove_orphans
@@ -345,7 +345,7 @@ def test_lost_news_of_another_node_is_said_when_a_version_is_asked_for_by_name(
     job: Job, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = job.folder / "run" / "complete" / "n9.jsonl"
-    Completion(job.folder / "run", "n9").note(Version(3, 1), "local", 0, 1)
+    CompletionLog(job.folder / "run", "n9").note(Version(3, 1), "local", 0, 1)
     data = path.read_bytes()
     if damage == "a folder":
         path.unlink()
@@ -364,10 +364,10 @@ def test_lost_news_of_another_node_is_said_when_a_version_is_asked_for_by_name(
 
 def test_a_line_that_is_being_written_is_not_called_lost(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     run = job.folder / "run"
-    Completion(run, "n9").note(Version(9, 1), "local", 0, 1)
+    CompletionLog(run, "n9").note(Version(9, 1), "local", 0, 1)
     path = run / "complete" / "n9.jsonl"
     data = path.read_bytes()
-    reader = Completion(run, "n8")
+    reader = CompletionLog(run, "n8")
     path.write_bytes(data[:20])
     reader.refresh()
     with path.open("ab") as file:
@@ -388,7 +388,7 @@ def test_damaged_news_of_other_nodes_is_left_out_in_one_line(job: Job, caplog: p
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(lines[0].replace(b"rank", b"\xffank") + b"".join(lines[1:]))
     committed.write_bytes(b"\xff\xfe")
-    reader = Completion(job.folder / "run", None)
+    reader = CompletionLog(job.folder / "run", None)
     reader.refresh()
     assert reader.last_committed() is None
     assert [record.getMessage() for record in caplog.records] == [
@@ -449,10 +449,10 @@ def test_a_damaged_note_of_the_run_folder_removes_no_arena(job: Job) -> None:
 def test_a_rank_count_that_flipped_in_a_journal_commits_nothing(job: Job, tmp_path: Path) -> None:
     run = tmp_path / "other"
     (run / "complete").mkdir(parents=True)
-    Completion(run, "a").note(Version(9, 1), "local", 0, 5)
+    CompletionLog(run, "a").note(Version(9, 1), "local", 0, 5)
     (path,) = run.glob("complete/*.jsonl")
     path.write_bytes(path.read_bytes().replace(b'"world_size": 5', b'"world_size": 1'))  # one bit
-    reader = Completion(run, None)
+    reader = CompletionLog(run, None)
     reader.refresh()
     assert not reader.is_complete(Version(9, 1), "local")
 

@@ -20,9 +20,9 @@ import evergrad as eg
 from evergrad._files import holder, locked, process
 from evergrad.checkpoint.agent import client
 from evergrad.checkpoint.agent.agent import agent_process
-from evergrad.checkpoint.agent.client import AgentLink
-from evergrad.checkpoint.pending import Board
-from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
+from evergrad.checkpoint.agent.client import AgentClient
+from evergrad.checkpoint.pending import SaveTracker
+from evergrad.checkpoint.run_folder import RunFolder, arena_folder, find_arenas
 from evergrad.cli import main
 from evergrad.errors import CheckpointError, UsageError
 from living_agents import agents_of
@@ -127,8 +127,8 @@ def test_a_trainer_without_agent_ends_one_that_stays_stopped(
 
 @pytest.mark.usefixtures("quick")
 def test_of_several_ranks_one_ends_it_and_all_get_the_same_new_one(tmp_path: Path, shm: Path) -> None:
-    job = Job.open(tmp_path)
-    links = [AgentLink(job, Board(), (), 30.0) for _ in range(4)]
+    job = RunFolder.open(tmp_path)
+    links = [AgentClient(job, SaveTracker(), (), 30.0) for _ in range(4)]
     try:
         for link in links:
             link.settle(0)
@@ -169,7 +169,7 @@ def test_an_agent_that_is_busy_is_not_ended(tmp_path: Path, shm: Path, monkeypat
     go = tmp_path / "go"
     with eg.Checkpointer(tmp_path / "run", modules=[Slow(str(go))], linger_s=30) as ck:
         pending = ck.save(1, state(1))
-        assert isinstance(ck._link, AgentLink)
+        assert isinstance(ck._link, AgentClient)
         (agent,) = agents_of(shm)
         heard = ck._link._heard
         until(lambda: ck._link._heard >= heard + 22)  # type: ignore[attr-defined]
@@ -280,10 +280,10 @@ def test_the_verb_says_that_the_agent_is_stopped(tmp_path: Path, shm: Path, caps
 def test_a_damaged_note_of_the_agent_leads_to_no_other_process(damaged: bytes, tmp_path: Path) -> None:
     with eg.Checkpointer(tmp_path) as ck:
         ck.save(1, state(1)).wait(timeout=SECONDS)
-        folder = arena_folder(Job.open(tmp_path))
+        folder = arena_folder(RunFolder.open(tmp_path))
         found = agent_process(folder)
         assert found is not None
-        assert isinstance(ck._link, AgentLink)
+        assert isinstance(ck._link, AgentClient)
         assert found[0] == ck._link.pid
         (folder / "agent.lock").write_bytes(damaged)
         assert agent_process(folder) is None
@@ -317,4 +317,4 @@ def test_a_wrong_time_limit_is_refused(text: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("EVERGRAD_AGENT_TIMEOUT", text)
     with pytest.raises(UsageError, match=f"EVERGRAD_AGENT_TIMEOUT='{text}': expected seconds, more than 0"):
         eg.Checkpointer(tmp_path)
-    assert not find_arenas(arena_folder(Job.open(tmp_path)))
+    assert not find_arenas(arena_folder(RunFolder.open(tmp_path)))

@@ -22,8 +22,8 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint import Pending, Version
-from evergrad.checkpoint.agent.inventory import Completion
-from evergrad.checkpoint.agent.pipeline import Engine, Flushing
+from evergrad.checkpoint.agent.inventory import CompletionLog
+from evergrad.checkpoint.agent.pipeline import Flusher, Pipeline
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
 from evergrad.checkpoint.manifest import Manifest
@@ -647,7 +647,9 @@ def test_too_many_open_files_are_not_called_versions_that_are_gone(tmp_path: Pat
 def test_too_many_open_files_end_the_waiting_and_no_arena_is_lost(
     tmp_path: Path, free: int, kinds: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "_watch", lambda _: None)  # it looks for other nodes' news, with descriptors of its own
+    monkeypatch.setattr(
+        Pipeline, "_watch", lambda _: None
+    )  # it looks for other nodes' news, with descriptors of its own
     with checkpointer(tmp_path, kinds, agent=False) as ck, warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)  # the next save says what was not finished
         for step in (1, 2):
@@ -673,11 +675,13 @@ def test_too_many_open_files_at_an_upload_are_said_with_the_limit(
         begun.set()
         assert may_go_on.wait(SECONDS)
 
-    monkeypatch.setattr(Engine, "_watch", lambda _: None)  # it looks for other nodes' news, with descriptors of its own
+    monkeypatch.setattr(
+        Pipeline, "_watch", lambda _: None
+    )  # it looks for other nodes' news, with descriptors of its own
     with checkpointer(tmp_path, kinds, agent=False) as ck, warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)  # the next save says what was not finished
         save(ck, 1).wait("persistent", timeout=SECONDS)
-        monkeypatch.setattr(Flushing, "_check_worth", wait)
+        monkeypatch.setattr(Flusher, "_check_worth", wait)
         for free in range(8):
             begun.clear()
             may_go_on.clear()
@@ -710,7 +714,7 @@ def test_news_that_too_many_open_files_leave_out_is_said_with_the_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "complete").mkdir()
-    other, writer = Completion(tmp_path, "other"), Completion(tmp_path, "writer")
+    other, writer = CompletionLog(tmp_path, "other"), CompletionLog(tmp_path, "writer")
     other.note(Version(1, 1), "local", 0, 1)
     with no_more_files(free=1):  # for the list of the journals
         writer.refresh()

@@ -11,7 +11,7 @@ import evergrad as eg
 from evergrad.checkpoint.tiers import Tier, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import UsageError
-from evergrad.testing import TierContract, captured
+from evergrad.testing import TierContract, capture_shard
 
 
 class TestMemory(TierContract):
@@ -41,7 +41,7 @@ def test_a_retired_shard_is_written_over(tmp_path: Path) -> None:
     store, site = contract._store(tmp_path)
     inodes = set()
     for step in (1, 2, 3, 4):
-        with captured(site, Version(step, 1), 0) as work:
+        with capture_shard(site, Version(step, 1), 0) as work:
             store.put(work)
         (copy,) = store.find(0)
         inodes.add(copy.shard.stat().st_ino)

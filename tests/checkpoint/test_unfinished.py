@@ -431,7 +431,7 @@ def test_a_check_that_failed_before_the_digests_were_taken_again_is_not_shown(
 
     def verify(when: str) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(journal, "now", lambda: when)
+            patched.setattr(journal, "time_now", lambda: when)
             assert main(["checkpoints", "verify", run, "2"]) == 1
 
     def listed() -> tuple[str, bool]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evergrad.cli import main
-from evergrad.cli.output import one_of, studies
+from evergrad.cli.output import complete_studies, complete_words
 
 BIN = Path(sys.executable).parent
 
@@ -70,8 +70,8 @@ def test_another_shell_is_told_where_it_works(
 def test_every_study_of_the_gallery_is_offered() -> None:
     from evergrad.study.plan_files import gallery
 
-    assert studies("") == gallery()
-    assert one_of("a", "ab", "b")("a") == ["a", "ab"]
+    assert complete_studies("") == gallery()
+    assert complete_words("a", "ab", "b")("a") == ["a", "ab"]
 
 
 def test_what_is_offered_is_what_is_taken() -> None:

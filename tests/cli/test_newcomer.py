@@ -18,7 +18,7 @@ import typer
 import typer.main
 
 from evergrad.cli import app, main
-from evergrad.cli.output import told
+from evergrad.cli.output import labelled_line
 
 
 @pytest.fixture(scope="module")
@@ -223,10 +223,10 @@ def test_a_long_line_is_folded_at_words_on_a_terminal_only(monkeypatch: pytest.M
     from rich.console import Console
 
     text = "a flip may hit any bit of any model parameter, each alike"
-    assert told("differs  ", text) == f"differs  {text}"
+    assert labelled_line("differs  ", text) == f"differs  {text}"
     monkeypatch.setattr("evergrad.cli.output.console", lambda: Console(width=40))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    lines = told("differs  ", text, indent=9).splitlines()
+    lines = labelled_line("differs  ", text, indent=9).splitlines()
     assert max(map(len, lines)) <= 40
     assert all(line.startswith(" " * 9) for line in lines[1:])
     assert os.linesep.join(lines).split() == ["differs", *text.split()]

@@ -16,7 +16,7 @@ import pytest
 
 from evergrad import doctor
 from evergrad.cli import main
-from evergrad.doctor import Check, examine, worst
+from evergrad.doctor import CheckResult, examine, worst
 from evergrad.wording import install_hint
 from unprivileged import Unprivileged
 
@@ -44,7 +44,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return answer
 
 
-def named(checks: list[Check], name: str) -> Check:
+def named(checks: list[CheckResult], name: str) -> CheckResult:
     return next(check for check in checks if check.name == name)
 
 
@@ -52,7 +52,7 @@ def test_torch_is_asked_in_another_process() -> None:
     found = doctor.probe_torch()
     assert found["torch"]["version"]
     assert found["gloo"] == {"works": True}
-    assert {check.verdict for check in doctor.look_at_torch(found) if check.name in ("gloo", "nccl")} == {"ok"}
+    assert {check.verdict for check in doctor.check_torch(found) if check.name in ("gloo", "nccl")} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_torch_that_crashes_or_hangs_is_told_and_not_caught(body: str, why: st
     python.chmod(0o755)
     found = doctor.probe_torch(str(python), limit_s=0.3 if "sleep" in body else 60)
     assert why in found["torch"]["error"]
-    assert named([*doctor.look_at_software(found)], "torch").verdict == "failed"
-    assert named([*doctor.look_at_torch(found)], "gloo").verdict == "unknown"
+    assert named([*doctor.check_software(found)], "torch").verdict == "failed"
+    assert named([*doctor.check_torch(found)], "gloo").verdict == "unknown"
     assert ("error" in found["numpy"]) is ("numpy" not in body)
 
 
@@ -88,7 +88,7 @@ def test_every_extra_for_users_is_explained() -> None:
 def test_a_missing_extra_says_what_it_is_for_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["rich>=13", 'nosuchthing>=1; extra == "hdf5"', 'rich>=999; extra == "s3"', 'rich>=1; extra == "zstd"']
     monkeypatch.setattr(doctor, "_required", lambda: lines)
-    found = [*doctor.look_at_extras()]
+    found = [*doctor.check_extras()]
     missing = named(found, "hdf5")
     assert (missing.verdict, missing.todo) == ("degraded", install_hint("hdf5"))
     assert missing.found == "nosuchthing is missing (HDF5 files: Keras, Chainer, PyTorch)"
@@ -116,12 +116,12 @@ def test_a_kill_in_the_measurement_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_disk_that_gives_back_other_bytes_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_read_back", lambda *_: -1)
-    assert next(doctor.look_at_disk(tmp_path)).verdict == "failed"
+    assert next(doctor.check_disk(tmp_path)).verdict == "failed"
 
 
 def test_a_folder_that_may_not_be_written_has_failed(unprivileged: Unprivileged) -> None:
     with unprivileged:
-        found = next(doctor.look_at_disk(unprivileged.folder))
+        found = next(doctor.check_disk(unprivileged.folder))
     assert found.verdict == "failed"
     assert "cannot be written: permission denied" in found.found
     assert "--folder" in found.todo
@@ -130,7 +130,7 @@ def test_a_folder_that_may_not_be_written_has_failed(unprivileged: Unprivileged)
 def test_a_slow_or_full_disk_is_degraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {"write_bytes_per_s": 1e6, "read_bytes_per_s": 1e9, "durable_write_s": 0.2, "skew_s": -90.0, "direct": False}
     monkeypatch.setattr(doctor, "measure", lambda folder: {**slow, "intact": True, "written_bytes": 1})
-    verdicts = {check.name: (check.verdict, check.found) for check in doctor.look_at_disk(tmp_path)}
+    verdicts = {check.name: (check.verdict, check.found) for check in doctor.check_disk(tmp_path)}
     assert verdicts["disk"][0] == "degraded"
     assert verdicts["disk's clock"] == ("degraded", "90 s behind this machine's")
 
@@ -141,14 +141,14 @@ def test_a_small_shared_memory_is_degraded_and_says_for_how_large_a_state(
     monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path))
     monkeypatch.setattr(doctor, "available_bytes", lambda: 64_000_000)
     monkeypatch.setattr(doctor, "filesystem_of", lambda place: "tmpfs")
-    (found,) = doctor.look_at_shared_memory()
+    (found,) = doctor.check_shared_memory()
     assert found.verdict == "degraded"
     assert "a state of up to 32.0 MB, or 4.0 MB on each of 8 ranks" in found.found
     assert "--shm-size" in found.todo
     monkeypatch.setattr(doctor, "filesystem_of", lambda place: "ext4")
-    assert "it is on ext4, not in memory" in next(doctor.look_at_shared_memory()).found
+    assert "it is on ext4, not in memory" in next(doctor.check_shared_memory()).found
     monkeypatch.setenv("EVERGRAD_SHM", str(tmp_path / "none"))
-    assert next(doctor.look_at_shared_memory()).verdict == "failed"
+    assert next(doctor.check_shared_memory()).verdict == "failed"
 
 
 def test_arenas_that_others_can_open_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +156,9 @@ def test_arenas_that_others_can_open_have_failed(tmp_path: Path, monkeypatch: py
     own = tmp_path / f"evergrad-{os.getuid()}"
     own.mkdir()
     own.chmod(0o755)
-    assert "is not yours alone" in next(doctor.look_at_shared_memory()).found
+    assert "is not yours alone" in next(doctor.check_shared_memory()).found
     own.chmod(stat.S_IRWXU)
-    assert next(doctor.look_at_shared_memory()).verdict != "failed"
+    assert next(doctor.check_shared_memory()).verdict != "failed"
 
 
 def test_the_file_system_is_that_of_the_innermost_mount() -> None:
@@ -181,14 +181,14 @@ def test_limits_of_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert doctor.cgroup_cores(tmp_path / "none") is None
     monkeypatch.setattr(doctor, "cgroup_cores", lambda: 1.0)
     monkeypatch.setattr(doctor, "cgroup_memory", lambda: (10**9, 10**9 - 5))
-    verdicts = {check.name: check.verdict for check in doctor.look_at_machine()}
+    verdicts = {check.name: check.verdict for check in doctor.check_machine()}
     assert (verdicts["cores"], verdicts["memory"]) == ("degraded", "degraded")
     assert doctor.available_bytes() == 5
 
 
 def test_few_open_files_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
-    found = named([*doctor.look_at_machine()], "open files")
+    found = named([*doctor.check_machine()], "open files")
     assert (found.verdict, found.todo) == ("degraded", "ulimit -n 1024")
 
 
@@ -197,7 +197,7 @@ def test_few_open_files_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_slurm_counts_only_as_a_whole(there: set[str], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
-    assert named([*doctor.look_at_environment(Path())], "slurm").verdict == verdict
+    assert named([*doctor.check_environment(Path())], "slurm").verdict == verdict
 
 
 def test_the_cgroup_that_leaves_least_counts_and_the_page_cache_does_not(tmp_path: Path) -> None:
@@ -218,13 +218,13 @@ def test_the_cgroup_that_leaves_least_counts_and_the_page_cache_does_not(tmp_pat
 
 def test_a_clock_that_was_never_set_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.time, "time", lambda: 86_400.0)
-    assert named([*doctor.look_at_environment(Path())], "clock").verdict == "failed"
+    assert named([*doctor.check_environment(Path())], "clock").verdict == "failed"
 
 
 def test_secrets_in_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERGRAD_SECRET", "hush")
     monkeypatch.setenv("EVERGRAD_LINGER", "7")
-    told = named([*doctor.look_at_environment(Path())], "settings").found
+    told = named([*doctor.check_environment(Path())], "settings").found
     assert "hush" not in told
     assert "EVERGRAD_LINGER=7" in told
 
@@ -243,7 +243,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(
     cuda: dict[str, object], there: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_has_gpu", lambda: there)
-    assert next(doctor.look_at_torch(SOUND | {"cuda": cuda})).verdict == verdict
+    assert next(doctor.check_torch(SOUND | {"cuda": cuda})).verdict == verdict
 
 
 def test_a_check_that_crashes_is_unknown_and_the_others_go_on(
@@ -262,8 +262,8 @@ def test_a_check_that_crashes_is_unknown_and_the_others_go_on(
 
 def test_the_worst_verdict_is_that_of_all() -> None:
     assert worst([]) == "ok"
-    assert worst([Check("a", verdict, "") for verdict in ("ok", "unknown", "degraded")]) == "degraded"
-    assert worst([Check("a", verdict, "") for verdict in ("degraded", "failed")]) == "failed"
+    assert worst([CheckResult("a", verdict, "") for verdict in ("ok", "unknown", "degraded")]) == "degraded"
+    assert worst([CheckResult("a", verdict, "") for verdict in ("degraded", "failed")]) == "failed"
 
 
 def test_the_command_prints_a_line_a_check_within_80_columns(

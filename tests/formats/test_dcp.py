@@ -33,7 +33,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
 from evergrad.formats.data_file import DataFile
 from evergrad.formats.region import Region
-from evergrad.formats.tiled import Box, Pieces
+from evergrad.formats.tiled import TensorBox, TiledTensor
 from evergrad.records import Check, TensorInfo
 from evergrad.testing import FormatContract, raw_bytes
 from folder_fuzz import FUZZ
@@ -131,13 +131,13 @@ def test_every_range_of_elements_is_the_same_part_of_the_whole(data: Path) -> No
 
 def test_long_and_short_runs_are_read_alike(tmp_path: Path) -> None:
     values = np.arange(20 * 9000, dtype=np.uint32).reshape(20, 9000)
-    boxes = [Box((r, c), (10, w)) for r in (0, 10) for c, w in ((0, 4000), (4000, 4900), (8900, 100))]
+    boxes = [TensorBox((r, c), (10, w)) for r in (0, 10) for c, w in ((0, 4000), (4000, 4900), (8900, 100))]
     pieces = [values[r : r + h, c : c + w].copy() for (r, c), (h, w) in boxes]
     (path := tmp_path / "raw").write_bytes(b"".join(piece.tobytes() for piece in pieces))
     starts = np.cumsum([0, *(piece.nbytes for piece in pieces)])
     file = DataFile(path)
     uint32 = DType.UINT32
-    tensor = Pieces("x", (20, 9000), uint32, boxes, lambda n: Region(file, int(starts[n]), boxes[n].sizes, uint32))
+    tensor = TiledTensor("x", (20, 9000), uint32, boxes, lambda n: Region(file, int(starts[n]), boxes[n].sizes, uint32))
     for start, stop in [(0, 180_000), (5, 179_999), (3999, 4001), (8950, 9050), (100_000, 100_001), (95_000, 125_000)]:
         np.testing.assert_array_equal(tensor.read(start, stop), values.reshape(-1)[start:stop])
     file.close()

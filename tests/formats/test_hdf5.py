@@ -29,7 +29,7 @@ from evergrad.errors import (
     UnsupportedContent,
 )
 from evergrad.formats import losses
-from evergrad.formats.hdf5.storage import boxes
+from evergrad.formats.hdf5.storage import hyperslabs
 from evergrad.records import Check, Role
 from evergrad.state import flatten
 from evergrad.testing import FormatContract, raw_bytes
@@ -271,7 +271,7 @@ def test_any_range_is_made_of_few_boxes(shape: tuple[int, ...]) -> None:
         for stop in range(start + 1, count + 1):
             parts = [
                 numbers[tuple(slice(a, a + n) for a, n in zip(corner, lengths, strict=True))].reshape(-1)
-                for corner, lengths in boxes(shape, start, stop)
+                for corner, lengths in hyperslabs(shape, start, stop)
             ]
             assert len(parts) <= 2 * len(shape)
             np.testing.assert_array_equal(np.concatenate(parts), np.arange(start, stop))

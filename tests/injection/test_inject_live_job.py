@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 import evergrad as eg
 from evergrad.errors import UsageError
 from evergrad.injection import LiveInjection
-from evergrad.recovery.gradients import Gradients, Layout
-from evergrad.recovery.process_group import Group, Op, Ticket
+from evergrad.recovery.gradients import BucketLayout, GradientReducer
+from evergrad.recovery.process_group import CollectiveWork, Group, Op
 
 
 class Alike(Group):
@@ -21,16 +21,16 @@ class Alike(Group):
 
     rank, size = 0, 2
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
-        return Ticket(lambda: tensor.mul_(self.size))
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
+        return CollectiveWork(lambda: tensor.mul_(self.size))
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        return Ticket()
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
+        return CollectiveWork()
 
-    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+    def send(self, tensor: torch.Tensor, to: int) -> CollectiveWork:
         raise NotImplementedError
 
-    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
         raise NotImplementedError
 
     def interrupt(self, reason: str) -> None:
@@ -43,12 +43,12 @@ class Alike(Group):
 class Around:
     """A job as a reduction sees it."""
 
-    layout: Layout | None = None
+    layout: BucketLayout | None = None
 
     def __init__(self, hooks: Any) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-        self.gradients = Gradients(self.net, self, keep=True, hooks=hooks, bucket_cap_mb=0.0001)
+        self.gradients = GradientReducer(self.net, self, keep=True, hooks=hooks, bucket_cap_mb=0.0001)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.applied = 0
 

@@ -14,10 +14,10 @@ import evergrad as eg
 from evergrad.errors import UsageError
 from evergrad.injection.faults import fault_of
 from evergrad.injection.live_faults import flip
-from evergrad.recovery.failures.injector import LiveActs
+from evergrad.recovery.failures.injector import ProcessFailureEffects
 from evergrad.recovery.failures.schedule import Failure
 from evergrad.state import flatten
-from evergrad.timeline import Recorder, read
+from evergrad.timeline import Recorder, read_events
 
 State = dict[str, Any]
 
@@ -121,11 +121,13 @@ def test_what_can_not_be_hit_is_said_in_one_line(where: str, says: str) -> None:
 def test_what_was_hit_is_in_the_timeline(tmp_path: Path) -> None:
     weight = torch.ones(2, 3)
     recorder = Recorder(tmp_path / "timeline.jsonl", "uid 1")
-    acts = LiveActs(recorder.record, live=lambda: {"model/fc.weight": weight})
+    acts = ProcessFailureEffects(recorder.record, live=lambda: {"model/fc.weight": weight})
     failure = Failure.parse("flip rank=1 step=7 where=model/** bits=exponent-msb count=2")
     acts.flip(1, failure, 5)
     acts.flip(1, Failure.parse("flip rank=1 step=7 fault=setvalue:value=nan"), 6)
-    *flips, last = [event.fields for event in read(tmp_path / "timeline.jsonl") if event.event == "bit_flip_injected"]
+    *flips, last = [
+        event.fields for event in read_events(tmp_path / "timeline.jsonl") if event.event == "bit_flip_injected"
+    ]
     assert len(flips) == 2
     for told in flips:
         assert told["rank"] == 1

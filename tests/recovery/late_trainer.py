@@ -14,38 +14,38 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evergrad.recovery.membership import Point
+from evergrad.recovery.membership import PointKind
 from evergrad.recovery.process_group import GroupBroken
-from evergrad.recovery.step_barrier import Engine
+from evergrad.recovery.step_barrier import StepBarrier
 
-pass_point, passed = Engine.pass_point, Engine.passed
+pass_point, passed = StepBarrier.pass_point, StepBarrier.passed
 happened: list[bool] = []
 
 
-def is_here(name: str, engine: Engine, point: Point) -> bool:
+def is_here(name: str, engine: StepBarrier, point: PointKind) -> bool:
     """Whether this is the rank and the point that a variable names, for the first time."""
     uid, _, rest = os.environ.get(name, "").partition("@")
     place = f"{engine.course.step}/{point}"
     return not happened and uid == os.environ["EVERGRAD_UID"] and rest == place
 
 
-def pass_or_not(engine: Engine, point: Point, num_batches: int = 0) -> bool:
+def pass_or_not(engine: StepBarrier, point: PointKind, num_batches: int = 0) -> bool:
     if is_here("EVERGRAD_TEST_DIES", engine, point):
         pass_point(engine, point, num_batches)
         os.kill(os.getpid(), signal.SIGKILL)
     if not is_here("EVERGRAD_TEST_LATE", engine, point):
         return pass_point(engine, point, num_batches)
     happened.append(True)
-    Engine.passed = lambda *_: None  # type: ignore[method-assign]
+    StepBarrier.passed = lambda *_: None  # type: ignore[method-assign]
     try:
         pass_point(engine, point, num_batches)
     finally:
-        Engine.passed = passed  # type: ignore[method-assign]
+        StepBarrier.passed = passed  # type: ignore[method-assign]
     crew: Any = engine.crew
     while crew._why_broken() is None:
         time.sleep(0.001)
     raise GroupBroken("the answer came too late")
 
 
-Engine.pass_point = pass_or_not  # type: ignore[method-assign]
+StepBarrier.pass_point = pass_or_not  # type: ignore[method-assign]
 runpy.run_path(str(Path(__file__).with_name("trainer.py")), run_name="__main__")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
 from evergrad._wire import Secret
-from evergrad.recovery.failures.injector import send
+from evergrad.recovery.failures.injector import send_signal
 from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()
@@ -58,7 +58,7 @@ for x, y in job.batches(loader):
         host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
         store = StoreClient(host, int(port), secret=Secret.read(Path(os.environ["EVERGRAD_SECRET"])))
         uids, striker = [int(one) for one in struck.split(",")], ""
-        send(store, signal.SIGKILL, uids, env=os.environ, whole_node=kind == "node")
+        send_signal(store, signal.SIGKILL, uids, env=os.environ, whole_node=kind == "node")
     nn.functional.cross_entropy(model(x), y).backward()
     job.step(optimizer)
     optimizer.zero_grad()

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import evergrad as eg
-from evergrad.recovery.membership import Keys
+from evergrad.recovery.membership import StoreKeys
 from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()
@@ -129,7 +129,7 @@ for epoch in range(options.epochs):
         step, is_idle = job.applied, job.idle
         if options.await_spare is not None and step == 8:
             host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
-            StoreClient(host, int(port), secret=None).wait(Keys.waiting(options.await_spare))
+            StoreClient(host, int(port), secret=None).wait(StoreKeys.waiting(options.await_spare))
         if options.die_once and step == 9 and job.rank == 1 and not options.die_once.exists():
             options.die_once.touch()
             os.kill(os.getpid(), signal.SIGKILL)

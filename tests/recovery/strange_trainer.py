@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
-from evergrad.recovery.membership import Keys, Plan, Point
+from evergrad.recovery.membership import MembershipPlan, PointKind, StoreKeys
 from evergrad.recovery.store import PREFIX
 
 out, attack = Path(sys.argv[1]), sys.argv[2]
@@ -29,24 +29,24 @@ def interfere() -> None:
     host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
     store = PrefixStore(PREFIX, TCPStore(host, int(port), None, False, timedelta(seconds=30), False))
     news = json.dumps({"uid": 1, "reason": "says a stranger"})
-    steered = Plan(1, (0,), previous=(0, 1), dead=(1,), point=7, kind=Point.STEP).to_json()
+    steered = MembershipPlan(1, (0,), previous=(0, 1), dead=(1,), point=7, kind=PointKind.STEP).to_json()
     match attack:
         case "plan":
-            store.set(Keys.plan(1), steered)
-            store.set(Keys.news(1, 0), news)
+            store.set(StoreKeys.plan(1), steered)
+            store.set(StoreKeys.news(1, 0), news)
         case "replay":
-            store.set(Keys.plan(1), store.get(Keys.plan(0)))  # type: ignore[arg-type]
-            store.set(Keys.broken(0), news)
+            store.set(StoreKeys.plan(1), store.get(StoreKeys.plan(0)))  # type: ignore[arg-type]
+            store.set(StoreKeys.broken(0), news)
         case "broken":
-            store.set(Keys.broken(0), news)
+            store.set(StoreKeys.broken(0), news)
         case "news":
-            store.set(Keys.news(0, 0), news)
+            store.set(StoreKeys.news(0, 0), news)
         case "change":
-            store.set(Keys.change(0), "{}")
+            store.set(StoreKeys.change(0), "{}")
         case "fatal":
-            store.set(Keys.fatal, "says a stranger")
+            store.set(StoreKeys.fatal, "says a stranger")
         case "delete":
-            for key in (Keys.plan(0), Keys.joined(0), Keys.joined(1)):
+            for key in (StoreKeys.plan(0), StoreKeys.joined(0), StoreKeys.joined(1)):
                 store.delete_key(key)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from evergrad.recovery.gradients import Layout
+from evergrad.recovery.gradients import BucketLayout
 from evergrad.recovery.process_group import Group
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
 
 
 class Around(Generic[AnyGroup]):
-    """`evergrad.recovery.gradients.Surroundings` over some group."""
+    """`evergrad.recovery.gradients.ReductionContext` over some group."""
 
     def __init__(self, group: AnyGroup, share: float, *, shares_buffers: bool) -> None:
         self.now, self.share, self._shares_buffers = group, share, shares_buffers
         self.count = 0
-        self.layout: Layout | None = None
+        self.layout: BucketLayout | None = None
         self.sites: list[tuple[int, str]] = []
         self.at_end: Callable[[], None] = lambda: None
 

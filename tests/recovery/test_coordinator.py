@@ -15,8 +15,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from evergrad.errors import UsageError
 from evergrad.recovery import coordinator
-from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
-from evergrad.recovery.membership import Keys, Plan, Point, Report, Verdict
+from evergrad.recovery.coordinator import Coordinator, JobOutcome, SpawnRequest
+from evergrad.recovery.membership import MembershipPlan, PointKind, StoreKeys, SurvivorReport, Verdict
 from evergrad.recovery.store import StoreClient
 
 SOON_S = 20.0
@@ -46,32 +46,34 @@ class Job:
             self.events.append((event, fields))
             self.told.notify_all()
 
-    def begin(self, *, joined: bool = True, checkpointer: bool = False) -> Plan:
+    def begin(self, *, joined: bool = True, checkpointer: bool = False) -> MembershipPlan:
         for uid in self.uids if joined else ():
-            self.store.set(Keys.joined(uid), json.dumps({"pid": 1, "checkpointer": checkpointer}))
+            self.store.set(StoreKeys.joined(uid), json.dumps({"pid": 1, "checkpointer": checkpointer}))
         self.coordinator.begin(self.uids)
         return self.plan(0)
 
-    def plan(self, generation: int) -> Plan:
+    def plan(self, generation: int) -> MembershipPlan:
         """What a rank does: wait for the plan."""
-        return Plan.from_json(_bounded(lambda: self.store.get(Keys.plan(generation))))
+        return MembershipPlan.from_json(_bounded(lambda: self.store.get(StoreKeys.plan(generation))))
 
-    def report(self, plan: Plan, uid: int, point: int, kind: Point = Point.STEP, **more: Any) -> None:
+    def report(self, plan: MembershipPlan, uid: int, point: int, kind: PointKind = PointKind.STEP, **more: Any) -> None:
         rank = plan.rank_of(uid)
         assert rank is not None
-        report = Report(uid, rank, plan.generation, point, kind, step=point, **more)
-        self.store.set(Keys.report(plan.generation, uid), report.to_json())
+        report = SurvivorReport(uid, rank, plan.generation, point, kind, step=point, **more)
+        self.store.set(StoreKeys.report(plan.generation, uid), report.to_json())
 
-    def all_report(self, plan: Plan, *gone: int, point: int = 3, kind: Point = Point.STEP, **more: Any) -> None:
+    def all_report(
+        self, plan: MembershipPlan, *gone: int, point: int = 3, kind: PointKind = PointKind.STEP, **more: Any
+    ) -> None:
         for uid in plan.members:
             if uid not in gone:
                 self.report(plan, uid, point, kind, **more)
 
-    def break_by_rank(self, plan: Plan, reason: str) -> None:
-        self.store.set(Keys.broken(plan.generation), json.dumps({"uid": plan.members[0], "reason": reason}))
+    def break_by_rank(self, plan: MembershipPlan, reason: str) -> None:
+        self.store.set(StoreKeys.broken(plan.generation), json.dumps({"uid": plan.members[0], "reason": reason}))
 
     def called(self, uid: int) -> int:
-        return int(_bounded(lambda: self.store.get(Keys.called(uid))))
+        return int(_bounded(lambda: self.store.get(StoreKeys.called(uid))))
 
     def event(self, name: str) -> dict[str, Any]:
         """The first event of this name, once it has been told."""
@@ -79,12 +81,12 @@ class Job:
             assert self.told.wait_for(lambda: any(event == name for event, _ in self.events), SOON_S), self.events
             return next(fields for event, fields in self.events if event == name)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> JobOutcome:
         found = self.coordinator.wait(SOON_S)
         assert found is not None, self.events
         return found
 
-    def finish(self, plan: Plan) -> Outcome:
+    def finish(self, plan: MembershipPlan) -> JobOutcome:
         for uid in plan.members:
             self.coordinator.exited(uid, 0)
         return self.outcome()
@@ -152,8 +154,8 @@ def test_the_first_processes_are_the_ranks(jobs: Callable[..., Job]) -> None:
 def test_all_finish_and_spares_are_sent_home(jobs: Callable[..., Job]) -> None:
     job = jobs(2, spares=1)
     plan = job.begin()
-    job.store.set(Keys.progress, json.dumps({"step": 41}))
-    assert job.store.has(Keys.progress)  # an answer: the coordinator, who has another connection, sees it too
+    job.store.set(StoreKeys.progress, json.dumps({"step": 41}))
+    assert job.store.has(StoreKeys.progress)  # an answer: the coordinator, who has another connection, sees it too
     outcome = job.finish(plan)
     assert (outcome.kind, outcome.exit_code, outcome.failures_survived) == ("finished", 0, 0)
     assert job.called(2) == -1
@@ -167,7 +169,7 @@ def test_after_a_death_the_others_redo_the_step(jobs: Callable[..., Job]) -> Non
     first = job.begin()
     job.coordinator.exited(1, -9)
     # Survivors learn of it by this key: it is there when `exited` returns.
-    assert json.loads(job.store.find(Keys.broken(0)) or "") == {"uid": 1, "reason": "rank 1 ended with SIGKILL"}
+    assert json.loads(job.store.find(StoreKeys.broken(0)) or "") == {"uid": 1, "reason": "rank 1 ended with SIGKILL"}
     job.all_report(first, 1)
     plan = job.plan(1)
     assert (plan.members, plan.verdicts, plan.dead) == ((0, 2), {0: REDO, 2: REDO}, (1,))
@@ -244,8 +246,8 @@ def test_one_that_dies_while_the_plan_is_written_is_not_forgotten(
 def test_a_waiting_spare_is_called(jobs: Callable[..., Job]) -> None:
     job = jobs(3, spares=3)
     first = job.begin()
-    job.store.set(Keys.waiting(4), "1")  # 3 is not ready yet, 5 is dead
-    job.store.set(Keys.waiting(5), "1")
+    job.store.set(StoreKeys.waiting(4), "1")  # 3 is not ready yet, 5 is dead
+    job.store.set(StoreKeys.waiting(5), "1")
     job.coordinator.exited(5, 1)
     job.coordinator.exited(1, -9)
     job.all_report(first, 1)
@@ -261,7 +263,7 @@ def test_a_spare_started_later_is_called_too(jobs: Callable[..., Job]) -> None:
     job = jobs(2)
     first = job.begin()
     job.coordinator.started(7)
-    job.store.set(Keys.waiting(7), "1")
+    job.store.set(StoreKeys.waiting(7), "1")
     job.coordinator.exited(0, -9)
     job.all_report(first, 0)
     assert job.plan(1).members == (7, 1)
@@ -270,15 +272,15 @@ def test_a_spare_started_later_is_called_too(jobs: Callable[..., Job]) -> None:
 def test_in_forward_recovery_the_spare_comes_in_before_the_next_step(jobs: Callable[..., Job]) -> None:
     job = jobs(3, spares=1, strategy="forward")
     first = job.begin()
-    job.store.set(Keys.waiting(3), "1")
+    job.store.set(StoreKeys.waiting(3), "1")
     job.coordinator.exited(1, -9)
     job.report(first, 0, 3, done=(0, 1), buckets=3)
     job.report(first, 2, 3, done=(1,), buckets=3)
     repair = job.plan(1)
     assert (repair.members, repair.todo, repair.calls) == ((0, 2), (0, 2), (3,))
-    assert not job.store.has(Keys.called(3))
+    assert not job.store.has(StoreKeys.called(3))
     job.break_by_rank(repair, "spares are let in")
-    job.all_report(repair, point=4, kind=Point.JOIN)
+    job.all_report(repair, point=4, kind=PointKind.JOIN)
     plan = job.plan(2)
     assert (plan.members, plan.joiners, plan.verdicts) == ((0, 3, 2), (3,), {0: RETRY, 2: RETRY})
     assert job.called(3) == 2
@@ -297,12 +299,12 @@ def test_a_generation_that_broke_by_itself_is_made_again(jobs: Callable[..., Job
 
 
 def test_a_job_that_comes_to_no_point_ends(jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_FUTILE", 3)
+    monkeypatch.setattr(coordinator, "_MAX_FUTILE_GENERATIONS", 3)
     job = jobs(2)
     plan = job.begin()
     for generation in range(3):
         job.break_by_rank(plan, "no route to host")
-        job.all_report(plan, point=0, kind=Point.BEGIN)
+        job.all_report(plan, point=0, kind=PointKind.BEGIN)
         if generation < 2:
             plan = job.plan(generation + 1)
     assert job.outcome().kind == "failed"
@@ -314,7 +316,7 @@ def test_when_one_has_finished_the_others_may(jobs: Callable[..., Job]) -> None:
     first = job.begin()
     job.coordinator.exited(0, 0)
     job.coordinator.exited(1, -9)
-    job.report(first, 2, 9, Point.END)
+    job.report(first, 2, 9, PointKind.END)
     plan = job.plan(1)
     assert (plan.members, plan.verdicts) == ((2,), {2: PROCEED})
     outcome = job.finish(plan)
@@ -343,7 +345,7 @@ def test_too_few_ranks_end_the_job_and_everyone_is_told(jobs: Callable[..., Job]
         "Start it again with more spares or a lower --min-ranks; with a checkpointer it goes on where it saved."
     )
     assert job.event("job_too_few")["message"] == outcome.message
-    assert job.store.find(Keys.fatal) == outcome.message
+    assert job.store.find(StoreKeys.fatal) == outcome.message
     assert job.called(3) == -1
 
 
@@ -360,10 +362,10 @@ def test_where_every_rank_ends_by_itself_the_script_has_failed(jobs: Callable[..
 def test_a_fatal_message_ends_the_job(jobs: Callable[..., Job], exits: bool) -> None:
     job = jobs(2, spares=1)
     job.begin()
-    job.store.set(Keys.fatal, "batch_size: expected 1 or more, found 0")
+    job.store.set(StoreKeys.fatal, "batch_size: expected 1 or more, found 0")
     if exits:
         job.coordinator.exited(0, 1)
-    assert job.outcome() == Outcome("fatal", "batch_size: expected 1 or more, found 0", 2, 0)
+    assert job.outcome() == JobOutcome("fatal", "batch_size: expected 1 or more, found 0", 2, 0)
     assert job.called(2) == -1
 
 
@@ -371,11 +373,11 @@ def test_after_a_fatal_message_nobody_is_told_to_go_on(jobs: Callable[..., Job])
     job = jobs(2)
     first = job.begin()
     job.all_report(first)
-    job.store.set(Keys.fatal, "the ranks' models differ")
+    job.store.set(StoreKeys.fatal, "the ranks' models differ")
     job.break_by_rank(first, "rank 0 gave up")
     assert job.outcome().kind == "fatal"
     job.coordinator.close()
-    assert not job.store.has(Keys.plan(1))
+    assert not job.store.has(StoreKeys.plan(1))
 
 
 def test_a_rank_that_dies_before_it_joins_ends_the_job(jobs: Callable[..., Job]) -> None:
@@ -391,9 +393,9 @@ def test_a_rank_that_leaves_without_joining_is_not_waited_for(jobs: Callable[...
     job = jobs(2)
     first = job.begin(joined=False)
     job.coordinator.exited(0, 0)
-    job.store.set(Keys.joined(1), json.dumps({"pid": 1}))
-    assert json.loads(_bounded(lambda: job.store.get(Keys.broken(0))))["uid"] == 0
-    job.report(first, 1, 0, Point.BEGIN)
+    job.store.set(StoreKeys.joined(1), json.dumps({"pid": 1}))
+    assert json.loads(_bounded(lambda: job.store.get(StoreKeys.broken(0))))["uid"] == 0
+    job.report(first, 1, 0, PointKind.BEGIN)
     plan = job.plan(1)
     assert (plan.members, plan.verdicts, plan.dead) == ((1,), {1: RETRY}, ())
 
@@ -402,7 +404,7 @@ def test_a_relaunch_starts_what_is_missing(jobs: Callable[..., Job]) -> None:
     with spawning(50) as (asked, spawn):
         job = jobs(4, spares=1, min_ranks=3, spawn=spawn)
         first = job.begin(checkpointer=True)
-        job.store.set(Keys.waiting(4), "1")
+        job.store.set(StoreKeys.waiting(4), "1")
         for uid in (0, 1, 3):
             job.coordinator.exited(uid, -9)
         job.report(first, 2, 6)
@@ -447,7 +449,7 @@ def test_one_that_dies_as_soon_as_it_is_spawned_breaks_the_relaunch(jobs: Callab
     job.report(first, 2, 6)
     second = job.plan(1)
     assert second.relaunch
-    assert json.loads(_bounded(lambda: job.store.get(Keys.broken(1))))["uid"] == 50
+    assert json.loads(_bounded(lambda: job.store.get(StoreKeys.broken(1))))["uid"] == 50
 
 
 def test_restarts_come_to_an_end(jobs: Callable[..., Job]) -> None:
@@ -502,7 +504,7 @@ def test_a_survivor_that_is_late_is_named_once_and_waited_for(
 def test_restarting_ranks_take_spares_along(jobs: Callable[..., Job]) -> None:
     job = jobs(2, spares=1, strategy="restart")
     first = job.begin()
-    job.store.set(Keys.waiting(2), "1")
+    job.store.set(StoreKeys.waiting(2), "1")
     job.coordinator.exited(0, -9)
     job.all_report(first, 0)
     plan = job.plan(1)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from evergrad.recovery.membership import Keys, Plan, Point, Report
+from evergrad.recovery.membership import MembershipPlan, PointKind, StoreKeys, SurvivorReport
 from evergrad.recovery.process_group import GroupBroken
 from evergrad.recovery.sockets import Sockets
-from evergrad.recovery.worker import Launched, Solo
+from evergrad.recovery.worker import ElasticWorker, SingleWorker
 
 SOON_S = 20.0
 """Far more than is needed; who is not there by then waits for ever."""
@@ -24,7 +24,7 @@ def store() -> TCPStore:
 
 
 @pytest.fixture
-def crew(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Launched]]:
+def crew(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], ElasticWorker]]:
     """Processes of a job of two, by uid. What a process leaves open until it ends is closed here."""
     opened: list[Sockets] = []
     make_sockets = Sockets.__init__
@@ -35,11 +35,11 @@ def crew(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     monkeypatch.setattr(Sockets, "__init__", noted)
     keys = PrefixStore("evergrad", store)
-    keys.set(Keys.plan(0), Plan(0, (0, 1)).to_json())
-    made: list[Launched] = []
+    keys.set(StoreKeys.plan(0), MembershipPlan(0, (0, 1)).to_json())
+    made: list[ElasticWorker] = []
 
-    def make(uid: int) -> Launched:
-        made.append(Launched("127.0.0.1", store.port, uid, secret=None, tell=lambda *_, **__: None))
+    def make(uid: int) -> ElasticWorker:
+        made.append(ElasticWorker("127.0.0.1", store.port, uid, secret=None, tell=lambda *_, **__: None))
         return made[-1]
 
     yield make
@@ -55,7 +55,7 @@ def crew(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 class Waiting(threading.Thread):
     """Asks for the group, and is left behind if nothing comes of it."""
 
-    def __init__(self, crew: Launched) -> None:
+    def __init__(self, crew: ElasticWorker) -> None:
         super().__init__(daemon=True)
         self.crew, self.said = crew, "nothing"
         self.start()
@@ -76,10 +76,10 @@ def await_rendezvous(store: TCPStore, before: int, waiting: Waiting) -> None:
 def break_generation(store: TCPStore, uid: int) -> None:
     """As the coordinator does when the other one dies."""
     keys = PrefixStore("evergrad", store)
-    keys.set(Keys.news(uid, 0), json.dumps({"uid": 1, "reason": "rank 1 ended with SIGKILL"}))
+    keys.set(StoreKeys.news(uid, 0), json.dumps({"uid": 1, "reason": "rank 1 ended with SIGKILL"}))
 
 
-def test_two_that_meet_are_a_group(crew: Callable[[int], Launched]) -> None:
+def test_two_that_meet_are_a_group(crew: Callable[[int], ElasticWorker]) -> None:
     both = crew(0), crew(1)
     for one in both:
         one.begin(0)
@@ -91,13 +91,13 @@ def test_two_that_meet_are_a_group(crew: Callable[[int], Launched]) -> None:
 
 
 def test_a_group_of_one_breaks_never() -> None:
-    solo = Solo()
+    solo = SingleWorker()
     assert (solo.rank, solo.world_size, solo.group().size) == (0, 1, 1)
     with pytest.raises(AssertionError):
-        solo.next_plan(Report(0, 0, 0, 0, Point.STEP, 0))
+        solo.next_plan(SurvivorReport(0, 0, 0, 0, PointKind.STEP, 0))
 
 
-def test_who_begins_again_does_not_hear_that_it_left(store: TCPStore, crew: Callable[[int], Launched]) -> None:
+def test_who_begins_again_does_not_hear_that_it_left(store: TCPStore, crew: Callable[[int], ElasticWorker]) -> None:
     """A relaunch: the same process, a new program, the same generation."""
     before = crew(0)
     before.begin(0)
@@ -112,7 +112,9 @@ def test_who_begins_again_does_not_hear_that_it_left(store: TCPStore, crew: Call
     assert waiting.said == "broken: rank 1 ended with SIGKILL"
 
 
-def test_who_waits_for_a_group_hears_that_the_other_one_died(store: TCPStore, crew: Callable[[int], Launched]) -> None:
+def test_who_waits_for_a_group_hears_that_the_other_one_died(
+    store: TCPStore, crew: Callable[[int], ElasticWorker]
+) -> None:
     mine = crew(0)
     mine.begin(0)
     number = store.num_keys()
@@ -121,4 +123,4 @@ def test_who_waits_for_a_group_hears_that_the_other_one_died(store: TCPStore, cr
     break_generation(store, 0)
     waiting.join(SOON_S)
     assert waiting.said == "broken: rank 1 ended with SIGKILL"
-    assert mine.client.has(Keys.plan(0)), "and talks to the store as before"
+    assert mine.client.has(StoreKeys.plan(0)), "and talks to the store as before"

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.errors import StateError
-from evergrad.recovery.elastic_sampler import Balance, Books, Epoch
+from evergrad.recovery.elastic_sampler import ElasticEpoch, SampleAccounting, SampleCounts
 
 epochs = st.builds(
-    Epoch,
+    ElasticEpoch,
     st.integers(0, 200),
     st.integers(1, 8),
     st.integers(1, 7),
@@ -26,12 +26,12 @@ epochs = st.builds(
 )
 
 
-def dealt(epoch: Epoch, rank: int, first: int = 0) -> list[list[int]]:
+def dealt(epoch: ElasticEpoch, rank: int, first: int = 0) -> list[list[int]]:
     """What a rank gets from a batch on, as long as the epoch lasts."""
     return [epoch.share(rank, index).positions.tolist() for index in range(first, epoch.num_batches)]
 
 
-def real_uses(epoch: Epoch, index: int) -> list[int]:
+def real_uses(epoch: ElasticEpoch, index: int) -> list[int]:
     """The units of a batch that are neither repeats nor idle."""
     shares = [epoch.share(rank, index) for rank in range(len(epoch.counts(index)))]
     return [int(unit) for share in shares if not share.idle for unit in share.positions[: share.count - share.padding]]
@@ -48,7 +48,7 @@ def real_uses(epoch: Epoch, index: int) -> list[int]:
 def test_an_undisturbed_epoch_is_what_distributed_sampler_deals(
     units: int, world_size: int, batch_size: int, pad: bool, drop_last: bool
 ) -> None:
-    epoch = Epoch(units, world_size, batch_size, pad=pad, drop_last=drop_last)
+    epoch = ElasticEpoch(units, world_size, batch_size, pad=pad, drop_last=drop_last)
     for rank in range(world_size):
         sampler: DistributedSampler[Any] = DistributedSampler(
             range(units),  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_an_undisturbed_epoch_is_what_distributed_sampler_deals(
     changes=st.lists(st.tuples(st.integers(0, 12), st.integers(-1, 4)), max_size=9),
 )
 def test_whatever_is_lost_and_when_every_unit_is_used_once_but_for_booked_padding(
-    epoch: Epoch, batch: Any, changes: list[tuple[int, int]]
+    epoch: ElasticEpoch, batch: Any, changes: list[tuple[int, int]]
 ) -> None:
     undisturbed = {unit for index in range(epoch.num_batches) for unit in real_uses(epoch, index)}
     applied: Counter[int] = Counter()
@@ -104,7 +104,7 @@ def test_whatever_is_lost_and_when_every_unit_is_used_once_but_for_booked_paddin
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), epoch=epochs)
-def test_forward_recovery_books_what_a_dead_rank_had(data: st.DataObject, epoch: Epoch) -> None:
+def test_forward_recovery_books_what_a_dead_rank_had(data: st.DataObject, epoch: ElasticEpoch) -> None:
     index, lost, used = 0, set[int](), set[int]()
     while index < epoch.num_batches:
         dead = data.draw(st.sets(st.integers(0, epoch.world_size - 1), max_size=epoch.world_size - 1))
@@ -123,12 +123,12 @@ def test_forward_recovery_books_what_a_dead_rank_had(data: st.DataObject, epoch:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), epoch=epochs, batch=st.sampled_from(["shrink", "constant"]))
-def test_a_saved_epoch_goes_on_as_the_one_that_was_saved(data: st.DataObject, epoch: Epoch, batch: Any) -> None:
+def test_a_saved_epoch_goes_on_as_the_one_that_was_saved(data: st.DataObject, epoch: ElasticEpoch, batch: Any) -> None:
     index = data.draw(st.integers(0, epoch.num_batches))
     epoch.use(0, index)
     epoch.redeal(index, data.draw(st.integers(1, 8)), batch=batch)
     state = epoch.state_dict()
-    found = Epoch.from_state(state)
+    found = ElasticEpoch.from_state(state)
     for one in (epoch, found):
         one.redeal(min(index + 1, one.num_batches), 3, batch=batch)
     assert found.num_batches == epoch.num_batches
@@ -141,12 +141,12 @@ def test_a_saved_epoch_goes_on_as_the_one_that_was_saved(data: st.DataObject, ep
 
 
 def test_what_is_used_later_is_not_in_a_state_that_was_taken_before() -> None:
-    epoch = Epoch(40, 4, 2)
+    epoch = ElasticEpoch(40, 4, 2)
     state = epoch.state_dict()
     epoch.use(0, 3)
     epoch.redeal(3, 2)
-    assert Epoch.from_state(state).books.summary() == Epoch(40, 4, 2).books.summary()
-    assert Epoch.from_state(state).world_size == 4
+    assert ElasticEpoch.from_state(state).books.summary() == ElasticEpoch(40, 4, 2).books.summary()
+    assert ElasticEpoch.from_state(state).world_size == 4
 
 
 def test_a_saved_epoch_is_arrays_and_plain_values() -> None:
@@ -155,14 +155,14 @@ def test_a_saved_epoch_is_arrays_and_plain_values() -> None:
             return all(plain(one) for one in value.values())
         return isinstance(value, (bool, int, np.ndarray))
 
-    state = Epoch(10, 2, 3).state_dict()
+    state = ElasticEpoch(10, 2, 3).state_dict()
     assert plain(state)
     books: Any = state["books"]
     assert books["marks"].nbytes == 10
 
 
 def test_constant_batches_keep_the_samples_of_a_step() -> None:
-    epoch = Epoch(64, world_size=4, batch_size=4)
+    epoch = ElasticEpoch(64, world_size=4, batch_size=4)
     epoch.use(0, 1)
     epoch.redeal(1, 3, batch="constant")
     assert epoch.num_batches == 4
@@ -171,7 +171,7 @@ def test_constant_batches_keep_the_samples_of_a_step() -> None:
 
 
 def test_shrinking_batches_keep_the_samples_of_a_rank() -> None:
-    epoch = Epoch(64, world_size=4, batch_size=4)
+    epoch = ElasticEpoch(64, world_size=4, batch_size=4)
     epoch.use(0, 1)
     epoch.redeal(1, 3)
     assert epoch.num_batches == 5
@@ -180,7 +180,7 @@ def test_shrinking_batches_keep_the_samples_of_a_rank() -> None:
 
 
 def test_a_rank_without_samples_runs_one_that_weighs_nothing() -> None:
-    epoch = Epoch(9, world_size=4, batch_size=1)
+    epoch = ElasticEpoch(9, world_size=4, batch_size=1)
     epoch.use(0, 1)
     epoch.redeal(1, 3)
     share = epoch.share(2, 2)
@@ -188,11 +188,11 @@ def test_a_rank_without_samples_runs_one_that_weighs_nothing() -> None:
     assert [epoch.weight(rank, [2]) for rank in range(3)] == [0.5, 0.5, 0.0]
     assert epoch.weight(2, [1, 2]) == 1 / 5
     epoch.use(1, 3)
-    assert epoch.books.summary() == Balance(9, 9, 9, 0, 1, 0, 0, 0, 0)
+    assert epoch.books.summary() == SampleCounts(9, 9, 9, 0, 1, 0, 0, 0, 0)
 
 
 def test_survivors_share_the_weight_of_a_dead_rank() -> None:
-    epoch = Epoch(9, world_size=4, batch_size=1)
+    epoch = ElasticEpoch(9, world_size=4, batch_size=1)
     assert epoch.weight(2, [0], among=(0, 2, 3)) == 1 / 3
     epoch.redeal(0, 4, batch="constant")
     epoch.use(0, 1)
@@ -201,7 +201,7 @@ def test_survivors_share_the_weight_of_a_dead_rank() -> None:
 
 
 def test_dropping_the_last_batch_drops_none_that_the_undisturbed_epoch_uses() -> None:
-    epoch = Epoch(100, world_size=4, batch_size=8, drop_last=True)
+    epoch = ElasticEpoch(100, world_size=4, batch_size=8, drop_last=True)
     epoch.use(0, 1)
     epoch.redeal(1, 3)
     assert sorted(unit for index in range(1, epoch.num_batches) for unit in real_uses(epoch, index)) == [*range(32, 96)]
@@ -211,7 +211,7 @@ def test_dropping_the_last_batch_drops_none_that_the_undisturbed_epoch_uses() ->
 
 
 def test_a_spare_in_a_dead_ranks_place_changes_nothing() -> None:
-    epoch, undisturbed = Epoch(50, 4, 3), Epoch(50, 4, 3)
+    epoch, undisturbed = ElasticEpoch(50, 4, 3), ElasticEpoch(50, 4, 3)
     epoch.use(0, 2)
     epoch.redeal(2, 3)
     epoch.redeal(2, 4)
@@ -219,7 +219,7 @@ def test_a_spare_in_a_dead_ranks_place_changes_nothing() -> None:
 
 
 def test_a_loss_in_the_last_batch_leaves_nothing_to_deal() -> None:
-    epoch = Epoch(10, 4, 2)
+    epoch = ElasticEpoch(10, 4, 2)
     epoch.use(0, epoch.num_batches)
     ended = epoch.num_batches
     epoch.redeal(ended, 3)
@@ -228,7 +228,7 @@ def test_a_loss_in_the_last_batch_leaves_nothing_to_deal() -> None:
 
 
 def test_a_second_loss_in_the_same_step_goes_back_behind_the_first_re_deal() -> None:
-    epoch = Epoch(40, 4, 1)
+    epoch = ElasticEpoch(40, 4, 1)
     epoch.use(0, 2)
     epoch.redeal(3, 3)  # in the second backward pass of a step that began with batch 2
     epoch.redeal(2, 2)
@@ -238,7 +238,7 @@ def test_a_second_loss_in_the_same_step_goes_back_behind_the_first_re_deal() -> 
 
 
 def test_batches_of_the_past_stay_as_they_were_dealt() -> None:
-    epoch = Epoch(40, 4, 2)
+    epoch = ElasticEpoch(40, 4, 2)
     before = [epoch.share(rank, 1).positions.tolist() for rank in range(4)]
     epoch.use(0, 2)
     epoch.redeal(2, 3)
@@ -260,7 +260,7 @@ def test_batches_of_the_past_stay_as_they_were_dealt() -> None:
     ],
 )
 def test_no_batch_is_booked_twice_and_no_unknown_one_is_dealt(act: Any) -> None:
-    epoch = Epoch(40, 4, 2)
+    epoch = ElasticEpoch(40, 4, 2)
     epoch.use(0, 2)
     with pytest.raises(AssertionError):
         act(epoch)
@@ -268,7 +268,7 @@ def test_no_batch_is_booked_twice_and_no_unknown_one_is_dealt(act: Any) -> None:
 
 
 def test_the_books_contradict_a_deal_that_gives_a_unit_twice() -> None:
-    books = Books(10)
+    books = SampleAccounting(10)
     books.enter(0, 4)
     books.enter(3, 6)
     balance = books.summary()
@@ -277,7 +277,7 @@ def test_the_books_contradict_a_deal_that_gives_a_unit_twice() -> None:
 
 
 def test_the_books_contradict_a_use_of_what_was_lost_or_dropped() -> None:
-    books = Books(6, dropped_from=5)
+    books = SampleAccounting(6, dropped_from=5)
     books.enter(0, 4, lost=np.array([True, False, True, False]))
     assert books.summary().lost == 2
     books.enter(2, 3)
@@ -286,7 +286,7 @@ def test_the_books_contradict_a_use_of_what_was_lost_or_dropped() -> None:
 
 
 def test_a_unit_that_was_used_cannot_be_lost() -> None:
-    books = Books(4)
+    books = SampleAccounting(4)
     books.enter(0, 2)
     books.enter(0, 4, lost=np.array([True, False, True, False]))
     balance = books.summary()
@@ -294,13 +294,13 @@ def test_a_unit_that_was_used_cannot_be_lost() -> None:
 
 
 def test_the_repeat_of_a_lost_unit_is_its_one_use() -> None:
-    epoch = Epoch(3, world_size=4, batch_size=1)
+    epoch = ElasticEpoch(3, world_size=4, batch_size=1)
     epoch.lose(0, 1, [0])
-    assert epoch.books.summary() == Balance(3, 3, 3, 0, 0, 0, 0, 0, 0)
+    assert epoch.books.summary() == SampleCounts(3, 3, 3, 0, 0, 0, 0, 0, 0)
 
 
 def test_an_epoch_that_is_left_early_is_balanced_and_not_complete() -> None:
-    epoch = Epoch(40, 4, 2)
+    epoch = ElasticEpoch(40, 4, 2)
     epoch.use(0, 2)
     balance = epoch.books.summary()
     assert balance.is_balanced
@@ -309,17 +309,17 @@ def test_an_epoch_that_is_left_early_is_balanced_and_not_complete() -> None:
 
 
 def test_a_balance_survives_json() -> None:
-    epoch = Epoch(41, 4, 2)
+    epoch = ElasticEpoch(41, 4, 2)
     epoch.use(0, 3)
     balance = epoch.books.summary()
-    assert Balance.from_json(json.dumps(balance.to_json())) == balance
+    assert SampleCounts.from_json(json.dumps(balance.to_json())) == balance
     with pytest.raises(StateError, match="schema_version"):
-        Balance.from_json({**balance.to_json(), "schema_version": 99})
+        SampleCounts.from_json({**balance.to_json(), "schema_version": 99})
 
 
 @pytest.mark.parametrize("broken", [{}, {"units": 3}, {"deals": []}, {"books": {}}, {"world_size": 0}])
 def test_what_is_not_an_epoch_is_refused_and_changes_nothing(broken: dict[str, Any]) -> None:
-    epoch = Epoch(40, 4, 2)
+    epoch = ElasticEpoch(40, 4, 2)
     state = {**epoch.state_dict(), **broken} if broken else {}
     with pytest.raises(StateError):
         epoch.load_state_dict(state)

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from evergrad.recovery import coordinator
-from evergrad.recovery.coordinator import Endurance
-from evergrad.recovery.membership import Plan
+from evergrad.recovery.coordinator import RetryLimits
+from evergrad.recovery.membership import MembershipPlan
 
-FIRST = Plan(0, (0, 1))
+FIRST = MembershipPlan(0, (0, 1))
 
 
 def test_generations_that_come_to_no_point_are_enough_only_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_FUTILE", 3)
-    job, again = Endurance(0), Plan(1, (0, 1))
+    monkeypatch.setattr(coordinator, "_MAX_FUTILE_GENERATIONS", 3)
+    job, again = RetryLimits(0), MembershipPlan(1, (0, 1))
     for _ in range(2):
         assert job.objection(FIRST, again) == ""
         assert job.objection(FIRST, again) == ""
@@ -26,8 +26,8 @@ def test_generations_that_come_to_no_point_are_enough_only_in_a_row(monkeypatch:
 
 
 def test_a_job_goes_back_to_one_version_a_few_times_and_to_another_as_often() -> None:
-    job, further = Endurance(0), replace(FIRST, point=1)
-    for _ in range(coordinator._RETURNS):
+    job, further = RetryLimits(0), replace(FIRST, point=1)
+    for _ in range(coordinator._MAX_RETURNS_TO_VERSION):
         for version in ("v10", "v20"):
             assert job.objection(FIRST, replace(further, version=version)) == ""
     objection = job.objection(FIRST, replace(further, version="v10"))
@@ -35,8 +35,8 @@ def test_a_job_goes_back_to_one_version_a_few_times_and_to_another_as_often() ->
 
 
 def test_restarts_are_used_up() -> None:
-    job = Endurance(1)
+    job = RetryLimits(1)
     assert job.no_restart == ""
     job.restarted()
     assert job.no_restart == "1 of 1 were used"
-    assert Endurance(0).no_restart == "0 of 0 were used"
+    assert RetryLimits(0).no_restart == "0 of 0 were used"

@@ -17,7 +17,7 @@ from typing import IO, Any
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.recovery.failures.injector import LiveActs, Pace, Trigger, since_begun
+from evergrad.recovery.failures.injector import FailureTrigger, ProcessFailureEffects, Slowdown, job_clock
 from evergrad.recovery.failures.schedule import Failure, Failures, Phase
 
 MEMBERS, NODES = (10, 11), ("n0", "n0")
@@ -132,7 +132,7 @@ def test_the_time_of_a_stop_begins_when_the_rank_is_stopped() -> None:
             assert not select.select([other.stdout], [], [], 0)[0], "not woken before it was stopped"
             os.kill(other.pid, number)
 
-        acts = LiveActs(lambda *_, **__: None, find=lambda _: [(10, other.pid)], send=send)
+        acts = ProcessFailureEffects(lambda *_, **__: None, find=lambda _: [(10, other.pid)], send=send)
         acts.signal("stop", [0], 0.1)
         assert line(other) == "goes on"
 
@@ -186,7 +186,7 @@ class Clock:
 
 def pace_of(by: float, for_s: float | None = None) -> tuple[Clock, Callable[..., None]]:
     clock = Clock()
-    pace = Pace(by, for_s, clock=clock, sleep=clock.sleep)
+    pace = Slowdown(by, for_s, clock=clock, sleep=clock.sleep)
 
     def work(seconds: float, generation: int = 0) -> None:
         clock.now += seconds
@@ -223,7 +223,7 @@ def test_a_recovery_is_not_slowed_down() -> None:
 
 def test_a_slow_rank_says_so() -> None:
     told: list[Any] = []
-    acts = LiveActs(lambda event, **fields: told.append((event, fields)))
+    acts = ProcessFailureEffects(lambda event, **fields: told.append((event, fields)))
     assert acts.pace is None
     acts.slow(1, 3.0, None)
     assert acts.pace is not None
@@ -243,7 +243,7 @@ class Timed:
         self.now, self.rank, self.did, self.seeds = 0.0, rank, [], []
         claims = {} if claims is None else claims
         failures = Failures.parse(texts)
-        self.trigger = Trigger(failures, claim=claims.setdefault, acts=self, clock=lambda: self.now)
+        self.trigger = FailureTrigger(failures, claim=claims.setdefault, acts=self, clock=lambda: self.now)
 
     def signal(self, kind: str, ranks: Any, for_s: float | None, *, whole_node: bool = False) -> None:
         self.did.append(kind)
@@ -323,7 +323,7 @@ def test_a_time_is_claimed_as_a_step_is() -> None:
 
 def test_the_clock_begins_with_the_job_or_else_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERGRAD_START_TIME", str(time.monotonic() - 1000))
-    assert 1000 <= since_begun()() < 1100
+    assert 1000 <= job_clock()() < 1100
     monkeypatch.delenv("EVERGRAD_START_TIME")
     begun = time.monotonic()
     code = "from evergrad.recovery.failures.injector import since_begun; print(since_begun()())"
@@ -351,6 +351,6 @@ def test_soft_errors_of_a_schedule_do_not_undo_each_other() -> None:
 
 
 def test_without_a_state_a_soft_error_says_what_is_missing() -> None:
-    acts = LiveActs(lambda *_, **__: None)
+    acts = ProcessFailureEffects(lambda *_, **__: None)
     with pytest.raises(UsageError, match=r"failure 'flip rank=1 step=7': this job has no state yet"):
         acts.flip(1, Failure.parse("flip rank=1 step=7"), 0)

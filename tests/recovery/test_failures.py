@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evergrad.errors import EvergradError, FileAccessError, UsageError
-from evergrad.recovery.failures.injector import InjectedFailure, Sites, Trigger
+from evergrad.recovery.failures.injector import FailureSites, FailureTrigger, InjectedFailure
 from evergrad.recovery.failures.schedule import Failure, Failures, Phase
 from refusals import refusal
 
@@ -76,7 +76,7 @@ class SimulatedRank:
     def __init__(self, failures: Failures, rank: int, claims: dict[str, str]) -> None:
         self.rank, self.calls, self.killed, self.seeds = rank, [], [], []
         self.claims, self.now = claims, 0.0
-        self.trigger = Trigger(failures, claim=self._claim, acts=self, clock=lambda: self.now)
+        self.trigger = FailureTrigger(failures, claim=self._claim, acts=self, clock=lambda: self.now)
 
     def signal(self, kind: str, ranks: Sequence[int], for_s: float | None, *, whole_node: bool = False) -> None:
         self.killed.append(list(ranks))
@@ -530,7 +530,7 @@ def test_nothing_is_claimed_before_all_else_fits() -> None:
 
 
 def test_it_is_armed_at_its_steps_until_used_up() -> None:
-    assert not Trigger(Failures(), claim={}.setdefault).is_armed(0)
+    assert not FailureTrigger(Failures(), claim={}.setdefault).is_armed(0)
     schedule = Failures().kill(rank=1, step=7, times=2).exception(rank=1, step=9).kill(rank=1, step=9, times="always")
     rank = SimulatedRank(schedule, 1, {})
 
@@ -575,8 +575,8 @@ print("after", flush=True)
 
 
 def test_an_evaluation_is_no_place_of_a_step() -> None:
-    sites = Sites.__new__(Sites)
-    sites._trigger = Trigger(Failures(), claim={}.setdefault)
+    sites = FailureSites.__new__(FailureSites)
+    sites._trigger = FailureTrigger(Failures(), claim={}.setdefault)
     net: Any = nn.Linear(2, 1)
     net.require_backward_grad_sync = True
     reached: list[Phase] = []

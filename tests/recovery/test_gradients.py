@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 
 from evergrad.errors import UsageError
-from evergrad.recovery.gradients import Bucket, Gradients, flattened, shaped
-from evergrad.recovery.process_group import Group, GroupBroken, Op, Ticket
+from evergrad.recovery.gradients import GradientBucket, GradientReducer, flattened, shaped
+from evergrad.recovery.process_group import CollectiveWork, Group, GroupBroken, Op
 
 SMALL_MB = 0.0001
 
@@ -32,20 +32,20 @@ class Alike(Group):
         """What the others have used."""
         self.log: list[str] = []
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
         self._check()
         if op == "max":
-            return Ticket(lambda: self._end(lambda: torch.maximum(tensor, self.used.to(tensor), out=tensor)))
-        return Ticket(lambda: self._end(lambda: tensor.mul_(self.size)))
+            return CollectiveWork(lambda: self._end(lambda: torch.maximum(tensor, self.used.to(tensor), out=tensor)))
+        return CollectiveWork(lambda: self._end(lambda: tensor.mul_(self.size)))
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
         self._check()
-        return Ticket()
+        return CollectiveWork()
 
-    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+    def send(self, tensor: torch.Tensor, to: int) -> CollectiveWork:
         raise NotImplementedError
 
-    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
         raise NotImplementedError
 
     def interrupt(self, reason: str) -> None:
@@ -90,7 +90,7 @@ class Lab:
         self.net = net or nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
         self.around = Failing()
         settings = {"keep": True, "bucket_cap_mb": SMALL_MB} | options
-        self.gradients = Gradients(self.net, self.around, **settings)
+        self.gradients = GradientReducer(self.net, self.around, **settings)
         self.x = torch.randn(3, 6)
         self.around.at_end = self._settle
         self.broke: str | None = None
@@ -394,7 +394,7 @@ def test_a_gradient_lies_in_its_bucket_as_its_parameter_lies_in_memory(shape: tu
 
 def test_a_bucket_shows_gradients_as_views_of_it() -> None:
     parameters = [torch.empty(2, 3), torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last), torch.empty(5)]
-    bucket = Bucket(1, torch.arange(59.0), parameters, True)
+    bucket = GradientBucket(1, torch.arange(59.0), parameters, True)
     shown = bucket.gradients()
     assert [one.shape for one in shown] == [one.shape for one in parameters]
     assert shown[1].stride() == parameters[1].stride()

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
 from evergrad.records import Check
-from evergrad.recovery.guard.norms import Norms, Ranges, gradient_norm
-from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, replica_of
-from evergrad.recovery.process_group import Alone, Group, GroupBroken
+from evergrad.recovery.guard.norms import GradientNorms, MagnitudeHistory, gradient_norm
+from evergrad.recovery.guard.replicas import GuardResult, GuardSettings, ReplicaCheck, replica_of
+from evergrad.recovery.process_group import Group, GroupBroken, SingleRankGroup
 
 
 class Fleet:
@@ -25,7 +25,7 @@ class Fleet:
         self.made = [trained() for _ in range(size)]
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.guards = [
-            Guard(GuardSettings(**settings), lambda event, **fields: self.told.append((event, fields)))
+            ReplicaCheck(GuardSettings(**settings), lambda event, **fields: self.told.append((event, fields)))
             for _ in range(size)
         ]
 
@@ -35,13 +35,13 @@ class Fleet:
     def optimizer(self, rank: int) -> Optimizer:
         return self.made[rank][1]
 
-    def check(self, groups: list[Group], step: int = 50) -> Checked:
+    def check(self, groups: list[Group], step: int = 50) -> GuardResult:
         """What all ranks found; it must be the same."""
 
-        def act(rank: int) -> Checked:
+        def act(rank: int) -> GuardResult:
             return self.guards[rank].check(groups[rank], replica_of(*self.of(rank)), step=step)
 
-        found: list[Checked] = together(*(lambda rank=rank: act(rank) for rank in range(len(groups))))  # type: ignore[misc]
+        found: list[GuardResult] = together(*(lambda rank=rank: act(rank) for rank in range(len(groups))))  # type: ignore[misc]
         for one in found[1:]:
             assert (one.status, one.differences, one.why) == (found[0].status, found[0].differences, found[0].why)
         return found[0]
@@ -53,7 +53,7 @@ class Fleet:
         return replica_of(*self.of(rank)).digests()
 
 
-def names(checked: Checked) -> list[tuple[int, str]]:
+def names(checked: GuardResult) -> list[tuple[int, str]]:
     return [(each.rank, each.path) for each in checked.differences]
 
 
@@ -212,7 +212,7 @@ def test_memory_that_does_not_hold_what_is_written_is_not_called_healed(monkeypa
 
 def test_one_rank_has_nobody_to_compare_with() -> None:
     fleet = Fleet(1)
-    checked = fleet.check([Alone()])
+    checked = fleet.check([SingleRankGroup()])
     assert checked.status is Check.UNKNOWN
     assert not checked.is_verified, "unjudged is not passed"
 
@@ -261,8 +261,8 @@ def buckets(factor: float = 1.0) -> list[torch.Tensor]:
     return [torch.full((30,), factor), torch.full((6,), factor, dtype=torch.bfloat16), torch.empty(0)]
 
 
-def usual(count: int = 8) -> Norms:
-    norms = Norms()
+def usual(count: int = 8) -> GradientNorms:
+    norms = GradientNorms()
     for _ in range(count):
         norms.applied(norms.read(buckets()))
     return norms
@@ -297,7 +297,7 @@ def test_what_is_not_applied_does_not_become_usual() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_suspicious_but_normal_with_a_scaler(value: float) -> None:
-    norms = Norms()
+    norms = GradientNorms()
     bad = [*buckets(), torch.tensor([value])]
     reading = norms.read(bad)
     assert reading.is_suspicious
@@ -308,7 +308,7 @@ def test_a_gradient_that_is_not_finite_is_suspicious_but_normal_with_a_scaler(va
 
 
 def test_a_scaler_that_changes_its_scale_makes_no_norm_suspicious() -> None:
-    norms = Norms()
+    norms = GradientNorms()
     for scale in (65536.0, 32768.0) * 6:
         norms.applied(norms.read(buckets(scale), scale=scale))
     assert not norms.read(buckets(1.0), scale=1.0).is_suspicious
@@ -316,7 +316,7 @@ def test_a_scaler_that_changes_its_scale_makes_no_norm_suspicious() -> None:
 
 
 def test_ranges_know_the_largest_that_ever_was() -> None:
-    ranges = Ranges(10.0)
+    ranges = MagnitudeHistory(10.0)
     tensors = {"a": torch.tensor([1.0, -3.0]), "b": torch.zeros(4), "ids": torch.arange(3)}
     assert ranges.read(tensors) == []
     tensors["a"][0], tensors["b"][1] = 30.0, 0.9
@@ -351,6 +351,6 @@ def test_settings_are_checked(wrong: dict[str, Any], said: str) -> None:
 
 
 def test_checks_are_due_every_so_many_steps() -> None:
-    guard = Guard(GuardSettings(every=20))
+    guard = ReplicaCheck(GuardSettings(every=20))
     assert [step for step in range(61) if guard.is_due(step)] == [20, 40, 60]
     assert guard.settings.to_json()["heal"] == "majority"

@@ -11,7 +11,7 @@ from guarded import gloo, together
 from evergrad.records import Check
 from evergrad.recovery.guard.digests import contents_on_device, digest_tensors
 from evergrad.recovery.guard.norms import gradient_norm, magnitudes
-from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, Replica
+from evergrad.recovery.guard.replicas import GuardResult, GuardSettings, Replica, ReplicaCheck
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,10 +53,10 @@ def test_a_replica_on_a_gpu_is_healed_there() -> None:
     ranks[2]["model/last.weight"][0, 1, 2, 3] = 5.0
     with gloo(3) as groups:
 
-        def act(rank: int) -> Checked:
-            return Guard(GuardSettings()).check(groups[rank], Replica(ranks[rank]), step=1)
+        def act(rank: int) -> GuardResult:
+            return ReplicaCheck(GuardSettings()).check(groups[rank], Replica(ranks[rank]), step=1)
 
-        found: list[Checked] = together(*(lambda rank=rank: act(rank) for rank in range(3)))  # type: ignore[misc]
+        found: list[GuardResult] = together(*(lambda rank=rank: act(rank) for rank in range(3)))  # type: ignore[misc]
     assert found[0].status is Check.DEGRADED
     assert [(each.rank, each.path) for each in found[0].differences] == [
         (1, "model/large.weight"), (2, "model/last.weight"),

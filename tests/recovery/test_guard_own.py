@@ -10,10 +10,10 @@ import torch
 from guarded import Net, flip, gloo, together, trained
 
 from evergrad.records import Check
-from evergrad.recovery.guard.buffers import OwnGuard
-from evergrad.recovery.guard.replicas import Checked
-from evergrad.recovery.local_state import Keeping, Own
-from evergrad.recovery.process_group import Alone, Group
+from evergrad.recovery.guard.buffers import LocalStateGuard
+from evergrad.recovery.guard.replicas import GuardResult
+from evergrad.recovery.local_state import LocalState, NeighbourState
+from evergrad.recovery.process_group import Group, SingleRankGroup
 
 SIZE, POINT = 3, 7
 MEAN = "model/norm.running_mean"
@@ -36,13 +36,15 @@ class Owners:
         self.groups = groups
         self.nets = [trained()[0] for _ in groups]
         self.told: list[dict[str, Any]] = []
-        self.guards: list[OwnGuard] = []
-        self.keepings = [Keeping() for _ in groups]
+        self.guards: list[LocalStateGuard] = []
+        self.keepings = [NeighbourState() for _ in groups]
         for rank, net in enumerate(self.nets):
             net.norm.running_mean.add_(rank)  # type: ignore[union-attr]
             buffers = {f"model/{name}": buffer for name, buffer in net.named_buffers()}
-            self.guards.append(OwnGuard(buffers, lambda event, **fields: self.told.append({"event": event} | fields)))
-        self.owns = [Own(list(net.buffers())) for net in self.nets]
+            self.guards.append(
+                LocalStateGuard(buffers, lambda event, **fields: self.told.append({"event": event} | fields))
+            )
+        self.owns = [LocalState(list(net.buffers())) for net in self.nets]
         for rank, own in enumerate(self.owns):
             own.loader = Loader(10 * rank + 1) if loaders else None
 
@@ -54,14 +56,14 @@ class Owners:
 
         self._all(pass_point)
 
-    def check(self) -> Checked:
+    def check(self) -> GuardResult:
         """What all ranks found; it must be the same."""
 
-        def act(rank: int) -> Checked:
+        def act(rank: int) -> GuardResult:
             before = (rank - 1) % len(self.groups)
             return self.guards[rank].check(self.groups[rank], self.keepings[rank], before, step=50)
 
-        found: list[Checked] = self._all(act)
+        found: list[GuardResult] = self._all(act)
         assert all(each == found[0] for each in found)
         return found[0]
 
@@ -94,7 +96,7 @@ def mean(net: Net) -> torch.Tensor:
 def test_buffers_that_differ_between_ranks_are_ok(loaders: bool) -> None:
     with gloo(SIZE) as groups:
         owners = Owners(groups, loaders=loaders)
-        assert owners.check() == Checked(Check.OK, 50)
+        assert owners.check() == GuardResult(Check.OK, 50)
         assert all(guard.is_sound() for guard in owners.guards)
 
 
@@ -190,7 +192,7 @@ def test_ranks_that_noted_different_points_judge_nothing() -> None:
 
 
 def test_a_rank_that_is_alone_heals_from_its_own_copy() -> None:
-    owners = Owners([Alone()])
+    owners = Owners([SingleRankGroup()])
     right = mean(owners.nets[0]).clone()
     flip(mean(owners.nets[0]), 1, 12)
     assert owners.check().status is Check.DEGRADED

@@ -10,7 +10,7 @@ import torch
 
 import evergrad as eg
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
-from evergrad.checkpoint.catalogue.history import Journal
+from evergrad.checkpoint.catalogue.history import CatalogueJournal
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.version import Version
 from evergrad.cli import main
@@ -89,7 +89,7 @@ def test_the_list_shows_it(ck: eg.Checkpointer, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_line_that_is_not_understood_is_passed_over(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = CatalogueJournal(tmp_path)
     journal.note_guarded(Version(4, 1))
     with (tmp_path / "catalogue" / "guard.jsonl").open("a") as file:
         file.write('{"schema_version": 1, "guarded": "nonsense", "time": ""}\n{"schema_version": 1, "guarded": 7}\n')

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import FileAccessError, UsageError
-from evergrad.recovery.launch.rendezvous import Head, await_head, expanded, stand
-from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings, Place, Places
+from evergrad.recovery.launch.rendezvous import HeadAddress, await_head, expanded, node_identity
+from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings, ProcessPlacement, ProcessPlacements
 from evergrad.recovery.sockets import address_towards, listening, own_address
 
 SLURM = {
@@ -23,18 +23,18 @@ SLURM = {
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Head:
-    return Head("10.0.0.1", 4321, "gpu08", 77, {"num_ranks": 4, "silent_s": 1.0, "node_names": ["a", "b"]})
+def head(tmp_path: Path) -> HeadAddress:
+    return HeadAddress("10.0.0.1", 4321, "gpu08", 77, {"num_ranks": 4, "silent_s": 1.0, "node_names": ["a", "b"]})
 
 
 def test_srun_says_which_node_this_is_and_what_they_are_called() -> None:
-    here = stand(None, None, SLURM)
+    here = node_identity(None, None, SLURM)
     assert (here.rank, here.names, here.is_head) == (2, ("gpu08", "gpu09", "login"), False)
 
 
 def test_options_come_before_the_environment_and_that_before_slurm() -> None:
-    assert stand(None, None, SLURM | {"EVERGRAD_NODE_RANK": "1", "SLURMD_NODENAME": "gpu09"}).rank == 1
-    here = stand(4, 3, SLURM | {"EVERGRAD_NODE_RANK": "1"})
+    assert node_identity(None, None, SLURM | {"EVERGRAD_NODE_RANK": "1", "SLURMD_NODENAME": "gpu09"}).rank == 1
+    here = node_identity(4, 3, SLURM | {"EVERGRAD_NODE_RANK": "1"})
     assert (here.rank, here.names) == (3, ("n0", "n1", "n2", "n3"))
 
 
@@ -43,7 +43,7 @@ def test_options_come_before_the_environment_and_that_before_slurm() -> None:
     [{"SLURMD_NODENAME": "other"}, {"SLURM_STEP_NODELIST": "gpu08"}, {"SLURM_STEP_NODELIST": "x,x,login"}],
 )
 def test_names_that_are_not_certain_are_not_used(changed: dict[str, str]) -> None:
-    assert stand(None, None, SLURM | changed).names == ("n0", "n1", "n2")
+    assert node_identity(None, None, SLURM | changed).names == ("n0", "n1", "n2")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_names_that_are_not_certain_are_not_used(changed: dict[str, str]) -> Non
 )
 def test_what_slurm_cannot_mean_is_refused(changed: dict[str, str], expected: str) -> None:
     with pytest.raises(UsageError, match=expected.replace("[", r"\[")):
-        stand(None, None, SLURM | changed)
+        node_identity(None, None, SLURM | changed)
 
 
 def test_node_lists_are_expanded_as_slurm_does() -> None:
@@ -68,9 +68,9 @@ def test_node_lists_are_expanded_as_slurm_does() -> None:
     assert expanded("a[1-2]-b[3,05]") == ["a1-b3", "a1-b05", "a2-b3", "a2-b05"]
 
 
-def test_the_head_file_comes_back_as_it_was_written(tmp_path: Path, head: Head) -> None:
-    assert Head.read(tmp_path) is None
-    assert Head.read(tmp_path / "nowhere") is None
+def test_the_head_file_comes_back_as_it_was_written(tmp_path: Path, head: HeadAddress) -> None:
+    assert HeadAddress.read(tmp_path) is None
+    assert HeadAddress.read(tmp_path / "nowhere") is None
     head.write(tmp_path)
     assert await_head(tmp_path, 0.0) == head
 
@@ -79,7 +79,7 @@ def test_the_head_file_comes_back_as_it_was_written(tmp_path: Path, head: Head) 
 def test_a_head_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "head.json").write_text(text)
     with pytest.raises(FileAccessError, match=r"head\.json: is no head file"):
-        Head.read(tmp_path)
+        HeadAddress.read(tmp_path)
 
 
 def test_a_head_that_never_comes_is_waited_for_and_no_longer(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_head_that_never_comes_is_waited_for_and_no_longer(tmp_path: Path) -> 
     assert pauses
 
 
-def test_settings_that_differ_from_the_heads_are_named_by_their_option(head: Head) -> None:
+def test_settings_that_differ_from_the_heads_are_named_by_their_option(head: HeadAddress) -> None:
     head.check({"num_ranks": 4, "silent_s": 1.0, "node_names": ["n0", "n1"]}, OPTION_OF)
     with pytest.raises(UsageError, match=r"^-n: expected what the head .* on gpu08, 4, found 8\."):
         head.check({"num_ranks": 8, "silent_s": 1.0}, OPTION_OF)
@@ -119,9 +119,16 @@ def test_devices_are_counted_on_each_node(tmp_path: Path) -> None:
 
 
 def test_who_takes_a_place_on_a_node_that_is_gone_goes_where_the_fewest_are() -> None:
-    places = Places([Place(0, 0, 0, 0), Place(1, 0, 1, 1), Place(2, 1, 0, 2), Place(3, 2, 0, 3)])
+    places = ProcessPlacements(
+        [
+            ProcessPlacement(0, 0, 0, 0),
+            ProcessPlacement(1, 0, 1, 1),
+            ProcessPlacement(2, 1, 0, 2),
+            ProcessPlacement(3, 2, 0, 3),
+        ]
+    )
     assert places.instead_of(places[2], lambda node: True, [0, 1, 3]) == (1, 0)
     assert places.instead_of(places[2], lambda node: node != 1, [0, 1, 3]) == (2, 1)
     assert places.instead_of(places[2], lambda node: node == 0, [0, 1]) == (0, 2)
-    assert places.add(2, 1, 2) == Place(4, 2, 1, 2)
+    assert places.add(2, 1, 2) == ProcessPlacement(4, 2, 1, 2)
     assert places.nodes == [0, 0, 1, 2, 2]

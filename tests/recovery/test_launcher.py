@@ -26,11 +26,11 @@ from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.launch.launcher import launch
-from evergrad.recovery.launch.settings import LaunchSettings, Place, environment_of
+from evergrad.recovery.launch.settings import LaunchSettings, ProcessPlacement, environment_of
 from evergrad.recovery.launch.summary import Summary
-from evergrad.recovery.membership import Keys, Plan, Point, Report
-from evergrad.recovery.store import PREFIX, Sealed
-from evergrad.timeline import read
+from evergrad.recovery.membership import MembershipPlan, PointKind, StoreKeys, SurvivorReport
+from evergrad.recovery.store import PREFIX, SignedStore
+from evergrad.timeline import read_events
 
 # A process that does nothing by itself: the test speaks for it, and tells it when to leave. It blocks that signal: with
 # a handler and `signal.pause`, one that came right before the pause would not end it.
@@ -91,7 +91,7 @@ class Jobs:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         path = self.run / "timeline.jsonl"
-        return [dict(event.fields) for event in read(path) if event.event == name] if path.exists() else []
+        return [dict(event.fields) for event in read_events(path) if event.event == name] if path.exists() else []
 
 
 class Puppets:
@@ -102,15 +102,15 @@ class Puppets:
         address = self.told(0)[1]
         # Not a client that can be cut: with the server in this process, it would hold, and cut, others' connections.
         tcp = TCPStore("127.0.0.1", int(address.rpartition(":")[2]), None, False, timedelta(seconds=30), False)
-        self.store = Sealed(PrefixStore(PREFIX, tcp), Secret.read(jobs.run / "secret"))
+        self.store = SignedStore(PrefixStore(PREFIX, tcp), Secret.read(jobs.run / "secret"))
 
     def told(self, uid: int) -> list[str]:
         wait_until(lambda: self._jobs.log(uid).endswith("\n"))
         return self._jobs.log(uid).split()
 
     def join(self, uid: int, **what: Any) -> None:
-        self.store.set(Keys.joined(uid), json.dumps(what))
-        assert self.store.has(Keys.joined(uid))  # an answer: the launcher sees it too, whatever happens next
+        self.store.set(StoreKeys.joined(uid), json.dumps(what))
+        assert self.store.has(StoreKeys.joined(uid))  # an answer: the launcher sees it too, whatever happens next
 
     def send(self, uid: int, number: int) -> None:
         os.kill(int(self.told(uid)[0]), number)
@@ -120,11 +120,11 @@ class Puppets:
         self.join(0)
         self.join(1)
         self.send(1, signal.SIGKILL)
-        self.store.get(Keys.broken(0))
-        self.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=12).to_json())
+        self.store.get(StoreKeys.broken(0))
+        self.store.set(StoreKeys.report(0, 0), SurvivorReport(0, 0, 0, point=3, kind=PointKind.STEP, step=12).to_json())
 
-    def plan(self, generation: int) -> Plan:
-        return Plan.from_json(self.store.get(Keys.plan(generation)))
+    def plan(self, generation: int) -> MembershipPlan:
+        return MembershipPlan.from_json(self.store.get(StoreKeys.plan(generation)))
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_output_logs_timeline_and_record_of_a_run(jobs: Jobs, capfd: pytest.Capt
     assert error.splitlines()[-1] == f"evergrad: {summary}"
     assert str(summary).startswith("finished: no rank called eg.join: ran as under torchrun (")
     assert (summary.outcome, summary.exit_code) == ("finished", 0)
-    names = [event.event for event in read(summary.timeline)]
+    names = [event.event for event in read_events(summary.timeline)]
     assert (names[0], names[-1]) == ("launcher_started", "launcher_ended")
     assert sorted(event["label"] for event in jobs.events("process_started")) == ["rank 0", "rank 1"]
     assert [event["code"] for event in jobs.events("process_exited")] == [0, 0]
@@ -374,7 +374,7 @@ def test_survivors_go_on_and_a_new_spare_takes_the_dead_ones_node(
         assert ranks.told(2)[2:] == ["2", "1", "1", "n1"]  # beyond all ranks, its device, a spare, its node
         ranks.join(2)  # the launcher ends those who have not joined when the job has finished
         ranks.send(0, signal.SIGUSR1)
-        assert ranks.store.get(Keys.called(2)) == "-1"
+        assert ranks.store.get(StoreKeys.called(2)) == "-1"
         ranks.send(2, signal.SIGUSR1)
 
     summary = jobs.launch(_PUPPET, meanwhile=play, num_nodes=2, respawn=True, grace_period_s=60.0)
@@ -412,7 +412,7 @@ def test_whoever_dies_at_the_same_step_again_and_again_is_not_started_for_ever(
             ranks.join(uid)
             ranks.send(uid, signal.SIGKILL)
         wait_until(lambda: len(jobs.events("process_exited")) == 3)
-        ranks.store.set(Keys.report(0, 0), Report(0, 0, 0, point=3, kind=Point.STEP, step=0).to_json())
+        ranks.store.set(StoreKeys.report(0, 0), SurvivorReport(0, 0, 0, point=3, kind=PointKind.STEP, step=0).to_json())
         ranks.plan(1)
         ranks.send(0, signal.SIGUSR1)
 
@@ -490,7 +490,7 @@ def test_what_each_process_is_told(jobs: Jobs) -> None:
     assert [place.node for place in places] == [0, 0, 0, 1, 1, 0, 1, 0]
     inherited = {"RANK": "77", "PATH": "/bin", "OMP_NUM_THREADS": "4", "EVERGRAD_SPARE": "1", "WORLD_SIZE": "99"}
 
-    def told(place: Place) -> dict[str, str]:
+    def told(place: ProcessPlacement) -> dict[str, str]:
         nodes = [one.node for one in places]
         return environment_of(place, settings, nodes=nodes, port=4711, run=jobs.run, inherited=inherited)
 

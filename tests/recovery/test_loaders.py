@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery.dataloader import Batches, Order, Source, data_digests
+from evergrad.recovery.dataloader import BatchIterator, BatchSource, SampleOrder, data_digests
 
 
 class Noisy(Dataset[tuple[int, float]]):
@@ -108,7 +108,7 @@ class Repeating(DataLoader[Any]):
         yield from super().__iter__()
 
 
-def loaded(source: Source, rank: int = 0, world_size: int = 1, epoch: int = 0, **how: Any) -> Batches:
+def loaded(source: BatchSource, rank: int = 0, world_size: int = 1, epoch: int = 0, **how: Any) -> BatchIterator:
     """The batches of a rank, as a job asks for them."""
     order = source.order(epoch)
     deal = source.deal(order, world_size)
@@ -151,7 +151,7 @@ def test_batches_and_random_numbers_are_those_of_a_plain_script(
         expected, state = as_lists(plain), torch.get_rng_state()
         # The user's loader belongs to a job: its sampler has the rank and the size of another world.
         theirs: DistributedSampler[Any] = DistributedSampler(dataset, 3, 1, shuffle, seed, drop_tail)
-        source = Source.of(DataLoader(dataset, batch_size, sampler=theirs, drop_last=drop_last))
+        source = BatchSource.of(DataLoader(dataset, batch_size, sampler=theirs, drop_last=drop_last))
         assert not source.must_share
         torch.manual_seed(7)
         assert as_lists(loaded(source, rank, world_size, epoch)) == expected
@@ -160,7 +160,7 @@ def test_batches_and_random_numbers_are_those_of_a_plain_script(
 
 def test_shuffle_is_that_of_a_distributed_sampler() -> None:
     dataset = Noisy()
-    source = Source.of(DataLoader(dataset, 4, shuffle=True))
+    source = BatchSource.of(DataLoader(dataset, 4, shuffle=True))
     for epoch in range(3):
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, 1, 0, seed=5)
         sampler.set_epoch(epoch)
@@ -170,7 +170,7 @@ def test_shuffle_is_that_of_a_distributed_sampler() -> None:
 
 def test_an_epoch_that_the_user_set_goes_before_the_number_of_the_call() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(Noisy(), 1, 0)
-    source = Source.of(DataLoader(Noisy(), sampler=sampler))
+    source = BatchSource.of(DataLoader(Noisy(), sampler=sampler))
     second = source.order(1).indices.tolist()
     sampler.set_epoch(1)
     assert source.order(6).indices.tolist() == second
@@ -183,7 +183,7 @@ def test_after_the_first_batch_the_generator_is_where_the_plain_loader_leaves_it
     first = next(iter(plain))
     expected = torch.get_rng_state()
     torch.manual_seed(3)
-    found = next(loaded(Source.of(plain), 0, 2))
+    found = next(loaded(BatchSource.of(plain), 0, 2))
     assert torch.equal(torch.get_rng_state(), expected)
     assert as_lists([found]) == as_lists([first])
 
@@ -191,7 +191,7 @@ def test_after_the_first_batch_the_generator_is_where_the_plain_loader_leaves_it
 @pytest.mark.parametrize("own", [False, True])
 def test_generators_can_be_left_as_they_were(own: bool) -> None:
     generator = torch.Generator().manual_seed(1) if own else torch.default_generator
-    source = Source.of(DataLoader(Noisy(), 4, generator=generator if own else None))
+    source = BatchSource.of(DataLoader(Noisy(), 4, generator=generator if own else None))
     before = generator.get_state()
     loaded(source, keep_rng=True)
     assert torch.equal(generator.get_state(), before)
@@ -204,11 +204,11 @@ def test_workers_make_what_the_plain_loaders_workers_make_and_end_when_closed() 
     plain = DataLoader(Noisy(), 2, sampler=sampler, num_workers=2, prefetch_factor=1)
     torch.manual_seed(3)
     expected, state = as_lists(plain), torch.get_rng_state()
-    source = Source.of(plain)
+    source = BatchSource.of(plain)
     torch.manual_seed(3)
     assert as_lists(loaded(source, 1, 2)) == expected
     assert torch.equal(torch.get_rng_state(), state)
-    source = Source.of(DataLoader(Processes(), 1, num_workers=2, prefetch_factor=1))
+    source = BatchSource.of(DataLoader(Processes(), 1, num_workers=2, prefetch_factor=1))
     taken: list[int] = []
     with source.iterate(taken.append(index) or [index] for index in range(23)) as batches:  # type: ignore[func-returns-value]
         held = batches._iterator  # as a traceback does
@@ -226,7 +226,7 @@ def test_workers_make_what_the_plain_loaders_workers_make_and_end_when_closed() 
 
 
 def test_persistent_workers_outlive_an_epoch_and_a_re_deal() -> None:
-    source = Source.of(DataLoader(Processes(), 1, num_workers=1, persistent_workers=True))
+    source = BatchSource.of(DataLoader(Processes(), 1, num_workers=1, persistent_workers=True))
     with source.iterate([[index] for index in range(9)]) as batches:
         first = next(batches)
     with source.iterate([[20], [21]], keep_rng=True) as batches:
@@ -243,7 +243,7 @@ def test_persistent_workers_outlive_an_epoch_and_a_re_deal() -> None:
 
 def test_without_workers_nothing_is_taken_ahead() -> None:
     taken: list[int] = []
-    source = Source.of(DataLoader(Noisy(), 4))
+    source = BatchSource.of(DataLoader(Noisy(), 4))
     batches = source.iterate(taken.append(index) or [index] for index in range(9))  # type: ignore[func-returns-value]
     assert taken == []
     next(batches)
@@ -252,7 +252,7 @@ def test_without_workers_nothing_is_taken_ahead() -> None:
 
 def test_samples_are_collated_as_the_loader_does() -> None:
     loader = DataLoader(Noisy(), 3, collate_fn=lambda rows: tuple(row[0] for row in rows))
-    assert list(loaded(Source.of(loader), 1, 2))[:2] == [(1, 3, 5), (7, 9, 11)]
+    assert list(loaded(BatchSource.of(loader), 1, 2))[:2] == [(1, 3, 5), (7, 9, 11)]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_samples_are_collated_as_the_loader_does() -> None:
     ],
 )
 def test_another_samplers_order_is_made_once_and_shared(sampler: Any, count: int) -> None:
-    source = Source.of(DataLoader(Noisy(), 2, sampler=sampler))
+    source = BatchSource.of(DataLoader(Noisy(), 2, sampler=sampler))
     assert source.must_share
     torch.manual_seed(0)
     order = source.order(0)
@@ -277,7 +277,7 @@ def test_another_samplers_order_is_made_once_and_shared(sampler: Any, count: int
 
 
 def test_the_units_of_a_batch_sampler_are_its_batches() -> None:
-    source = Source.of(DataLoader(Noisy(), batch_sampler=Buckets()))  # type: ignore[arg-type]
+    source = BatchSource.of(DataLoader(Noisy(), batch_sampler=Buckets()))  # type: ignore[arg-type]
     assert source.must_share
     found = [[numbers for numbers, _ in as_lists(loaded(source, rank, 2))] for rank in range(2)]
     assert found == [[[3, 4], [9, 8, 7], [2, 5]], [[0], [1], [3, 4]]]
@@ -287,14 +287,16 @@ def test_the_units_of_a_batch_sampler_are_its_batches() -> None:
 
 def test_a_plain_batch_sampler_is_looked_through() -> None:
     by = BatchSampler(SequentialSampler(Noisy()), 5, drop_last=True)
-    source = Source.of(DataLoader(Noisy(), batch_sampler=by))
+    source = BatchSource.of(DataLoader(Noisy(), batch_sampler=by))
     assert (source.batch_size, source.drop_last, source.must_share) == (5, True, False)
     assert len(list(loaded(source))) == 4
 
 
-@pytest.mark.parametrize("order", [Order(np.array([2, 0, 1])), Order(np.array([2, 0, 1]), np.array([1, 3]))])
-def test_an_order_survives_its_state(order: Order) -> None:
-    found = Order.from_state(order.state_dict())
+@pytest.mark.parametrize(
+    "order", [SampleOrder(np.array([2, 0, 1])), SampleOrder(np.array([2, 0, 1]), np.array([1, 3]))]
+)
+def test_an_order_survives_its_state(order: SampleOrder) -> None:
+    found = SampleOrder.from_state(order.state_dict())
     assert len(found) == len(order)
     assert found[np.array([1, 0])] == order[np.array([1, 0])]
 
@@ -304,11 +306,11 @@ def test_an_order_survives_its_state(order: Order) -> None:
 )
 def test_what_is_not_an_order_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(StateError, match="order of an epoch"):
-        Order.from_state(state)
+        SampleOrder.from_state(state)
 
 
 def test_a_stateful_loader_over_a_map_style_dataset_is_a_dataloader() -> None:
-    source = Source.of(StatefulLoader(Noisy(), 4))
+    source = BatchSource.of(StatefulLoader(Noisy(), 4))
     assert not source.opaque
     assert len(list(loaded(source))) == 6
 
@@ -319,14 +321,14 @@ def test_torchdatas_samplers_do_what_torchs_do() -> None:
 
     random = of_torchdata(RandomSampler, __iter__=lambda self: iter(()))(Noisy())
     grouping = of_torchdata(BatchSampler, __iter__=lambda self: iter(()))(random, 4, False)
-    source = Source.of(DataLoader(Noisy(), batch_sampler=grouping))
+    source = BatchSource.of(DataLoader(Noisy(), batch_sampler=grouping))
     assert (source.must_share, source.batch_size) == (False, 4)
     assert sorted(source.order(0).indices.tolist()) == [*range(23)]
 
 
 @pytest.mark.parametrize("loader", [Tape(), StatefulLoader(Stream())])
 def test_what_only_knows_its_state_is_iterated_as_it_is(loader: Any) -> None:
-    source = Source.of(loader)
+    source = BatchSource.of(loader)
     assert source.opaque
     with source.iterate() as batches:
         assert len([int(batch) for batch in batches]) in (4, 9)
@@ -334,10 +336,10 @@ def test_what_only_knows_its_state_is_iterated_as_it_is(loader: Any) -> None:
 
 def test_an_opaque_loader_goes_on_where_its_state_says() -> None:
     first, second = Tape(), Tape()
-    batches = Source.of(first).iterate()
+    batches = BatchSource.of(first).iterate()
     assert [next(batches), next(batches)] == [1, 2]
     second.load_state_dict(first.state_dict())
-    assert list(Source.of(second).iterate()) == [3, 4]
+    assert list(BatchSource.of(second).iterate()) == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +361,7 @@ def test_an_opaque_loader_goes_on_where_its_state_says() -> None:
 )
 def test_what_cannot_be_dealt_again_is_refused(loader: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        Source.of(loader)
+        BatchSource.of(loader)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +374,7 @@ def test_what_cannot_be_dealt_again_is_refused(loader: Any, why: str) -> None:
 )
 def test_an_order_that_ranks_cannot_share_is_refused(sampler: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        Source.of(DataLoader(Noisy(), sampler=sampler)).order(0)
+        BatchSource.of(DataLoader(Noisy(), sampler=sampler)).order(0)
 
 
 class Images(Dataset[Any]):
@@ -428,4 +430,4 @@ def test_a_dataset_that_nothing_is_known_of_has_no_digests_but_its_length() -> N
 
     assert list(data_digests(Odd())) == ["dataset"]
     assert data_digests(object()) == {}
-    assert Source.of(Tape()).data == {}
+    assert BatchSource.of(Tape()).data == {}

@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from evergrad.errors import RecoveryError, UsageError
 from evergrad.recovery import nccl
-from evergrad.recovery.membership import Keys, Plan
+from evergrad.recovery.membership import MembershipPlan, StoreKeys
 from evergrad.recovery.nccl import NcclGroup, Transport
 from evergrad.recovery.process_group import GlooGroup, Group, GroupBroken
 from evergrad.recovery.store import PREFIX, StoreClient
-from evergrad.recovery.worker import Launched
+from evergrad.recovery.worker import ElasticWorker
 
 GPU = torch.device("meta")
 LIMIT_S = 30.0
@@ -191,20 +191,22 @@ def test_a_shared_gpu_ends_a_launched_job_for_good(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = StoreClient("127.0.0.1", store.port, secret=None, prefix=PREFIX)
-    client.set(Keys.plan(0), Plan(0, (0, 1)).to_json())
+    client.set(StoreKeys.plan(0), MembershipPlan(0, (0, 1)).to_json())
     crews = [
-        Launched("127.0.0.1", store.port, uid, secret=None, tell=lambda *_, **__: None, transport=Transport("nccl"))
+        ElasticWorker(
+            "127.0.0.1", store.port, uid, secret=None, tell=lambda *_, **__: None, transport=Transport("nccl")
+        )
         for uid in range(2)
     ]
 
-    def form(crew: Launched) -> str:
+    def form(crew: ElasticWorker) -> str:
         crew.begin(0)
         with pytest.raises(UsageError) as caught:
             crew.group()
         return str(caught.value)
 
     said = together(*(lambda crew=crew: form(crew) for crew in crews))  # type: ignore[misc]
-    assert client.find(Keys.fatal) in said
+    assert client.find(StoreKeys.fatal) in said
     assert "ranks 0, 1 have the same GPU" in said[0]
     for crew in crews:
         crew.close()

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from evergrad._wire import Secret
 from evergrad.recovery.nccl import _ALONE, NcclGroup, Transport
 from evergrad.recovery.process_group import GroupBroken
-from evergrad.recovery.store import SealedStore
+from evergrad.recovery.store import SignedTorchStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,7 +154,7 @@ def test_no_thread_of_torch_watches_the_group() -> None:
 
 def test_nccl_meets_at_a_sealed_store() -> None:
     plain = HashStore()
-    group = make(SealedStore(plain, "group/0", Secret(b"s" * 32)))
+    group = make(SignedTorchStore(plain, "group/0", Secret(b"s" * 32)))
     gc.collect()
     tensor = torch.ones(3, device="cuda")
     group.all_reduce(tensor).wait()

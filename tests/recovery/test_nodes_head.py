@@ -12,15 +12,15 @@ import pytest
 from torch.distributed import HashStore
 
 from evergrad._wire import Secret
-from evergrad.recovery.heartbeat import Patience, Vital
-from evergrad.recovery.launch.head import Arrival, Departure, Nodes
-from evergrad.recovery.launch.node_protocol import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
-from evergrad.recovery.launch.processes import Exit
-from evergrad.recovery.launch.settings import LaunchSettings, Place
-from evergrad.recovery.membership import Keys
-from evergrad.recovery.store import Sealed
+from evergrad.recovery.heartbeat import LivenessTimeouts, ProcessHealth
+from evergrad.recovery.launch.head import NodeArrival, NodeDeparture, RemoteNodes
+from evergrad.recovery.launch.node_protocol import Inbox, NodeHeartbeat, NodeKeys, Outbox, StartOrder, lease_s
+from evergrad.recovery.launch.processes import ProcessExit
+from evergrad.recovery.launch.settings import LaunchSettings, ProcessPlacement
+from evergrad.recovery.membership import StoreKeys
+from evergrad.recovery.store import SignedStore
 
-PLACES = [Place(2, 1, 0, 2), Place(3, 1, 1, 3)]
+PLACES = [ProcessPlacement(2, 1, 0, 2), ProcessPlacement(3, 1, 1, 3)]
 
 
 def until(is_so: Callable[[], Any]) -> None:
@@ -35,21 +35,21 @@ class Other:
 
     def __init__(self, folder: Path, silent_s: float) -> None:
         (folder / "train.py").touch()
-        patience = Patience(heartbeat_timeout_s=silent_s)
+        patience = LivenessTimeouts(heartbeat_timeout_s=silent_s)
         settings = LaunchSettings(
             script=str(folder / "train.py"), num_ranks=4, num_nodes=2, node_rank=0, out=folder, patience=patience
         )
         self.raw = HashStore()
-        self.store = Sealed(self.raw, Secret.make(folder / "secret"))
-        self.nodes = Nodes(settings, self.store, self.store, lambda: None)
+        self.store = SignedStore(self.raw, Secret.make(folder / "secret"))
+        self.nodes = RemoteNodes(settings, self.store, self.store, lambda: None)
         self.news: list[Any] = []
         self.nodes.listen()
 
     def say_hello(self, attempt: int) -> None:
         self.store.set(NodeKeys.hello(1, attempt), json.dumps({"machine": f"m{attempt}", "pid": 1}))
 
-    def beat(self, number: int, attempt: int = 0, vitals: tuple[Vital, ...] = ()) -> None:
-        self.store.set(NodeKeys.beat(1, attempt), Beat(number, vitals).to_json())
+    def beat(self, number: int, attempt: int = 0, vitals: tuple[ProcessHealth, ...] = ()) -> None:
+        self.store.set(NodeKeys.beat(1, attempt), NodeHeartbeat(number, vitals).to_json())
 
     def hear(self, kind: type) -> Any:
         """The next news of a kind."""
@@ -62,10 +62,10 @@ class Other:
         index = next(index for index, one in enumerate(self.news) if isinstance(one, kind))
         return self.news.pop(index)
 
-    def come(self, attempt: int = 0) -> Arrival:
+    def come(self, attempt: int = 0) -> NodeArrival:
         self.say_hello(attempt)
-        arrival = self.hear(Arrival)
-        assert isinstance(arrival, Arrival)
+        arrival = self.hear(NodeArrival)
+        assert isinstance(arrival, NodeArrival)
         self.nodes.welcome(arrival, PLACES, [0, 0, 1, 1], 1.5)
         return arrival
 
@@ -86,10 +86,10 @@ def patient(tmp_path: Path) -> Iterator[Other]:
 
 def test_a_node_that_comes_is_told_what_to_start(patient: Other) -> None:
     assert patient.nodes.missing() == ["n1"]
-    assert patient.come() == Arrival(1, 0, "m0", True)
+    assert patient.come() == NodeArrival(1, 0, "m0", True)
     assert patient.nodes.missing() == []
     answer = json.loads(patient.store.get(NodeKeys.answer(1, 0)))
-    assert [Start.from_json(one).place for one in answer["starts"]] == PLACES
+    assert [StartOrder.from_json(one).place for one in answer["starts"]] == PLACES
     assert (answer["nodes"], answer["running_s"]) == ([0, 0, 1, 1], 1.5)
     assert [child.label for child in patient.nodes.living] == ["rank 2", "rank 3"]
 
@@ -102,22 +102,22 @@ def test_an_exit_is_heard_once_and_orders_arrive_in_order(patient: Other) -> Non
     words.send(what="exit", uid=2, code=-9)
     words.send(what="exit", uid=7, code=0)
     words.send(what="exit", uid=3, code=0)
-    first, second = patient.hear(Exit), patient.hear(Exit)
+    first, second = patient.hear(ProcessExit), patient.hear(ProcessExit)
     assert (first.child.uid, first.child.pid, first.code) == (2, 41, -9)
     assert (second.child.uid, second.code) == (3, 0)
-    patient.nodes.start(Place(9, 1, 0, None), 4, [0, 0, 1, 1])
+    patient.nodes.start(ProcessPlacement(9, 1, 0, None), 4, [0, 0, 1, 1])
     patient.nodes.send(15, {9, 1})
     patient.nodes.send(9)
     start, term, kill = Inbox(patient.store, NodeKeys.orders(1, 0)).take()
-    assert Start.from_json(start["start"]) == Start(Place(9, 1, 0, None), 4)
+    assert StartOrder.from_json(start["start"]) == StartOrder(ProcessPlacement(9, 1, 0, None), 4)
     assert (term["number"], term["uids"], term["for_all"]) == (15, [9], False)
     assert (kill["number"], kill["uids"], kill["for_all"]) == (9, [9], True)
 
 
 def test_what_a_beat_shows_of_processes_is_known_at_the_head(patient: Other) -> None:
     patient.come()
-    vital = Vital(2, 5, 0.1, False, 0.0, 0, 0.5, 1.0, 3, stack="in a loop")
-    patient.beat(0, vitals=(vital, Vital(99, 1, 0.0, False, 0.0, 0, 0.0, 0.0, 0)))
+    vital = ProcessHealth(2, 5, 0.1, False, 0.0, 0, 0.5, 1.0, 3, stack="in a loop")
+    patient.beat(0, vitals=(vital, ProcessHealth(99, 1, 0.0, False, 0.0, 0, 0.0, 0.0, 0)))
     until(patient.nodes.vitals)
     assert patient.nodes.vitals() == {2: vital}
     assert patient.nodes.stack(2) == "in a loop"
@@ -129,12 +129,12 @@ def test_a_beat_that_is_brought_back_is_no_sign_of_life(other: Other) -> None:
     other.beat(0)
     other.beat(1)
     begun = time.monotonic()
-    while not any(isinstance(one, Departure) for one in other.news):
+    while not any(isinstance(one, NodeDeparture) for one in other.news):
         assert time.monotonic() < begun + 20
         other.beat(0)  # again and again
         other.news += other.nodes.take()
         time.sleep(0.005)
-    gone = other.hear(Departure)
+    gone = other.hear(NodeDeparture)
     assert (gone.node, gone.uids) == (1, (2, 3))
     assert "is on node n1 (m0), which cannot be heard for" in gone.why
 
@@ -142,16 +142,16 @@ def test_a_beat_that_is_brought_back_is_no_sign_of_life(other: Other) -> None:
 def test_nothing_of_an_attempt_that_is_over_is_taken(other: Other) -> None:
     other.come()
     other.beat(0)
-    other.hear(Departure)
+    other.hear(NodeDeparture)
     assert other.nodes.living == []
     other.beat(1)
     Outbox(other.store, NodeKeys.words(1, 0)).send(what="exit", uid=2, code=0)
-    assert other.come(1) == Arrival(1, 1, "m1", False)
+    assert other.come(1) == NodeArrival(1, 1, "m1", False)
     other.beat(1)
-    assert not [one for one in other.news if isinstance(one, Exit)]
+    assert not [one for one in other.news if isinstance(one, ProcessExit)]
     Outbox(other.store, NodeKeys.words(1, 1)).send(what="leaves")
-    assert other.hear(Departure) == Departure(1, "", (2, 3))
-    assert not [one for one in other.news if isinstance(one, Exit)]
+    assert other.hear(NodeDeparture) == NodeDeparture(1, "", (2, 3))
+    assert not [one for one in other.news if isinstance(one, ProcessExit)]
 
 
 def test_a_second_launcher_waits_until_it_is_certain_that_the_first_one_lives(patient: Other) -> None:
@@ -175,9 +175,9 @@ def test_a_second_launcher_waits_until_it_is_certain_that_the_first_one_lives(pa
 def test_a_value_with_a_wrong_seal_ends_the_job(patient: Other) -> None:
     patient.come()
     patient.raw.set(f"{NodeKeys.words(1, 0)}/0", '{"what": "exit", "uid": 2, "code": 0}')
-    until(lambda: patient.raw.check([Keys.fatal]))
-    assert "was not written by this job" in patient.store.get(Keys.fatal)
+    until(lambda: patient.raw.check([StoreKeys.fatal]))
+    assert "was not written by this job" in patient.store.get(StoreKeys.fatal)
 
 
 def test_a_node_may_be_silent_for_longer_than_a_process() -> None:
-    assert lease_s(Patience(heartbeat_timeout_s=3.0)) == 6.0
+    assert lease_s(LivenessTimeouts(heartbeat_timeout_s=3.0)) == 6.0

@@ -17,9 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import evergrad as eg
 from evergrad.errors import UsageError
-from evergrad.recovery.gradients import Gradients
-from evergrad.recovery.optimizer_overlap import PER_PARAMETER, Overlap, refuse_overlap
-from evergrad.recovery.process_group import Alone, GroupBroken, Op, Ticket
+from evergrad.recovery.gradients import GradientReducer
+from evergrad.recovery.optimizer_overlap import PER_PARAMETER, OptimizerOverlap, refuse_overlap
+from evergrad.recovery.process_group import CollectiveWork, GroupBroken, Op, SingleRankGroup
 from evergrad.recovery.rank_state import Optimizers
 
 SMALL_MB = 0.0001
@@ -27,7 +27,7 @@ MANY = ["--bucket-mb", "0.0005"]
 """Almost every parameter is a bucket of its own: some are applied when a rank is lost."""
 
 
-class Doubling(Alone):
+class Doubling(SingleRankGroup):
     """Two ranks with the same gradients. A reduction is done as soon as `delay` others have begun after it."""
 
     size = 2
@@ -36,7 +36,7 @@ class Doubling(Alone):
         self.delay, self.begun = delay, 0
         self.breaks_at: int | None = None
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
         number, self.begun = self.begun, self.begun + 1
 
         def end() -> None:
@@ -44,7 +44,7 @@ class Doubling(Alone):
                 raise GroupBroken("rank 1 is gone")
             tensor.mul_(2)
 
-        return Ticket(end, lambda: self.begun > number + self.delay)
+        return CollectiveWork(end, lambda: self.begun > number + self.delay)
 
 
 class Lab:
@@ -54,18 +54,18 @@ class Lab:
         torch.manual_seed(0)
         self.net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
         self.x, self.around = torch.randn(3, 6), Around(Doubling(), 0.5, shares_buffers=False)
-        self.gradients = Gradients(self.net, self.around, keep=True, bucket_cap_mb=SMALL_MB, **options)
+        self.gradients = GradientReducer(self.net, self.around, keep=True, bucket_cap_mb=SMALL_MB, **options)
         weights = [parameter for parameter in self.net.parameters() if parameter.dim() > 1]
         biases = [parameter for parameter in self.net.parameters() if parameter.dim() == 1]
         self.optimizer = make([{"params": weights}, {"params": biases, "lr": 0.003, "weight_decay": 0.1}])
         self.scheduler = optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.7)
         if overlap:
-            self.gradients.overlap = Overlap(self.optimizer, self.gradients.parameters, undoable=True)
+            self.gradients.overlap = OptimizerOverlap(self.optimizer, self.gradients.parameters, undoable=True)
         self.around.at_end = self._settle
         self.broke: str | None = None
 
     @property
-    def overlap(self) -> Overlap:
+    def overlap(self) -> OptimizerOverlap:
         assert self.gradients.overlap is not None
         return self.gradients.overlap
 
@@ -301,7 +301,7 @@ def test_the_undo_log_holds_parameters_and_state_and_is_used_again() -> None:
     places = {copy.data_ptr() for copy in lab.overlap._log._memory.values()}  # type: ignore[union-attr]
     lab.step(2)
     assert {copy.data_ptr() for copy in lab.overlap._log._memory.values()} == places  # type: ignore[union-attr]
-    assert Overlap(lab.optimizer, lab.gradients.parameters, undoable=False).held_bytes == 0
+    assert OptimizerOverlap(lab.optimizer, lab.gradients.parameters, undoable=False).held_bytes == 0
 
 
 def test_an_update_that_fails_comes_out_of_backward_and_ddp_is_not_wedged() -> None:
@@ -378,7 +378,7 @@ def test_step_hooks_are_refused() -> None:
     lab = Lab(adam)
     lab.optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(UsageError, match="once a bucket"):
-        Overlap(lab.optimizer, lab.gradients.parameters, undoable=True)
+        OptimizerOverlap(lab.optimizer, lab.gradients.parameters, undoable=True)
 
 
 def test_several_optimizers_and_a_scaler_are_refused_at_the_step() -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from evergrad.recovery.local_state import Draws, Keeping, Own, Randomness, Snapshot, is_scaler
-from evergrad.recovery.process_group import Group, Op, Ticket
+from evergrad.recovery.local_state import DrawCounts, LocalState, NeighbourState, RngSnapshot, Snapshot, is_scaler
+from evergrad.recovery.process_group import CollectiveWork, Group, Op
 from evergrad.recovery.sockets import Sockets
 from evergrad.recovery.state_transfer import pack, receive_state, send_state, unpack
 
@@ -40,7 +40,7 @@ def seeds() -> None:
 
 def test_generators_go_back_to_where_they_were() -> None:
     drawn()
-    then = Randomness()
+    then = RngSnapshot()
     first = drawn()
     drawn()
     then.put_back()
@@ -52,9 +52,9 @@ def test_generators_travel_as_bytes_with_half_used_pairs_of_normal_numbers(is_od
     for _ in range(1 + is_odd):  # NumPy and Python draw normal numbers in pairs, and remember the second
         np.random.randn()
         random.gauss(0, 1)
-    parts = Randomness().parts()
+    parts = RngSnapshot().parts()
     first = drawn()
-    again = Randomness.of_parts([part.clone() for part in parts])
+    again = RngSnapshot.of_parts([part.clone() for part in parts])
     drawn()
     again.put_back()
     assert drawn() == first
@@ -66,10 +66,10 @@ def test_generators_travel_as_bytes_with_half_used_pairs_of_normal_numbers(is_od
 )
 def test_positions_tell_how_many_numbers_a_generator_has_given(draw: Callable[[], object], place: int) -> None:
     draw()  # a generator that was just seeded is at the end of its words
-    before = Randomness().positions()
+    before = RngSnapshot().positions()
     for _ in range(200):
         draw()
-    moved = [(now - then) % 624 for now, then in zip(Randomness().positions(), before, strict=True)]
+    moved = [(now - then) % 624 for now, then in zip(RngSnapshot().positions(), before, strict=True)]
     per_number = 2 if place else 1  # of 64 bits, and torch's of 32
     assert moved == [200 * 5 * per_number % 624 if each == place else 0 for each in range(3)]
 
@@ -77,7 +77,7 @@ def test_positions_tell_how_many_numbers_a_generator_has_given(draw: Callable[[]
 class Place:
     """The draws of the processes that have one rank, as they are posted: each step draws 3, some more."""
 
-    def __init__(self, draws: Draws, step: int = 0, position: int = 0) -> None:
+    def __init__(self, draws: DrawCounts, step: int = 0, position: int = 0) -> None:
         self.draws, self.step, self.position = draws, step, position
         self.posted: dict[str, Any] = {"point": -1}
 
@@ -113,10 +113,10 @@ def nothing(step: int) -> int:
 def test_a_process_that_draws_as_others_do_and_not_as_the_lost_rank_did_leaves_a_doubt(
     lost_draws: Any, other_draws: Any, heir_draws: Any, lost_at: int, ends_at: int, is_in_doubt: bool
 ) -> None:
-    lost, other = Place(Draws()), Place(Draws(), position=100)
+    lost, other = Place(DrawCounts()), Place(DrawCounts(), position=100)
     for place, extra in ((lost, lost_draws), (other, other_draws)):
         place.train(lost_at, extra)
-    heir = Place(Draws(), lost_at - 1, (lost.posted["drawn"][0] + lost.posted["first"][0]) % 624)
+    heir = Place(DrawCounts(), lost_at - 1, (lost.posted["drawn"][0] + lost.posted["first"][0]) % 624)
     heir.draws.inherit(lost.posted, {1: other.posted})
     heir.train(ends_at - lost_at + 1, heir_draws)
     other.train(ends_at - lost_at, other_draws)
@@ -125,10 +125,10 @@ def test_a_process_that_draws_as_others_do_and_not_as_the_lost_rank_did_leaves_a
 
 @pytest.mark.parametrize(("ends_at", "is_in_doubt"), [(24, True), (20, False)])
 def test_draws_between_epochs_leave_a_doubt_only_if_an_epoch_has_ended_since(ends_at: int, is_in_doubt: bool) -> None:
-    lost, other = Place(Draws()), Place(Draws())
+    lost, other = Place(DrawCounts()), Place(DrawCounts())
     lost.train(18, lambda step: 11 if step % 10 == 9 else 0, per_epoch=10)
     other.train(18, lambda step: 2 if step % 10 == 9 else 0, per_epoch=10)
-    heir = Place(Draws(), 17, lost.posted["drawn"][0])
+    heir = Place(DrawCounts(), 17, lost.posted["drawn"][0])
     heir.draws.inherit(lost.posted, {1: other.posted})
     heir.train(ends_at - 17, lambda step: 2 if step % 10 == 9 else 0, per_epoch=10)
     other.train(ends_at - 18, lambda step: 2 if step % 10 == 9 else 0, per_epoch=10)
@@ -136,17 +136,17 @@ def test_draws_between_epochs_leave_a_doubt_only_if_an_epoch_has_ended_since(end
 
 
 def test_reading_generators_advances_none() -> None:
-    then = Randomness()
+    then = RngSnapshot()
     first = drawn()
     then.put_back()
-    Randomness().parts()
+    RngSnapshot().parts()
     assert drawn() == first
 
 
 def test_the_bytes_of_generators_are_always_as_many() -> None:
-    sizes = [part.numel() for part in Randomness().parts()]
+    sizes = [part.numel() for part in RngSnapshot().parts()]
     drawn()
-    assert [part.numel() for part in Randomness().parts()] == sizes
+    assert [part.numel() for part in RngSnapshot().parts()] == sizes
 
 
 # What one rank alone has.
@@ -174,7 +174,7 @@ def buffers(fill: float = 0.0) -> list[torch.Tensor]:
 def test_another_process_becomes_what_this_one_was(loader: Loader | None) -> None:
     mine, theirs = buffers(3.0), buffers()
     mine[5].copy_(torch.randn(4, 3, 2, 2))
-    own, other = Own(mine), Own(theirs)
+    own, other = LocalState(mine), LocalState(theirs)
     own.loader = loader
     taken = own.take()
     first = drawn()
@@ -197,22 +197,22 @@ class Ring(Group):
     def __init__(self, rank: int, size: int, wires: dict[tuple[int, int], queue.Queue[torch.Tensor]]) -> None:
         self.rank, self.size, self._wires = rank, size, wires
 
-    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+    def send(self, tensor: torch.Tensor, to: int) -> CollectiveWork:
         self._wires[self.rank, to].put(tensor.clone())
-        return Ticket()
+        return CollectiveWork()
 
-    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
         def wait() -> None:
             found = self._wires[sender, self.rank].get(timeout=10)
             assert found.numel() == tensor.numel(), "sizes differ"
             tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
 
-        return Ticket(wait)
+        return CollectiveWork(wait)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
         raise NotImplementedError
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
         raise NotImplementedError
 
     def interrupt(self, reason: str) -> None:
@@ -244,9 +244,9 @@ def together(*acts: Callable[[], object]) -> list[Any]:
     return found
 
 
-def exchanged(points: range, sizes: Callable[[int], int], *, vary: bool = False) -> list[Keeping]:
+def exchanged(points: range, sizes: Callable[[int], int], *, vary: bool = False) -> list[NeighbourState]:
     """Three ranks of uids 10, 11, 12 that passed these points; each had its uid and the point, again and again."""
-    uids, groups, kept = (10, 11, 12), ring(3), [Keeping() for _ in range(3)]
+    uids, groups, kept = (10, 11, 12), ring(3), [NeighbourState() for _ in range(3)]
 
     def run(rank: int) -> None:
         for point in points:

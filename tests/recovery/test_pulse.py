@@ -13,19 +13,30 @@ from dataclasses import replace
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.recovery.heartbeat import Finding, Page, Patience, Pulse, Vigil, Vital, innermost, is_stopped
-from evergrad.recovery.launch.launcher import Questions
+from evergrad.recovery.heartbeat import (
+    HeartbeatPage,
+    HeartbeatThreads,
+    LivenessFinding,
+    LivenessRules,
+    LivenessTimeouts,
+    ProcessHealth,
+    innermost,
+    is_stopped,
+)
+from evergrad.recovery.launch.launcher import StoreQueries
 
-WELL = Vital(0, beats=9, silent_s=0.1, is_stopped=False, asks_s=0.0, asks_beats=0, waits_s=0.0, waited_s=0.0, waits=0)
-PATIENCE = Patience(heartbeat_timeout_s=1.0, warn_after_s=5.0, hang_timeout_s=60.0)
+WELL = ProcessHealth(
+    0, beats=9, silent_s=0.1, is_stopped=False, asks_s=0.0, asks_beats=0, waits_s=0.0, waited_s=0.0, waits=0
+)
+PATIENCE = LivenessTimeouts(heartbeat_timeout_s=1.0, warn_after_s=5.0, hang_timeout_s=60.0)
 
 
-def vitals(*each: Vital) -> dict[int, Vital]:
+def vitals(*each: ProcessHealth) -> dict[int, ProcessHealth]:
     return {uid: replace(vital, uid=uid) for uid, vital in enumerate(each)}
 
 
-def judged(*each: Vital, patience: Patience = PATIENCE) -> list[Finding]:
-    return Vigil(patience).judge(vitals(*each), range(len(each)), 0, 0.0)
+def judged(*each: ProcessHealth, patience: LivenessTimeouts = PATIENCE) -> list[LivenessFinding]:
+    return LivenessRules(patience).judge(vitals(*each), range(len(each)), 0, 0.0)
 
 
 def await_true(is_so: object, seconds: float = 30.0) -> None:
@@ -37,8 +48,8 @@ def await_true(is_so: object, seconds: float = 30.0) -> None:
 
 
 def test_a_page_is_seen_by_who_shares_it() -> None:
-    mine = Page.make()
-    watched = Page(os.dup(mine.fd))
+    mine = HeartbeatPage.make()
+    watched = HeartbeatPage(os.dup(mine.fd))
     assert watched.read(3, os.getpid()).beats == 0
     mine.beat("somewhere")
     with mine.waiting():
@@ -55,13 +66,13 @@ def test_a_page_is_seen_by_who_shares_it() -> None:
 
 
 def test_a_pulse_shows_what_the_main_thread_does_and_what_the_store_does_not_answer() -> None:
-    page, asked, answer = Page.make(), threading.Event(), threading.Event()
+    page, asked, answer = HeartbeatPage.make(), threading.Event(), threading.Event()
 
     def ask() -> None:
         asked.set()
         answer.wait(30)
 
-    pulse = Pulse(page, 0.01, ask)
+    pulse = HeartbeatThreads(page, 0.01, ask)
     pulse.start()
     assert asked.wait(30)
     await_true(lambda: page.read(0, os.getpid()).asks_beats > 3)
@@ -74,12 +85,12 @@ def test_a_pulse_shows_what_the_main_thread_does_and_what_the_store_does_not_ans
 
 
 def test_a_store_that_is_gone_ends_the_asking() -> None:
-    page = Page.make()
+    page = HeartbeatPage.make()
 
     def ask() -> None:
         raise RuntimeError("the store is gone")
 
-    pulse = Pulse(page, 0.001, ask)
+    pulse = HeartbeatThreads(page, 0.001, ask)
     pulse.start()
     await_true(lambda: "evergrad-asks" not in {thread.name for thread in threading.enumerate()})
     before = page.read(0, os.getpid()).beats
@@ -134,7 +145,7 @@ def test_who_is_well_is_left_alone() -> None:
         (replace(WELL, silent_s=61.0), "hung"),
     ],
 )
-def test_who_is_stopped_cut_off_or_silent_is_lost(vital: Vital, kind: str) -> None:
+def test_who_is_stopped_cut_off_or_silent_is_lost(vital: ProcessHealth, kind: str) -> None:
     (found,) = judged(WELL, vital)
     assert (found.uid, found.kind, found.is_lost) == (1, kind, True)
 
@@ -150,12 +161,12 @@ def test_who_is_stopped_cut_off_or_silent_is_lost(vital: Vital, kind: str) -> No
         replace(WELL, beats=0, silent_s=1e9, is_stopped=True),  # has not begun
     ],
 )
-def test_who_is_only_busy_or_has_not_begun_is_not(vital: Vital) -> None:
+def test_who_is_only_busy_or_has_not_begun_is_not(vital: ProcessHealth) -> None:
     assert judged(WELL, vital) == []
 
 
 def test_who_waits_for_an_answer_is_cut_off_only_if_the_store_has_given_others() -> None:
-    questions = Questions()
+    questions = StoreQueries()
     tests: list[str] = []
 
     def asks_s(asks_beats: int, beats: int) -> float:
@@ -174,7 +185,7 @@ def test_who_waits_for_an_answer_is_cut_off_only_if_the_store_has_given_others()
 
 
 def test_who_keeps_others_waiting_is_reported_once_and_lost_when_it_takes_too_long() -> None:
-    vigil = Vigil(PATIENCE)
+    vigil = LivenessRules(PATIENCE)
     waits = replace(WELL, waits_s=6.0)
     assert [(one.uid, one.kind, one.is_lost) for one in vigil.judge(vitals(waits, WELL, waits), range(3), 0, 0.0)] == [
         (1, "late", False)
@@ -189,7 +200,7 @@ def test_who_keeps_others_waiting_is_reported_once_and_lost_when_it_takes_too_lo
 
 def test_a_spare_is_never_late() -> None:
     waits = replace(WELL, waits_s=6.0)
-    assert Vigil(PATIENCE).judge(vitals(waits, waits, WELL), range(2), 0, 0.0) == []
+    assert LivenessRules(PATIENCE).judge(vitals(waits, waits, WELL), range(2), 0, 0.0) == []
 
 
 def test_where_all_wait_for_each_other_nobody_is_lost() -> None:
@@ -199,7 +210,7 @@ def test_where_all_wait_for_each_other_nobody_is_lost() -> None:
 
 
 def test_a_straggler_is_who_never_waits_while_the_others_do() -> None:
-    vigil = Vigil(replace(PATIENCE, straggler_factor=3.0, replaces_stragglers=True))
+    vigil = LivenessRules(replace(PATIENCE, straggler_factor=3.0, replaces_stragglers=True))
     slow = replace(WELL, waited_s=1.0, waits=50)
     quick = replace(WELL, waited_s=8.0, waits=50)
     assert vigil.judge(vitals(WELL, WELL, WELL), range(3), 0, 0.0) == []
@@ -220,4 +231,4 @@ def test_a_straggler_is_who_never_waits_while_the_others_do() -> None:
 )
 def test_patience_is_checked(wrong: dict[str, float], option: str) -> None:
     with pytest.raises(UsageError, match=option):
-        Patience(**wrong)  # type: ignore[arg-type]
+        LivenessTimeouts(**wrong)  # type: ignore[arg-type]

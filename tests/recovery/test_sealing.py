@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from evergrad._wire import Forged, Secret
 from evergrad.errors import FileAccessError
-from evergrad.recovery.store import Sealed, SealedStore
+from evergrad.recovery.store import SignedStore, SignedTorchStore
 
 MINE, OTHERS = Secret(b"a" * 32), Secret(b"b" * 32)
 
@@ -62,7 +62,7 @@ def test_the_secret_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_a_store_gives_nothing_that_others_wrote() -> None:
     store = HashStore()
-    mine, stranger = Sealed(store, MINE), Sealed(store, OTHERS)
+    mine, stranger = SignedStore(store, MINE), SignedStore(store, OTHERS)
     mine.set("a", "text")
     assert (mine.get("a"), mine.find("a"), mine.has("a"), mine.find("b"), mine.has("b")) == (
         "text",
@@ -85,7 +85,7 @@ def test_gloo_meets_only_who_knows_the_secret() -> None:
 
     def meet(rank: int, secret: Secret) -> None:
         try:
-            dist.ProcessGroupGloo(SealedStore(store, "group/0", secret), rank, 2, timedelta(seconds=20))
+            dist.ProcessGroupGloo(SignedTorchStore(store, "group/0", secret), rank, 2, timedelta(seconds=20))
             said[rank] = "met"
         except Forged as error:
             said[rank] = str(error)

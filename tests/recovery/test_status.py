@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from evergrad.recovery.launch.output import Relay, Status
+from evergrad.recovery.launch.output import JobStatus, OutputRelay
 from evergrad.recovery.launch.processes import Child
 
-STATUS = Status(step=120, ranks=3, num_ranks=4, spares=1, failures=2, generation=2)
+STATUS = JobStatus(step=120, ranks=3, num_ranks=4, spares=1, failures=2, generation=2)
 
 
 class Printer:
@@ -38,8 +38,8 @@ class Printer:
 
 
 @contextmanager
-def relaying(logs: Path, *printers: Printer, all_to_stderr: bool = False) -> Iterator[Relay]:
-    relay = Relay(logs, all_to_stderr=all_to_stderr, status=lambda: STATUS)
+def relaying(logs: Path, *printers: Printer, all_to_stderr: bool = False) -> Iterator[OutputRelay]:
+    relay = OutputRelay(logs, all_to_stderr=all_to_stderr, status=lambda: STATUS)
     try:
         for printer in printers:
             relay.add(printer.child)
@@ -206,11 +206,11 @@ def test_on_a_terminal_lines_scroll_above_the_status(tmp_path: Path, monkeypatch
     ("status", "text"),
     [
         (
-            Status(None, 4, 4, 0, 0, 0),
+            JobStatus(None, 4, 4, 0, 0, 0),
             "starting · 4 of 4 ranks · 0 spares waiting · 0 failures survived · generation 0",
         ),
-        (Status(7, 1, 2, 1, 1, 1), "step 7 · 1 of 2 ranks · 1 spare waiting · 1 failure survived · generation 1"),
+        (JobStatus(7, 1, 2, 1, 1, 1), "step 7 · 1 of 2 ranks · 1 spare waiting · 1 failure survived · generation 1"),
     ],
 )
-def test_the_status_in_words(status: Status, text: str) -> None:
+def test_the_status_in_words(status: JobStatus, text: str) -> None:
     assert str(status) == text

@@ -11,34 +11,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad.recovery import decide as module
-from evergrad.recovery.decide import STRATEGIES, Stop, Strategy, decide, is_exact, is_rest, relaunched
-from evergrad.recovery.membership import Plan, Point, Report, Verdict
+from evergrad.recovery.decide import (
+    STRATEGIES,
+    StopDecision,
+    Strategy,
+    decide,
+    is_after_others_finished,
+    is_exact,
+    with_relaunched_members,
+)
+from evergrad.recovery.membership import MembershipPlan, PointKind, SurvivorReport, Verdict
 
-BEGIN, STEP, END, JOIN = Point.BEGIN, Point.STEP, Point.END, Point.JOIN
+BEGIN, STEP, END, JOIN = PointKind.BEGIN, PointKind.STEP, PointKind.END, PointKind.JOIN
 PROCEED, RETRY, REDO, REPAIR, RESTART, LEAVE = Verdict
-FOUR = Plan(3, (10, 11, 12, 13), point=5)
+FOUR = MembershipPlan(3, (10, 11, 12, 13), point=5)
 
 
-def saw(plan: Plan, uid: int, point: int, kind: Point = STEP, **more: Any) -> Report:
+def saw(plan: MembershipPlan, uid: int, point: int, kind: PointKind = STEP, **more: Any) -> SurvivorReport:
     rank = plan.rank_of(uid)
     assert rank is not None
-    return Report(uid, rank, plan.generation, point, kind, step=point, **more)
+    return SurvivorReport(uid, rank, plan.generation, point, kind, step=point, **more)
 
 
-def after(plan: Plan, reports: Iterable[Report], strategy: Strategy = "rollback", **known: Any) -> Plan:
+def after(
+    plan: MembershipPlan, reports: Iterable[SurvivorReport], strategy: Strategy = "rollback", **known: Any
+) -> MembershipPlan:
     """The next plan; who has neither reported nor finished is dead."""
     found = _decided(plan, reports, strategy, **known)
-    assert isinstance(found, Plan), found
+    assert isinstance(found, MembershipPlan), found
     return found
 
 
-def _decided(plan: Plan, reports: Iterable[Report], strategy: Strategy, **known: Any) -> Plan | Stop:
+def _decided(
+    plan: MembershipPlan, reports: Iterable[SurvivorReport], strategy: Strategy, **known: Any
+) -> MembershipPlan | StopDecision:
     seen = {report.uid: report for report in reports}
     dead = set(plan.members) - seen.keys() - known.get("finished", set()) | known.pop("dead", set())
     return decide(plan, seen, strategy=strategy, dead=dead, **known)
 
 
-def all_at(plan: Plan, uids: Sequence[int], point: int, kind: Point = STEP, **more: Any) -> list[Report]:
+def all_at(
+    plan: MembershipPlan, uids: Sequence[int], point: int, kind: PointKind = STEP, **more: Any
+) -> list[SurvivorReport]:
     return [saw(plan, uid, point, kind, **more) for uid in uids]
 
 
@@ -60,7 +74,7 @@ def all_at(plan: Plan, uids: Sequence[int], point: int, kind: Point = STEP, **mo
     ],
 )
 def test_the_kind_of_point_and_the_strategy_say_what_survivors_do(
-    kind: Point, strategy: Strategy, verdict: Verdict
+    kind: PointKind, strategy: Strategy, verdict: Verdict
 ) -> None:
     plan = after(FOUR, all_at(FOUR, (10, 12, 13), 7, kind, buckets=2), strategy)
     assert plan.verdicts == {10: verdict, 12: verdict, 13: verdict}
@@ -78,10 +92,12 @@ def test_whoever_is_behind_goes_ahead() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_take_a_point_for_different_ones_cannot_go_on(strategy: Strategy) -> None:
     stop = _decided(FOUR, [*all_at(FOUR, [10, 11], 7, BEGIN), saw(FOUR, 12, 7, STEP)], strategy, can_restart=True)
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, StopDecision)
     assert stop.is_mistake
     assert stop.reason.endswith("rank 1 begins an epoch, and rank 2 is in a step")
-    assert isinstance(after(FOUR, [*all_at(FOUR, [10, 11], 7, JOIN), saw(FOUR, 12, 7, STEP)], "rollback"), Plan)
+    assert isinstance(
+        after(FOUR, [*all_at(FOUR, [10, 11], 7, JOIN), saw(FOUR, 12, 7, STEP)], "rollback"), MembershipPlan
+    )
 
 
 def test_nobody_can_be_two_points_behind() -> None:
@@ -102,19 +118,19 @@ def test_who_died_after_its_report_is_dead() -> None:
 
 @pytest.mark.parametrize("kind", [STEP, END])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_where_one_has_finished_the_others_go_ahead(kind: Point, strategy: Strategy) -> None:
+def test_where_one_has_finished_the_others_go_ahead(kind: PointKind, strategy: Strategy) -> None:
     reports = all_at(FOUR, (11, 12), 9, kind, done=(0, 1) if kind is STEP else (), buckets=2 if kind is STEP else 0)
     plan = after(FOUR, reports, strategy, finished={10}, spares=[20], min_ranks=4)
     assert plan.verdicts == {11: PROCEED, 12: PROCEED}
     assert (plan.members, plan.dead, plan.point, plan.kind) == ((11, 12), (13,), 10, END)
     assert not plan.joiners  # there is nothing left to do
-    assert is_rest(plan)
+    assert is_after_others_finished(plan)
     assert not is_exact(plan), "a rank has died"
 
 
 def test_ranks_that_do_not_hear_that_the_job_is_over_end_as_if_they_had() -> None:
     plan = after(FOUR, all_at(FOUR, (11, 12), 9, END), finished={10, 13})
-    assert is_rest(plan)
+    assert is_after_others_finished(plan)
     assert is_exact(plan)
 
 
@@ -165,7 +181,7 @@ def test_where_spares_run_out_places_vanish() -> None:
 
 
 def test_of_two_ranks_each_keeps_the_others_things() -> None:
-    pair = Plan(0, (0, 1))
+    pair = MembershipPlan(0, (0, 1))
     assert after(pair, [saw(pair, 1, 4)], spares=[2]).keepers == {2: 1}
 
 
@@ -177,7 +193,7 @@ def test_the_last_one_goes_on_alone() -> None:
 
 
 def test_before_the_first_point_nobody_keeps_anything() -> None:
-    start = Plan(0, (0, 1, 2))
+    start = MembershipPlan(0, (0, 1, 2))
     plan = after(start, all_at(start, (0, 2), 0, BEGIN), spares=[3])
     assert (plan.members, plan.source, plan.keepers) == ((0, 3, 2), 0, {})
     assert not is_exact(plan)
@@ -256,11 +272,13 @@ def test_a_joiner_learns_rather_from_one_that_has_not_done_its_backward_pass() -
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_too_few_ranks_stop_the_job_and_say_what_to_do(strategy: Strategy) -> None:
     found = _decided(FOUR, all_at(FOUR, (10,), 7, buckets=1), strategy, spares=[20], min_ranks=3)
-    assert found == Stop(
+    assert found == StopDecision(
         "too few ranks: 1 of 4 left, 1 spare waiting, 3 needed",
         "Start it again with more spares or a lower --min-ranks; with a checkpointer it goes on where it saved.",
     )
-    assert isinstance(_decided(FOUR, all_at(FOUR, (10,), 7, buckets=1), strategy, spares=[20], min_ranks=2), Plan)
+    assert isinstance(
+        _decided(FOUR, all_at(FOUR, (10,), 7, buckets=1), strategy, spares=[20], min_ranks=2), MembershipPlan
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -272,7 +290,7 @@ def test_too_few_ranks_start_anew_where_they_can(strategy: Strategy) -> None:
 
 def test_without_survivors_spares_alone_cannot_go_on() -> None:
     found = _decided(FOUR, [], "rollback", spares=[20, 21, 22, 23])
-    assert isinstance(found, Stop)
+    assert isinstance(found, StopDecision)
     assert "0 of 4 left, 4 spares waiting, 1 needed" in found.reason
     assert after(FOUR, [], spares=[20], can_restart=True).relaunch
 
@@ -280,13 +298,13 @@ def test_without_survivors_spares_alone_cannot_go_on() -> None:
 def test_those_without_the_state_alone_cannot_go_on() -> None:
     joined = after(FOUR, all_at(FOUR, (10,), 7), spares=[20, 21, 22])
     reports = [saw(joined, uid, 7, has_state=False) for uid in (20, 21)]
-    assert isinstance(_decided(joined, reports, "rollback"), Stop)
+    assert isinstance(_decided(joined, reports, "rollback"), StopDecision)
     assert after(joined, reports, can_restart=True).relaunch
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_restart_that_came_to_no_point_is_begun_again(strategy: Strategy) -> None:
-    back = Plan(4, (10, 20, 12), previous=(10, 11, 12), point=7, joiners=(20,), restart=True)
+    back = MembershipPlan(4, (10, 20, 12), previous=(10, 11, 12), point=7, joiners=(20,), restart=True)
     reports = [saw(back, 10, 6), saw(back, 20, 7, BEGIN, has_state=False)]
     plan = after(back, reports, strategy, spares=[21])
     assert (plan.restart, plan.relaunch, plan.point, plan.source) == (True, False, 7, None)
@@ -300,9 +318,9 @@ def test_plans_and_reports_survive_the_store() -> None:
     repair = after(FOUR, all_at(FOUR, (10, 12, 13), 7, buckets=1), "forward", spares=[20])
     assert repair.vacant
     assert repair.held
-    assert Plan.from_json(repair.to_json()) == repair
+    assert MembershipPlan.from_json(repair.to_json()) == repair
     report = saw(FOUR, 10, 7, done=(1,), buckets=2, has_state=False)
-    assert Report.from_json(report.to_json()) == report
+    assert SurvivorReport.from_json(report.to_json()) == report
 
 
 @st.composite
@@ -320,7 +338,7 @@ def courses(draw: st.DrawFn) -> tuple[Strategy, int, int, list[list[int]]]:
 @given(courses())
 def test_whatever_dies_wherever_the_others_go_on_together(course: tuple[Strategy, int, int, list[list[int]]]) -> None:
     strategy, num_ranks, num_spares, happenings = course
-    plan, spares = Plan(0, tuple(range(num_ranks))), list(range(100, 100 + num_spares))
+    plan, spares = MembershipPlan(0, tuple(range(num_ranks))), list(range(100, 100 + num_spares))
     at = dict.fromkeys(plan.members, 0)
     """The point that each rank stands before; a joiner without state is not here."""
     for numbers in happenings:
@@ -334,7 +352,7 @@ def test_whatever_dies_wherever_the_others_go_on_together(course: tuple[Strategy
             dead=set(plan.members) - set(lives),
         )
         able = [uid for uid in lives if reports[uid].has_state]
-        if isinstance(found, Stop):
+        if isinstance(found, StopDecision):
             assert not able
             assert strategy != "restart" or not lives
             return
@@ -347,7 +365,7 @@ def test_whatever_dies_wherever_the_others_go_on_together(course: tuple[Strategy
         plan = found
 
 
-def _reports(plan: Plan, at: dict[int, int], numbers: list[int]) -> dict[int, Report]:
+def _reports(plan: MembershipPlan, at: dict[int, int], numbers: list[int]) -> dict[int, SurvivorReport]:
     """What ranks can see: each of them stood before a point, and this generation came to some later one, or to none."""
     went_on = numbers[6] % 3
     kind = (BEGIN, END, STEP, STEP, STEP)[numbers[7] % 5]
@@ -372,10 +390,16 @@ def _reports(plan: Plan, at: dict[int, int], numbers: list[int]) -> dict[int, Re
     return reports
 
 
-def _check(plan: Plan, found: Plan, reports: dict[int, Report], strategy: Strategy, spares: list[int]) -> None:
+def _check(
+    plan: MembershipPlan,
+    found: MembershipPlan,
+    reports: dict[int, SurvivorReport],
+    strategy: Strategy,
+    spares: list[int],
+) -> None:
     """What is true of every plan."""
     able = {uid: report for uid, report in reports.items() if report.has_state}
-    assert Plan.from_json(found.to_json()) == found
+    assert MembershipPlan.from_json(found.to_json()) == found
     assert found.generation == plan.generation + 1
     assert found.previous == plan.members
     assert len(set(found.members)) == len(found.members) >= 1
@@ -419,22 +443,22 @@ def _check(plan: Plan, found: Plan, reports: dict[int, Report], strategy: Strate
 
 
 def test_a_relaunch_keeps_the_living_then_takes_spares_then_starts_processes() -> None:
-    plan = Plan(3, (), previous=(0, 1, 2), verdicts={1: Verdict.RESTART}, relaunch=True)
+    plan = MembershipPlan(3, (), previous=(0, 1, 2), verdicts={1: Verdict.RESTART}, relaunch=True)
     started: list[tuple[int, int | None]] = []
 
     def start(rank: int, before: int | None) -> int:
         started.append((rank, before))
         return 90 + rank
 
-    whole = relaunched(plan, 4, [7], start)
+    whole = with_relaunched_members(plan, 4, [7], start)
     assert whole.members == (7, 1, 92, 93)
     assert whole.joiners == (7, 92, 93)
     assert started == [(2, 2), (3, None)], "the last place had nobody before"
 
 
 def simply_decided(
-    plan: Plan,
-    reports: Mapping[int, Report],
+    plan: MembershipPlan,
+    reports: Mapping[int, SurvivorReport],
     *,
     strategy: Strategy,
     spares: Sequence[int],
@@ -443,7 +467,7 @@ def simply_decided(
     can_restart: bool,
     finished: Set[int],
     dead: Set[int],
-) -> Plan | Stop:
+) -> MembershipPlan | StopDecision:
     """The rules of `decide` as plainly as they can be written, whatever that costs with many ranks."""
     present = {uid: reports[uid] for uid in plan.members if uid in reports and uid not in finished and uid not in dead}
     gone = tuple(uid for uid in plan.members if uid not in present and uid not in finished)
@@ -454,7 +478,7 @@ def simply_decided(
     staying = {uid: report for uid, report in able.items() if uid not in left}
     here = [uid for uid in present if uid not in left]
     planned = not gone and all(report.planned for report in present.values())
-    way = module._way(plan, present, able, strategy, is_planned=planned)
+    way = module._resumption(plan, present, able, strategy, is_planned=planned)
     repairs = REPAIR in list(way.verdicts.values())
 
     places = list(plan.members)
@@ -483,7 +507,7 @@ def simply_decided(
     after = dict(seats)
     held = {} if way.restarts else module._held(plan, staying, way.point, {uid: after[uid] for uid in members})
     source = module._source(members, way.verdicts, staying, way.point) if joiners and not way.restarts else None
-    return Plan(
+    return MembershipPlan(
         plan.generation + 1,
         members,
         previous=plan.members,
@@ -508,7 +532,7 @@ def simply_decided(
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Plan, dict[int, Report], dict[str, Any]]:
+def situations(draw: st.DrawFn) -> tuple[MembershipPlan, dict[int, SurvivorReport], dict[str, Any]]:
     """Any plan, possible or not, and what became of its members."""
     uids = draw(st.permutations(range(14)))
     num_ranks, num_spares = draw(st.integers(1, 8)), draw(st.integers(0, 5))
@@ -516,7 +540,7 @@ def situations(draw: st.DrawFn) -> tuple[Plan, dict[int, Report], dict[str, Any]
     spares, old = others[:num_spares], others[num_spares:]
     vacant = tuple((draw(st.integers(0, 10)), uid) for uid in old[: draw(st.integers(0, 3))])
     holders = st.dictionaries(st.sampled_from(members), st.sampled_from(members))
-    plan = Plan(
+    plan = MembershipPlan(
         3,
         members,
         point=draw(st.integers(4, 5)),
@@ -533,7 +557,7 @@ def situations(draw: st.DrawFn) -> tuple[Plan, dict[int, Report], dict[str, Any]
         fate = draw(st.sampled_from(["here"] * 6 + ["dead", "dead late", "finished"]))
         if fate != "dead":
             behind = kind is not JOIN and draw(st.booleans())
-            reports[uid] = Report(
+            reports[uid] = SurvivorReport(
                 uid, rank, 3, 6 - behind, STEP if behind else kind, draw(st.integers(3, 6)),
                 first=draw(st.sampled_from([-1, -1, 5])) if kind is STEP else -1,
                 done=draw(st.sampled_from([(), (0,), (0, 1)])), buckets=2,
@@ -560,8 +584,9 @@ def situations(draw: st.DrawFn) -> tuple[Plan, dict[int, Report], dict[str, Any]
 
 
 def _outcome_of(
-    decided: Callable[..., Plan | Stop], situation: tuple[Plan, dict[int, Report], dict[str, Any]]
-) -> Plan | Stop | str:
+    decided: Callable[..., MembershipPlan | StopDecision],
+    situation: tuple[MembershipPlan, dict[int, SurvivorReport], dict[str, Any]],
+) -> MembershipPlan | StopDecision | str:
     plan, reports, known = situation
     try:
         return decided(plan, reports, **known)
@@ -572,11 +597,11 @@ def _outcome_of(
 @settings(max_examples=400)
 @given(situations())
 def test_decisions_are_those_of_the_rules_written_plainly(
-    situation: tuple[Plan, dict[int, Report], dict[str, Any]],
+    situation: tuple[MembershipPlan, dict[int, SurvivorReport], dict[str, Any]],
 ) -> None:
     found, expected = _outcome_of(decide, situation), _outcome_of(simply_decided, situation)
     assert found == expected
-    if isinstance(found, Plan) and isinstance(expected, Plan):
+    if isinstance(found, MembershipPlan) and isinstance(expected, MembershipPlan):
         # Equal dicts may differ in their order, which the store keeps.
         assert json.loads(found.to_json()) == json.loads(expected.to_json())
 
@@ -595,11 +620,13 @@ class Counted(int):
         return int.__hash__(self)
 
 
-def _lost(ranks: int, part: int, kind: Point = STEP, **more: Any) -> tuple[Plan, dict[int, Report], set[int]]:
+def _lost(
+    ranks: int, part: int, kind: PointKind = STEP, **more: Any
+) -> tuple[MembershipPlan, dict[int, SurvivorReport], set[int]]:
     """A generation of so many ranks, of which every so-manyth died."""
-    plan = Plan(3, tuple(Counted(uid) for uid in range(ranks)), point=5)
+    plan = MembershipPlan(3, tuple(Counted(uid) for uid in range(ranks)), point=5)
     dead = {uid for uid in plan.members if part and not uid % part}
-    seen = {uid: Report(uid, rank, 3, 7, kind, 7, buckets=2, **more) for rank, uid in enumerate(plan.members)}
+    seen = {uid: SurvivorReport(uid, rank, 3, 7, kind, 7, buckets=2, **more) for rank, uid in enumerate(plan.members)}
     return plan, {uid: report for uid, report in seen.items() if uid not in dead}, dead
 
 
@@ -610,7 +637,7 @@ def _decides_after_losses(ranks: int, strategy: Strategy, part: int, spares: int
 
 def _decides_while_half_leave(ranks: int) -> None:
     plan, reports, _ = _lost(ranks, 0, JOIN, planned=True)
-    leaving = {uid: Report(uid, uid, 3, 7, JOIN, 7, planned=True, leaves=bool(uid % 2)) for uid in plan.members}
+    leaving = {uid: SurvivorReport(uid, uid, 3, 7, JOIN, 7, planned=True, leaves=bool(uid % 2)) for uid in plan.members}
     decide(plan, reports | leaving, strategy="rollback")
 
 
@@ -623,15 +650,15 @@ def _decides_to_grow(ranks: int) -> None:
 def _fills_vacant_places(ranks: int) -> None:
     plan, reports, _ = _lost(ranks, 0, JOIN, planned=True)
     vacant = tuple((2 * place, Counted(10 * ranks + place)) for place in range(ranks // 2))
-    gapped = Plan(3, plan.members, point=5, vacant=vacant)
+    gapped = MembershipPlan(3, plan.members, point=5, vacant=vacant)
     decide(gapped, reports, strategy="rollback", spares=[Counted(ranks + each) for each in range(ranks // 2)])
 
 
 def _relaunches(ranks: int) -> None:
     plan, reports, dead = _lost(ranks, 2)
     found = decide(plan, reports, strategy="restart", dead=dead, min_ranks=ranks, can_restart=True)
-    assert isinstance(found, Plan)
-    relaunched(found, ranks, [Counted(2 * ranks)], lambda rank, before: Counted(3 * ranks + rank))
+    assert isinstance(found, MembershipPlan)
+    with_relaunched_members(found, ranks, [Counted(2 * ranks)], lambda rank, before: Counted(3 * ranks + rank))
 
 
 def _asks_for_every_rank(ranks: int) -> None:

@@ -19,7 +19,7 @@ from test_joiners import ends, summary_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from evergrad.recovery.untracked_state import (
-    Untracked,
+    UntrackedState,
     _script_code,
     find_generators,
     find_schedulers,
@@ -147,7 +147,7 @@ def trained() -> torch.optim.Optimizer:
 
 
 def train(
-    untracked: Untracked,
+    untracked: UntrackedState,
     optimizer: Any,
     steps: range,
     each: Callable[[int], None] = lambda _: None,
@@ -171,15 +171,15 @@ def test_hyper_parameters_that_begin_anew_are_recognised_although_the_script_rea
     def set_rate(counter: int) -> None:
         optimizer.param_groups[0]["lr"] = 1 / (1 + counter)
 
-    opening = train(Untracked(said.append), optimizer, range(10), set_rate)
+    opening = train(UntrackedState(said.append), optimizer, range(10), set_rate)
     assert len(opening) == 4
     for offset, expected in ((10, "step 10, after the job went on from step 10, has the hyper-parameters"), (0, "")):
         said.clear()
         set_rate(9)
-        untracked = Untracked(said.append)
+        untracked = UntrackedState(said.append)
         untracked.restored(10, optimizer.param_groups)
 
-        def code(step: int, untracked: Untracked = untracked, offset: int = offset) -> None:
+        def code(step: int, untracked: UntrackedState = untracked, offset: int = offset) -> None:
             untracked.has_read_step = True
             set_rate(step - offset)
 
@@ -213,8 +213,8 @@ def test_a_counter_that_begins_anew_leaves_a_doubt_although_the_script_logs_wher
         if found is not None:
             group["lr"] = group["lr"] * found if found == 0.1 else found
 
-    opening = train(Untracked(said.append), optimizer, range(from_step), set_rate)
-    untracked = Untracked(said.append)
+    opening = train(UntrackedState(said.append), optimizer, range(from_step), set_rate)
+    untracked = UntrackedState(said.append)
     untracked.restored(from_step, optimizer.param_groups)
 
     def code(step: int) -> None:
@@ -230,8 +230,8 @@ def test_rates_that_a_script_sets_and_that_do_not_change_leave_a_doubt_at_the_en
     optimizer = trained()
     for by_script, began, expected in ((True, 4, 1), (False, 4, 0), (True, 0, 0)):
         said.clear()
-        opening = train(Untracked(said.append), optimizer, range(began))
-        untracked = Untracked(said.append)
+        opening = train(UntrackedState(said.append), optimizer, range(began))
+        untracked = UntrackedState(said.append)
         untracked.restored(began, optimizer.param_groups)
         train(untracked, optimizer, range(began, began + 2), opening=opening)
         untracked._may_set = by_script
@@ -312,8 +312,10 @@ def test_hyper_parameters_that_no_new_counter_would_give_leave_no_doubt(
 ) -> None:
     said: list[str] = []
     optimizer = trained()
-    opening = train(Untracked(said.append), optimizer, range(5), lambda step: change(optimizer.param_groups[0], step))
-    untracked = Untracked(said.append)
+    opening = train(
+        UntrackedState(said.append), optimizer, range(5), lambda step: change(optimizer.param_groups[0], step)
+    )
+    untracked = UntrackedState(said.append)
     untracked.restored(5, optimizer.param_groups)
 
     def code(step: int) -> None:
@@ -327,7 +329,7 @@ def test_hyper_parameters_that_no_new_counter_would_give_leave_no_doubt(
 def test_an_average_of_weights_that_is_tracked_is_no_source_of_hyper_parameters() -> None:
     said: list[str] = []
     optimizer = trained()
-    untracked = Untracked(said.append)
+    untracked = UntrackedState(said.append)
     untracked.restored(3, optimizer.param_groups)
     average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
 
@@ -342,7 +344,7 @@ def test_an_average_of_weights_that_is_tracked_is_no_source_of_hyper_parameters(
 def test_hyper_parameters_from_nowhere_leave_a_doubt(is_tracked: bool) -> None:
     said: list[str] = []
     optimizer = trained()
-    untracked = Untracked(said.append)
+    untracked = UntrackedState(said.append)
     untracked.restored(3, optimizer.param_groups)
 
     def code(step: int) -> None:
@@ -375,7 +377,7 @@ def test_an_untracked_scheduler_leaves_a_doubt_if_it_is_stepped_and_not_where_th
     optimizer.step()
     scheduler = make(optimizer)
     scheduler.last_epoch = began_at
-    untracked = Untracked(said.append)
+    untracked = UntrackedState(said.append)
     untracked.restored(7, optimizer.param_groups)
 
     def code(step: int) -> None:

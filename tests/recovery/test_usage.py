@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import evergrad as eg
 from evergrad.errors import UsageError
-from evergrad.recovery.job import Unwrapped
+from evergrad.recovery.job import SingleRankDDP
 from evergrad.recovery.launch.settings import LaunchSettings, environment_of
 from evergrad.recovery.launch.summary import Summary
 from evergrad.recovery.usage_checks import OptimizerCalls, refuse_model
@@ -348,7 +348,7 @@ def test_a_compiled_model_is_wrapped_as_any_other(use: Any) -> None:
 
 
 def test_a_part_that_is_replicated_already_is_named() -> None:
-    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": Unwrapped(nn.Linear(2, 2))})
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": SingleRankDDP(nn.Linear(2, 2))})
     with pytest.raises(UsageError, match="its module 'head' is a DistributedDataParallel already"):
         refuse_model(model)
     refuse_model(nn.Linear(2, 2))
@@ -517,7 +517,7 @@ def test_a_loss_does_not_let_more_ranks_in_than_a_loader_that_keeps_its_own_plac
 
 def test_a_model_without_other_ranks_is_a_ddp_to_whoever_asks() -> None:
     net = nn.Linear(3, 2)
-    model = Unwrapped(net)
+    model = SingleRankDDP(net)
     assert isinstance(model, DistributedDataParallel)
     assert model.module is net
     assert list(model.state_dict()) == ["module.weight", "module.bias"]

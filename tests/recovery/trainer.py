@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evergrad as eg
-from evergrad.recovery.membership import Keys
+from evergrad.recovery.membership import StoreKeys
 from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()
@@ -69,7 +69,7 @@ if options.guard:
 def await_waiting(uid: int) -> None:
     """Until this process waits to be called."""
     host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
-    StoreClient(host, int(port), secret=None).wait(Keys.waiting(uid))
+    StoreClient(host, int(port), secret=None).wait(StoreKeys.waiting(uid))
 
 
 if options.await_spare is not None and job.rank >= 0:

@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import evergrad as eg
 from evergrad.errors import UsageError
-from evergrad.recovery.membership import Keys
+from evergrad.recovery.membership import StoreKeys
 from evergrad.recovery.store import StoreClient
 
 parser = argparse.ArgumentParser()
@@ -236,14 +236,14 @@ if what == "makes optimizer state":  # as loading a state into it may do
     optimizers[0].step()
 if what == "spare warms up" and job.rank >= 0:
     host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
-    StoreClient(host, int(port), secret=None).wait(Keys.fatal)
+    StoreClient(host, int(port), secret=None).wait(StoreKeys.fatal)
     while True:  # until the launcher ends it
         time.sleep(1)
 if what in ("warms up", "spare warms up"):
     loss_of(model, *data[:4]).backward()
 if options.await_spare is not None and job.rank >= 0:
     host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
-    StoreClient(host, int(port), secret=None).wait(Keys.waiting(options.await_spare))
+    StoreClient(host, int(port), secret=None).wait(StoreKeys.waiting(options.await_spare))
 
 loader: Any = DataLoader(data, batch_size=4, shuffle=True)
 if what == "DistributedSampler":

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evergrad.records import Json
-from evergrad.study.folder import Entry, Journal, StudyFolder
-from evergrad.study.golden import CHECKPOINT, Golden, fresh_folder, golden_folder, keep_golden
+from evergrad.study.folder import JournalEntry, StudyFolder, TrialJournal
+from evergrad.study.golden import CHECKPOINT, GoldenRun, golden_folder, make_empty_folder, write_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse, read_plan_text
-from evergrad.study.trials import End, Observation, Series, Trial
+from evergrad.study.trials import Observation, Series, Trial, TrialEnd
 
 __all__ = ["GOLDEN", "See", "made_study", "seen_of"]
 
 GOLDEN = Observation(
-    end=End.FINISHED,
+    end=TrialEnd.FINISHED,
     metrics=(0.8, 0.85, 0.9),
     steps=8,
     losses=Series(1, tuple(1 / (1 + step) for step in range(8))),
@@ -35,12 +35,12 @@ def seen_of(trial: Trial) -> Observation:
     if "exponent-msb" in trial.fault or chance < min(97, 2 + 40 * math.log10(trial.flips)):
         losses = Series(1, (3e30, math.nan))
         return Observation(
-            end=End.ABANDONED, metrics=(0.1,), steps=2, losses=losses, distances=losses, nonfinite_at=2,
+            end=TrialEnd.ABANDONED, metrics=(0.1,), steps=2, losses=losses, distances=losses, nonfinite_at=2,
             nonfinite_in="loss", mismatches=90, predictions=100, injected=trial.flips, changed=trial.flips,
         )  # fmt: skip
     drop = 0.0 if chance > 70 else 0.001 * (chance % 5) + (0.2 if chance == 69 else 0)
     return Observation(
-        end=End.FINISHED,
+        end=TrialEnd.FINISHED,
         metrics=(0.8, 0.85, 0.9 - drop),
         steps=8,
         losses=Series(1, tuple((1 + drop) / (1 + step) for step in range(8))),
@@ -62,15 +62,17 @@ def made_study(folder: Path, plan: str, see: See = seen_of, *, trainings: int = 
     study = StudyFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     study.keep_plan(made, made.study, overrides)
-    golden: dict[str, Golden] = {}
+    golden: dict[str, GoldenRun] = {}
     for key, cells in made.by_training().items():
-        fresh_folder(folder, key)
+        make_empty_folder(folder, key)
         told = cells[0].training.to_json()
-        golden[key] = Golden(key=key, settings=told, observation=GOLDEN, checkpoint=CHECKPOINT, digest="0", chance=0.1)
+        golden[key] = GoldenRun(
+            key=key, settings=told, observation=GOLDEN, checkpoint=CHECKPOINT, digest="0", chance=0.1
+        )
         (golden_folder(folder, key) / CHECKPOINT).write_bytes(b"x")
-        keep_golden(folder, golden[key])
-    with Journal(study.journal) as journal:
+        write_golden(folder, golden[key])
+    with TrialJournal(study.journal) as journal:
         journal.note_run({"command": "evergrad study run", "evergrad": "0.1", "machine": "a toy"})
         trials = [cell.trial(number) for cell in made.cells for number in range(cell.trainings)]
-        journal.append(Entry(one, see(one), golden[one.training.key].mark) for one in trials[:only])
+        journal.append(JournalEntry(one, see(one), golden[one.training.key].mark) for one in trials[:only])
     return folder

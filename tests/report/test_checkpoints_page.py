@@ -17,7 +17,7 @@ from evergrad.checkpoint import Version
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.lineage import draw_svg
 from evergrad.cli import main
-from evergrad.report.checkpoints_page import JobVersions, answer, checkpoints_page, look, problems
+from evergrad.report.checkpoints_page import JobVersions, checkpoints_answer, checkpoints_page, problems, survey_job
 from evergrad.report.document import Figure
 from evergrad.report.html import page_html, write_page
 
@@ -41,7 +41,7 @@ def run(tmp_path: Path, shm: Path) -> Path:
 
 
 def seen(where: Path | str) -> JobVersions:
-    return look(Catalogue(where))
+    return survey_job(Catalogue(where))
 
 
 def figures(found: JobVersions) -> dict[str, Figure]:
@@ -59,14 +59,14 @@ def points(figure: Figure, name: str) -> list[tuple[Any, Any]]:
 
 
 def test_the_answer_counts_what_can_be_restored_and_what_is_gone(run: Path) -> None:
-    told = answer(seen(run))
+    told = checkpoints_answer(seen(run))
     assert told[0] == ("**5 versions in 2 attempts; 3 can be restored, the newest is step 5 (attempt 2) in local.**")
     assert any("nobody has checked their digests" in line for line in told)
     assert "2 versions are gone, and known from the history." in told
 
 
 def test_a_command_in_a_sentence_can_be_pasted(run: Path) -> None:
-    told = " ".join(answer(dataclasses.replace(seen(run), where="runs/my job; ls")))
+    told = " ".join(checkpoints_answer(dataclasses.replace(seen(run), where="runs/my job; ls")))
     assert "`evergrad checkpoints verify 'runs/my job; ls'` does." in told
 
 
@@ -77,12 +77,12 @@ def test_what_is_damaged_comes_right_after_the_head(run: Path) -> None:
     shard.write_bytes(data)
     assert main(["checkpoints", "verify", str(run)]) == 1
     found = seen(run)
-    assert answer(found)[1].startswith("v0000000004-01 is damaged in local: ")
+    assert checkpoints_answer(found)[1].startswith("v0000000004-01 is damaged in local: ")
     assert checkpoints_page(found, "").sections[0].title == "What is wrong"
     assert points(figures(found)["versions-and-tiers"], "damaged, when last checked") == [(3, "local")]
-    assert answer(found)[1].endswith(", and no other tier has all of it.")
-    assert "2 can be restored" in answer(found)[0]
-    assert "2 of 2 were found intact when last checked." in answer(found)
+    assert checkpoints_answer(found)[1].endswith(", and no other tier has all of it.")
+    assert "2 can be restored" in checkpoints_answer(found)[0]
+    assert "2 of 2 were found intact when last checked." in checkpoints_answer(found)
 
 
 def test_versions_stand_in_the_rows_of_the_tiers_that_hold_them(run: Path) -> None:
@@ -97,7 +97,7 @@ def test_versions_stand_in_the_rows_of_the_tiers_that_hold_them(run: Path) -> No
 def test_a_newest_version_that_is_not_whole_is_said_first(run: Path) -> None:
     for path in run.glob("local/*/*/v0000000005-02/*"):
         path.unlink()
-    told = answer(seen(run))
+    told = checkpoints_answer(seen(run))
     assert told[1] == "The newest version, step 5 (attempt 2), is gone."
     assert "the newest is step 4 (attempt 1)" in told[0]
 
@@ -132,7 +132,7 @@ def test_a_long_lineage_shows_the_newest_versions(run: Path) -> None:
 
 def test_a_job_without_versions_says_so(tmp_path: Path, shm: Path) -> None:
     found = seen(save(tmp_path / "run", ()))
-    assert answer(found)[0].endswith("has no version yet.**")
+    assert checkpoints_answer(found)[0].endswith("has no version yet.**")
     assert problems(found) == []
     assert len(page_html(checkpoints_page(found, ""))) < 100_000  # no figure, no plotly
 
@@ -168,7 +168,7 @@ def test_a_tier_by_its_url_needs_a_place_for_the_page(
     assert main(["checkpoints", "report", url]) == 2
     assert "Name a file: --out FILE" in capsys.readouterr().err
     assert main(["checkpoints", "report", url, "--out", str(tmp_path / "x.html")]) == 0
-    assert any("by a tier's URL" in line for line in answer(seen(url)))
+    assert any("by a tier's URL" in line for line in checkpoints_answer(seen(url)))
 
 
 def test_a_browser_draws_tiers_lineage_and_sizes(run: Path, tmp_path: Path, open_page: OpenPage) -> None:

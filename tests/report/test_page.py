@@ -14,7 +14,18 @@ from browsing import OpenPage
 from evergrad._files import replacing
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.report import html as plots
-from evergrad.report.document import PALETTE, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
+from evergrad.report.document import (
+    PALETTE,
+    Commands,
+    DataTable,
+    Facts,
+    Figure,
+    Prose,
+    ReportPage,
+    Section,
+    TableCell,
+    TableColumn,
+)
 from evergrad.report.html import page_html, write_page
 
 BAD = "</script><img src=https://example.org/x onerror=alert(1)>\"'`${alert(1)}"
@@ -28,7 +39,8 @@ def figure(label: str = "line", **given: str) -> Figure:
 def table(*rows: tuple[str, float | None]) -> DataTable:
     """Names and numbers."""
     return DataTable(
-        [Column("name"), Column("value", "number", "what it is")], [[Cell(a), Cell(str(b), b)] for a, b in rows]
+        [TableColumn("name"), TableColumn("value", "number", "what it is")],
+        [[TableCell(a), TableCell(str(b), b)] for a, b in rows],
     )
 
 
@@ -42,9 +54,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "Table",
             [
                 DataTable(
-                    [Column(BAD, help=BAD), Column("value", "number")],
+                    [TableColumn(BAD, help=BAD), TableColumn("value", "number")],
                     [
-                        [Cell(BAD), Cell("10", 10)],
+                        [TableCell(BAD), TableCell("10", 10)],
                     ],
                     BAD,
                 )
@@ -52,7 +64,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         Section("Folded", [figure("z"), Facts([(BAD, "long" * 100)]), Commands([(BAD, f"echo {BAD}")])], folded=True),
     ]
-    page = Page(f"Title {BAD}", "test", BAD, [BAD, "**bold** and `code`"], sections, BAD)
+    page = ReportPage(f"Title {BAD}", "test", BAD, [BAD, "**bold** and `code`"], sections, BAD)
     return write_page(page, tmp_path_factory.mktemp("page") / "page.html")
 
 
@@ -60,7 +72,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(tmp_path: Path) -> Path:
     """A page with a table alone: there at once."""
     rows = [("a", 10.0), ("b", 9.0), ("c", None), ("d", float("inf"))]
-    return write_page(Page("t", "k", "q", ["a"], [Section("Table", [table(*rows)])]), tmp_path / "plain.html")
+    return write_page(ReportPage("t", "k", "q", ["a"], [Section("Table", [table(*rows)])]), tmp_path / "plain.html")
 
 
 def test_hostile_texts_are_only_texts_and_no_request_leaves(hostile: Path, open_page: OpenPage) -> None:
@@ -126,9 +138,9 @@ def test_the_button_switches_light_and_dark_and_it_fits_a_telephone(hostile: Pat
 
 
 def test_it_prints_light_with_every_section_open(tmp_path: Path, open_page: OpenPage) -> None:
-    many = DataTable([Column(f"column {place}") for place in range(30)], [[Cell("word")] * 30])
+    many = DataTable([TableColumn(f"column {place}") for place in range(30)], [[TableCell("word")] * 30])
     sections = [Section("Seen", [figure("a"), many]), Section("Folded away", [figure("b")], folded=True)]
-    path = write_page(Page("Printed", "test", "?", ["Yes."], sections), tmp_path / "page.html")
+    path = write_page(ReportPage("Printed", "test", "?", ["Yes."], sections), tmp_path / "page.html")
     opened = open_page(path, width=794, dark=True)
     opened.drawn()
     opened.page.emulate_media(media="print")
@@ -145,8 +157,8 @@ def test_it_prints_light_with_every_section_open(tmp_path: Path, open_page: Open
 
 def test_plotly_is_in_a_page_once_or_not_at_all() -> None:
     mark = "plotly.js v"
-    three = page_html(Page("t", "k", "q", ["a"], [Section("s", [figure("a"), figure("b"), figure("c")])]))
-    none = page_html(Page("t", "k", "q", ["a"], [Section("s", [table(("a", 1.0))])]))
+    three = page_html(ReportPage("t", "k", "q", ["a"], [Section("s", [figure("a"), figure("b"), figure("c")])]))
+    none = page_html(ReportPage("t", "k", "q", ["a"], [Section("s", [table(("a", 1.0))])]))
     assert three.count(mark) == 1
     assert mark not in none
     assert len(none) < 40_000
@@ -157,21 +169,21 @@ def test_missing_plotly_is_one_line_with_the_command_that_helps(monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install .*\[report\]"):
         plots.plotly_script()
-    assert "<table" in page_html(Page("t", "k", "q", ["a"], [Section("s", [table(("a", 1.0))])]))
+    assert "<table" in page_html(ReportPage("t", "k", "q", ["a"], [Section("s", [table(("a", 1.0))])]))
 
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write_page(Page("old", "k", "q", ["a"]), path)
-    torn = DataTable([Column("one"), Column("two")], [[Cell("alone")]])
+    write_page(ReportPage("old", "k", "q", ["a"]), path)
+    torn = DataTable([TableColumn("one"), TableColumn("two")], [[TableCell("alone")]])
     with pytest.raises(ValueError, match="zip"):
-        write_page(Page("new", "k", "q", ["a"], [Section("s", [torn])]), path)
+        write_page(ReportPage("new", "k", "q", ["a"], [Section("s", [torn])]), path)
     assert "<title>old</title>" in path.read_text()
     assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_only_a_page_or_an_empty_file_is_overwritten(tmp_path: Path) -> None:
-    page = Page("new", "k", "q", ["a"])
+    page = ReportPage("new", "k", "q", ["a"])
     kept, empty, old = (tmp_path / name for name in ("timeline.jsonl", "empty", "old.html"))
     kept.write_text('{"event": "begin"}\n')
     empty.touch()
@@ -196,7 +208,7 @@ def test_what_is_no_file_is_not_replaced_by_a_page(kind: str, tmp_path: Path) ->
         path.symlink_to(aim)
     before = path.stat()
     with pytest.raises(UsageError, match="is no file"):
-        write_page(Page("t", "k", "q", ["a"]), path)
+        write_page(ReportPage("t", "k", "q", ["a"]), path)
     with pytest.raises(FileAccessError, match="is no file"), replacing(path):
         pass
     assert path.stat() == before

@@ -8,8 +8,8 @@ import pytest
 from tapes import Tape
 
 from evergrad.report.run_analysis import analyse
-from evergrad.report.run_figures import answer, summary
-from evergrad.report.run_model import Interruption, Moment, number
+from evergrad.report.run_figures import run_answer, summary
+from evergrad.report.run_model import Interruption, TimedEvent, float_field
 from evergrad.timeline import Event
 
 
@@ -113,7 +113,7 @@ def test_a_chain_of_failures_is_one_in_the_headline_and_what_did_not_come_about_
     assert summary(story).endswith(
         "1 failure and 1 more before it was over, that took 2 ranks, 149 ms to the next step"
     )
-    first, second = (line for line in answer(story) if "died (SIGKILL)" in line)
+    first, second = (line for line in run_answer(story) if "died (SIGKILL)" in line)
     assert "Those left" not in first
     assert "Those left did the mini-batch again, spare 5 joined" in second
 
@@ -126,7 +126,7 @@ def test_the_last_of_a_chain_may_be_the_end_of_the_job() -> None:
     tape.end(10, "too-few", "too few ranks")
     story = analyse(tape.events)
     assert [each.overtaken for each in story.failures] == [True, False]
-    assert "Those left" not in " ".join(answer(story))
+    assert "Those left" not in " ".join(run_answer(story))
 
 
 def test_a_time_below_nought_is_no_time() -> None:
@@ -135,7 +135,7 @@ def test_a_time_below_nought_is_no_time() -> None:
     assert ([phase.name for phase in failure.phases], failure.seconds) == (["agreeing", "recovering"], None)
     told = json.loads(json.dumps(failure.to_json()))
     assert (told["phases_s"]["unseen"], told["seconds"], told["clocks_disagree"]) == (None, None, True)
-    words = " ".join(answer(story))
+    words = " ".join(run_answer(story))
     assert "0.0 ms" not in words
     assert "by a clock that disagrees" in words
     assert "of 1 failure a moment lies before what led to it" in words
@@ -187,14 +187,14 @@ def test_the_story_is_found_in_a_few_looks_at_each_event(monkeypatch: pytest.Mon
         tape.replace(place, 64 + place)
         tape.go_on(11 + place)
     looks = 0
-    uid = Moment.uid
+    uid = TimedEvent.uid
 
-    def counting(moment: Moment) -> int | None:
+    def counting(moment: TimedEvent) -> int | None:
         nonlocal looks
         looks += 1
         return uid.__get__(moment)  # type: ignore[no-any-return, attr-defined]
 
-    monkeypatch.setattr(Moment, "uid", property(counting))
+    monkeypatch.setattr(TimedEvent, "uid", property(counting))
     assert len(analyse(tape.events).failures) == 4
     assert looks < 5 * len(tape.events)
 
@@ -205,7 +205,7 @@ def test_the_story_is_found_in_a_few_looks_at_each_event(monkeypatch: pytest.Mon
     ids=["huge", "below", "infinite", "nan", "bool", "text"],
 )
 def test_a_number_that_is_none_does_no_harm(value: object) -> None:
-    assert number({"by": value}, "by") is None  # type: ignore[dict-item]
+    assert float_field({"by": value}, "by") is None  # type: ignore[dict-item]
     tape = Tape()
     tape.tell("uid 0", "slowdown_injected", 1, rank=1, by=value, for_s=value)
     tape.tell("uid 0", "stop_injected", 1, ranks=[1], uids=[1], for_s=value)

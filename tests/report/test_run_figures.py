@@ -10,7 +10,7 @@ from tapes import Tape
 
 from evergrad.report.run_analysis import analyse
 from evergrad.report.run_figures import STATES, bars, compared_figure, processes_figure, zoom_figure
-from evergrad.report.run_model import Process
+from evergrad.report.run_model import ProcessHistory
 
 
 def bars_of(traces: list[dict[str, Any]], row: str) -> Counter[str]:
@@ -61,7 +61,7 @@ def test_what_is_drawn_of_a_long_run_lasts_about_as_long_as_it_did(recovering_ms
 
 def test_rows_have_names_of_their_own_whatever_the_labels() -> None:
     alike = [(0, "a"), (1, "a (3)"), (2, "a (3, 2)"), (3, "a"), (4, "a")]
-    order = bars([Process(uid, label) for uid, label in alike], {uid: [] for uid, _ in alike}, 0.0, 1.0)[0]
+    order = bars([ProcessHistory(uid, label) for uid, label in alike], {uid: [] for uid, _ in alike}, 0.0, 1.0)[0]
     assert order["y"] == ["a", "a (3)", "a (3, 2)", "a (3, 3)", "a (4)"]
 
 

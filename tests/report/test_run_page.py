@@ -13,8 +13,8 @@ from tapes import Tape
 
 from evergrad.report.html import page_html, write_page
 from evergrad.report.run_analysis import analyse
-from evergrad.report.run_figures import answer, summary
-from evergrad.report.run_model import RunFolder, RunStory, read_run
+from evergrad.report.run_figures import run_answer, summary
+from evergrad.report.run_model import RunAnalysis, RunFiles, read_run
 from evergrad.report.run_page import run_page
 from evergrad.timeline import Event
 
@@ -34,7 +34,7 @@ def killed() -> Tape:
 
 
 def told(tape: Tape) -> str:
-    return " ".join(answer(analyse(tape.events)))
+    return " ".join(run_answer(analyse(tape.events)))
 
 
 def page_of(tape: Tape, folder: Path) -> str:
@@ -59,7 +59,7 @@ def test_a_real_run_is_told_as_it_was() -> None:
     """Made by: evergrad run -n 4 --spares 1 --fork --fail "kill rank=2 step=10 bucket=0" examples/ddp_evergrad.py."""
     story = analyse(read_run(REAL).events)
     assert summary(story) == ("4 ranks and 1 spare, 24 steps in 8.76 s: finished; 1 failure, 97 ms to the next step")
-    words = " ".join(answer(story))
+    words = " ".join(run_answer(story))
     assert "After step 10 rank 2 died (SIGKILL) (on purpose: kill): seen by rank 1 after 11 ms" in words
     assert "last bit" not in words, "it was recorded before ranks were compared"
     assert [process.name for process in story.processes][-1] == "spare 4 → rank 2"
@@ -192,7 +192,7 @@ def test_across_machines_the_wall_clock_is_what_there_is() -> None:
     ]
     story = analyse(elsewhere)
     assert story.failures[0].seconds == pytest.approx(0.123, abs=1e-4)
-    assert "wall clocks" in " ".join(answer(story))
+    assert "wall clocks" in " ".join(run_answer(story))
 
 
 @pytest.mark.parametrize("cut", range(2, 24, 3))
@@ -208,7 +208,7 @@ def test_a_run_that_is_cut_short_anywhere_is_told_up_to_there(cut: int, tmp_path
     assert note.startswith("No end is on record")
 
 
-def assert_sound(story: RunStory) -> None:
+def assert_sound(story: RunAnalysis) -> None:
     """Spans come one after the other, within the run, and no process does two things."""
     for process in story.processes:
         for before, after in zip(process.spans, process.spans[1:], strict=False):
@@ -242,7 +242,7 @@ def test_nobody_trains_before_it_has_started() -> None:
 def test_fields_that_are_not_what_they_should_be_do_no_harm(tmp_path: Path) -> None:
     draw = random.Random(5)
     odd = [None, True, -1, 10**12, 10**400, 2.5, "x", [], [None, "1", -3], {}, {"a": 1}]
-    folder = RunFolder(tmp_path, tuple(killed().events), {}, ())
+    folder = RunFiles(tmp_path, tuple(killed().events), {}, ())
     for _ in range(60):
         events = []
         for event in killed().events:

@@ -16,8 +16,8 @@ from study_folders import GOLDEN, See, made_study, seen_of
 from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.report import study_data as data_module
-from evergrad.report.document import Commands, DataTable, Figure, Page, Prose
-from evergrad.report.html import inline, literal, page_html, plain_text, write_page
+from evergrad.report.document import Commands, DataTable, Figure, Prose, ReportPage
+from evergrad.report.html import escape_markup, inline_html, page_html, plain_text, write_page
 from evergrad.report.study_data import _all, published_for, study_data
 from evergrad.report.study_page import study_page
 from evergrad.study.comparisons import compare_cells
@@ -25,7 +25,7 @@ from evergrad.study.folder import StudyFolder
 from evergrad.study.plan_files import gallery
 from evergrad.study.results import results_of
 from evergrad.study.tables import PUBLISHED
-from evergrad.study.trials import End, Observation, Series, Trial
+from evergrad.study.trials import Observation, Series, Trial, TrialEnd
 
 HOSTILE = """
 study = "mine"
@@ -43,12 +43,12 @@ epochs = 1
 """
 
 
-def blocks(page: Page, kind: type) -> list[object]:
+def blocks(page: ReportPage, kind: type) -> list[object]:
     """All of that kind."""
     return [block for section in page.sections for block in section.blocks if isinstance(block, kind)]
 
 
-def section(page: Page, anchor: str) -> str:
+def section(page: ReportPage, anchor: str) -> str:
     """The HTML of one section, without figures."""
     found = re.search(rf'<section id="{anchor}">(.*?)</section>', page_html(page), re.S)
     assert found, [one.anchor for one in page.sections]
@@ -86,7 +86,7 @@ def test_an_axis_that_goes_down_in_the_plan_is_told_from_its_lowest_place(tmp_pa
 
 
 def test_a_study_in_which_nothing_was_finished_does_not_read_as_harmless(tmp_path: Path) -> None:
-    ends = {0: End.CRASHED, 1: End.FINISHED}
+    ends = {0: TrialEnd.CRASHED, 1: TrialEnd.FINISHED}
 
     def bad(trial: Trial) -> Observation:
         return dataclasses.replace(GOLDEN, end=ends[trial.repetition % 2], metrics=(0.8, 0.85, 0.6), digest="other")
@@ -210,7 +210,7 @@ def _costs(trial: Trial) -> Observation:
 def _spread(trial: Trial) -> Observation:
     parts = {"after": Series(1, (0.0, 1.0, 8.0)), "elements": Series(1, (0.001, 0.2, 0.4 + trial.seed % 7 / 100))}
     same = Series(1, (0.25, 1.0, 1.0))
-    return dataclasses.replace(seen_of(trial), end=End.FINISHED, spread={**parts, "layers": same, "ranks": same})
+    return dataclasses.replace(seen_of(trial), end=TrialEnd.FINISHED, spread={**parts, "layers": same, "ranks": same})
 
 
 def _guards(trial: Trial) -> Observation:
@@ -313,15 +313,15 @@ def test_globs_keep_their_stars_wherever_a_report_shows_them(
         ("model/** and optimizer/**", "model/** and optimizer/**", "model/** and optimizer/**"),
         ("where **, where **", "where **, where **", "where **, where **"),
         ("**.weight and **.bias", "**.weight and **.bias", "**.weight and **.bias"),
-        (f"**{literal('a**b')} is bold**", "<strong>a**b is bold</strong>", "a**b is bold"),
-        (literal("**conv and fc**"), "**conv and fc**", "**conv and fc**"),
-        (literal("`a` \\*"), "`a` \\*", "`a` \\*"),
+        (f"**{escape_markup('a**b')} is bold**", "<strong>a**b is bold</strong>", "a**b is bold"),
+        (escape_markup("**conv and fc**"), "**conv and fc**", "**conv and fc**"),
+        (escape_markup("`a` \\*"), "`a` \\*", "`a` \\*"),
         ("**3 of 5 %; done.** More", "<strong>3 of 5 %; done.</strong> More", "3 of 5 %; done. More"),
         ("(**N-EV**)", "(<strong>N-EV</strong>)", "(N-EV)"),
     ],
 )
 def test_only_what_is_meant_as_markup_is_taken_for_it(text: str, html: str, plain: str) -> None:
-    assert inline(text) == html
+    assert inline_html(text) == html
     assert plain_text(text) == plain
 
 

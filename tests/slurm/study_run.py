@@ -11,13 +11,13 @@ from evergrad.study.executors.slurm import SlurmCluster  # noqa: E402
 from evergrad.study.plan import Plan  # noqa: E402
 from evergrad.study.plan_files import read_plan_text  # noqa: E402
 from evergrad.study.results import Results  # noqa: E402
-from evergrad.study.runner import Progress, run_study  # noqa: E402
+from evergrad.study.runner import StudyRunStatus, run_study  # noqa: E402
 
 
 def run(jobs: int, plan: Path, out: Path) -> Results:
     """Run it, and say how far it is."""
 
-    def report(at: Progress) -> None:
+    def report(at: StudyRunStatus) -> None:
         print(at.phase, at.done, at.due, flush=True)
 
     def executor(folder: Path) -> SlurmCluster:

@@ -16,9 +16,16 @@ import numpy as np
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.study.external_process import Lines
-from evergrad.study.external_training import Kept, Readings, Source, check_command, make_golden, run_trial
-from evergrad.study.trials import Command, End, Observation, Outcome, Rules, Trial, judge
+from evergrad.study.external_process import LineSplitter
+from evergrad.study.external_training import (
+    NumberExtractor,
+    ProgramReadings,
+    ThinnedNumbers,
+    check_command,
+    make_golden,
+    run_trial,
+)
+from evergrad.study.trials import Command, Observation, Outcome, Rules, Trial, TrialEnd, judge
 
 # A training of 16 float32 that are 1, without any import that takes time: behind 128 bytes of .npy header.
 PROGRAM = """
@@ -94,7 +101,7 @@ def is_gone(pid: int) -> bool:
 
 def test_a_trial_sees_the_metrics_losses_and_final_state_of_a_program(tmp_path: Path) -> None:
     study = Study(tmp_path, HEALTHY, "{checkpoint} {output}")
-    assert study.golden.end is End.FINISHED
+    assert study.golden.end is TrialEnd.FINISHED
     assert study.golden.metrics == (0.96, 1.0)
     assert study.golden.losses.values == (8.0, 4.0)
     assert study.golden.seconds > 0
@@ -136,7 +143,7 @@ def test_a_loss_that_is_no_number_ends_the_program_and_all_it_has_started(tmp_pa
     abandon = IF_HIT + LEAVE_ONE + '    print(\'{"loss": NaN}\\n{"loss": 3}\'); time.sleep(1000)'
     study = Study(tmp_path, abandon + HEALTHY)
     seen = study.trial()
-    assert (seen.end, seen.reason) == (End.ABANDONED, "non-finite loss after step 1")
+    assert (seen.end, seen.reason) == (TrialEnd.ABANDONED, "non-finite loss after step 1")
     assert (seen.nonfinite_at, seen.nonfinite_in, seen.steps) == (1, "loss", 1)
     assert is_gone(study.left_behind())
     assert judge(seen, study.golden) is Outcome.NEV
@@ -145,14 +152,14 @@ def test_a_loss_that_is_no_number_ends_the_program_and_all_it_has_started(tmp_pa
 def test_without_the_rule_a_program_goes_on_after_what_is_no_number(tmp_path: Path) -> None:
     body = IF_HIT + '    print(\'{"loss": NaN}\\n{"loss": 1e20, "accuracy": "inf"}\')' + HEALTHY
     seen = Study(tmp_path, body).trial(rules=Rules(abandon=()))
-    assert (seen.end, seen.steps, len(seen.metrics)) == (End.FINISHED, 4, 3)
+    assert (seen.end, seen.steps, len(seen.metrics)) == (TrialEnd.FINISHED, 4, 3)
     assert (seen.nonfinite_at, seen.nonfinite_in, seen.extreme_at, seen.extreme_in) == (1, "loss", 2, "loss")
 
 
 def test_a_crash_is_told_by_the_last_line_of_its_errors(tmp_path: Path) -> None:
     study = Study(tmp_path, HEALTHY + IF_HIT + '    raise ValueError("bad weights")')
     seen = study.trial()
-    assert (seen.end, seen.reason) == (End.CRASHED, "exit code 1: ValueError: bad weights")
+    assert (seen.end, seen.reason) == (TrialEnd.CRASHED, "exit code 1: ValueError: bad weights")
     assert len(seen.metrics) == 2
     assert judge(seen, study.golden) is Outcome.FAILED
 
@@ -160,7 +167,7 @@ def test_a_crash_is_told_by_the_last_line_of_its_errors(tmp_path: Path) -> None:
 def test_a_program_that_is_killed_or_leaves_a_process_behind_has_ended(tmp_path: Path) -> None:
     study = Study(tmp_path, HEALTHY + IF_HIT + LEAVE_ONE + "    os.kill(os.getpid(), 11)")
     seen = study.trial()
-    assert (seen.end, seen.reason) == (End.CRASHED, "SIGSEGV: no error was printed")
+    assert (seen.end, seen.reason) == (TrialEnd.CRASHED, "SIGSEGV: no error was printed")
     assert is_gone(study.left_behind())
 
 
@@ -169,7 +176,7 @@ def test_a_program_that_overruns_its_limit_is_ended_with_its_children(tmp_path: 
     for limit in (0.5, 2.0, 8.0, 32.0):  # until the program has had the time to start its child
         study.command = replace(study.command, timeout_s=limit)
         seen = study.trial()
-        assert (seen.end, seen.metrics) == (End.OVERTIME, ())
+        assert (seen.end, seen.metrics) == (TrialEnd.OVERTIME, ())
         if study.has_left_one():
             break
     assert is_gone(study.left_behind())
@@ -193,9 +200,9 @@ def test_a_program_ends_with_whoever_waits_for_it(tmp_path: Path) -> None:
 def test_a_state_that_is_no_number_at_the_restart_is_not_trained_at_all(tmp_path: Path) -> None:
     study = Study(tmp_path, HEALTHY + IF_HIT + "    open('was-run', 'w')")
     seen = study.trial(fault="setvalue:value=nan")
-    assert (seen.end, seen.nonfinite_at, seen.nonfinite_in) == (End.ABANDONED, 0, "state")
+    assert (seen.end, seen.nonfinite_at, seen.nonfinite_in) == (TrialEnd.ABANDONED, 0, "state")
     seen = study.trial(fault="scale:factor=1e20", rules=Rules(abandon=("extreme",)))
-    assert (seen.end, seen.extreme_at, seen.extreme_in) == (End.ABANDONED, 0, "state")
+    assert (seen.end, seen.extreme_at, seen.extreme_in) == (TrialEnd.ABANDONED, 0, "state")
     assert not (study.folder / "was-run").exists()
 
 
@@ -205,12 +212,12 @@ def test_only_numbers_that_the_golden_run_does_not_end_with_are_held_against_a_f
     study = Study(tmp_path, body, "{checkpoint} {output}")
     unhurt, hurt = study.trial(flips=0), study.trial()
     assert (unhurt.nonfinite_at, unhurt.digest) == (None, study.golden.digest)
-    assert (hurt.end, hurt.nonfinite_at, hurt.nonfinite_in) == (End.FINISHED, 1, "state")
+    assert (hurt.end, hurt.nonfinite_at, hurt.nonfinite_in) == (TrialEnd.FINISHED, 1, "state")
 
 
 def test_a_program_that_writes_no_final_state_after_a_fault_is_said_to(tmp_path: Path) -> None:
     seen = Study(tmp_path, IF_HIT + "    sys.argv.pop()" + HEALTHY, "{checkpoint} {output}").trial()
-    assert (seen.end, seen.digest) == (End.FINISHED, "")
+    assert (seen.end, seen.digest) == (TrialEnd.FINISHED, "")
     assert "its final state cannot be read" in seen.reason
 
 
@@ -224,7 +231,7 @@ print(json.dumps({"accuracy": sum(zlib.crc32(open(path + end, "rb").read()) for 
     assert study.checkpoint.name == "ckpt"
     assert study.trial(flips=0).metrics == study.golden.metrics
     hurt = study.trial()
-    assert hurt.end is End.FINISHED
+    assert hurt.end is TrialEnd.FINISHED
     assert hurt.metrics != study.golden.metrics
 
 
@@ -327,7 +334,7 @@ def test_a_wrong_command_is_refused_before_anything_runs(
     ids=range(14),
 )
 def test_numbers_in_json_lines_are_read_strictly(line: str, expected: float | None) -> None:
-    read = Readings("a", "", Rules(abandon=()))
+    read = ProgramReadings("a", "", Rules(abandon=()))
     read.heed(line)
     np.testing.assert_equal(read.metrics.ends(), () if expected is None else (expected,))
 
@@ -338,7 +345,7 @@ def test_numbers_in_json_lines_are_read_strictly(line: str, expected: float | No
     + [(text, None) for text in ("1_000", "٣", "0x10", "1,5", "nano", "", "1e")],
 )
 def test_numbers_by_a_pattern_are_read_strictly(text: str, expected: float | None) -> None:
-    found = Source("metric", r"pattern:acc: (\S*)").read(f"acc: {text}", None)
+    found = NumberExtractor("metric", r"pattern:acc: (\S*)").read(f"acc: {text}", None)
     np.testing.assert_equal(found, expected)
 
 
@@ -351,14 +358,14 @@ def test_lines_are_cut_decoded_and_bounded(feed: Callable[..., list[str]]) -> No
 @pytest.fixture
 def feed() -> Callable[..., list[str]]:
     def run(*pieces: bytes) -> list[str]:
-        lines = Lines()
+        lines = LineSplitter()
         return [line for piece in pieces for line in lines.feed(piece)] + [lines.rest()]
 
     return run
 
 
 def test_many_numbers_are_thinned_and_the_first_and_last_kept() -> None:
-    kept = Kept()
+    kept = ThinnedNumbers()
     for number in range(10_000):
         kept.add(number)
     series, ends = kept.series(), kept.ends()

@@ -13,9 +13,9 @@ import pytest
 
 from evergrad.errors import EvergradError
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.rank_group import end_groups, warm_group
-from evergrad.study.tasks import hit_ranks, perform, rank_seed
-from evergrad.study.trials import End, Observation, Outcome, Trial, golden_work, judge, replay_work, trial_work
+from evergrad.study.rank_group import cached_group, end_cached_groups
+from evergrad.study.tasks import draw_faulty_ranks, perform, rank_seed
+from evergrad.study.trials import Observation, Outcome, Trial, TrialEnd, golden_work, judge, replay_work, trial_work
 from evergrad.training.settings import Training
 
 MakeTrial = Callable[..., Trial]
@@ -32,7 +32,7 @@ def ranked(first_trial: MakeTrial) -> Iterator[MakeTrial]:
         return replace(trial, training=training, ranks=corrupt, flips=flips)
 
     yield make
-    end_groups()
+    end_cached_groups()
 
 
 def run(folder: Path, trial: Trial) -> Observation:
@@ -50,11 +50,11 @@ def test_trials_of_ranks_repeat_to_the_last_bit_in_this_group_and_in_another(ran
     trial = ranked(fault="bitflip:bits=mantissa")
     golden = make_golden(tmp_path, trial)
     first, second = run(tmp_path, trial), run(tmp_path, trial)
-    group = warm_group(3, "cpu")
+    group = cached_group(3, "cpu")
     group.end()
     third = run(tmp_path, trial)
     assert {one.digest for one in (first, second, third)} == {first.digest}
-    assert first.end is End.FINISHED
+    assert first.end is TrialEnd.FINISHED
     assert (first.injected, first.steps) == (1, 2)
     assert judge(first, golden) in (Outcome.CHANGED, Outcome.IDENTICAL, Outcome.DEGRADED)
     assert sorted(path.name for path in golden_folder(tmp_path, trial.training.key).iterdir()) == [
@@ -69,7 +69,7 @@ def test_as_many_ranks_are_hit_as_the_plan_says_each_with_faults_of_its_own(rank
     told = perform(tmp_path, replay_work(trial))
     hits: Any = told["hits"]
     by_rank = {rank: [(hit["tensor"], hit["index"]) for hit in hits if hit["rank"] == rank] for rank in range(3)}
-    chosen = hit_ranks(trial.seed, 2, 3)
+    chosen = draw_faulty_ranks(trial.seed, 2, 3)
     assert [rank for rank in range(3) if by_rank[rank]] == chosen
     assert by_rank[chosen[0]] != by_rank[chosen[1]]
     assert told["injected"] == 6 == told["changed"]
@@ -78,11 +78,11 @@ def test_as_many_ranks_are_hit_as_the_plan_says_each_with_faults_of_its_own(rank
 def test_which_ranks_are_hit_is_drawn_evenly() -> None:
     counts = [0] * 8
     for seed in range(2000):
-        for rank in hit_ranks(seed, 2, 8):
+        for rank in draw_faulty_ranks(seed, 2, 8):
             counts[rank] += 1
     assert sum(counts) == 4000
     assert all(400 < count < 600 for count in counts), counts
-    assert hit_ranks(5, 8, 8) == list(range(8))
+    assert draw_faulty_ranks(5, 8, 8) == list(range(8))
     assert rank_seed(11, 3, 1) == 11
     assert len({rank_seed(11, rank, 2) for rank in range(8)} | {11}) == 9
 
@@ -91,21 +91,21 @@ def test_a_rank_whose_training_fails_ends_its_trial_and_not_the_next(ranked: Mak
     bad = ranked("picky", fault="bitflip:bits=sign", flips=8)
     golden = make_golden(tmp_path, bad)
     seen = run(tmp_path, bad)
-    assert seen.end is End.CRASHED
+    assert seen.end is TrialEnd.CRASHED
     assert seen.reason.endswith("ValueError: negative weight")
     assert seen.reason.startswith("rank ")
     assert judge(seen, golden) is Outcome.FAILED
     good = run(tmp_path, replace(bad, fault="bitflip:bits=31", flips=1))
-    assert good.end is End.FINISHED
+    assert good.end is TrialEnd.FINISHED
 
 
 def test_numbers_that_are_not_finite_end_the_trial_on_all_ranks(ranked: MakeTrial, tmp_path: Path) -> None:
     trial = ranked("sensitive", fault="bitflip:bits=exponent-msb")
     make_golden(tmp_path, trial)
     seen = run(tmp_path, trial)
-    assert seen.end is End.ABANDONED
+    assert seen.end is TrialEnd.ABANDONED
     assert (seen.nonfinite_at, seen.nonfinite_in) == (0, "state") or seen.nonfinite_in == "output"
-    group = warm_group(3, "cpu")
+    group = cached_group(3, "cpu")
     assert not group.is_over, "it is as warm as before"
 
 
@@ -113,7 +113,7 @@ def test_a_rank_that_is_killed_from_outside_costs_its_trial_a_second_try(ranked:
     trial = ranked(fault="bitflip:bits=mantissa")
     make_golden(tmp_path, trial)
     before = run(tmp_path, trial)
-    group = warm_group(3, "cpu")
+    group = cached_group(3, "cpu")
     os.kill(group.pids()[1], signal.SIGKILL)
     again = run(tmp_path, trial)
     assert group.is_over
@@ -132,7 +132,7 @@ def test_a_live_target_is_hit_on_one_rank_and_in_its_step(ranked: MakeTrial, tmp
     golden = make_golden(tmp_path, trial)
     told = perform(tmp_path, replay_work(trial))
     hits: Any = told["hits"]
-    assert {hit["rank"] for hit in hits} == set(hit_ranks(trial.seed, 1, 3))
+    assert {hit["rank"] for hit in hits} == set(draw_faulty_ranks(trial.seed, 1, 3))
     assert all(hit["tensor"].startswith(f"{target}/") for hit in hits)
     assert told["injected"] == 4
     seen = Observation.from_json({name: value for name, value in told.items() if name != "hits"})

@@ -15,11 +15,11 @@ import pytest
 
 from evergrad.errors import UsageError
 from evergrad.study.executors import dask
-from evergrad.study.executors.base import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Executor, Task, TaskResult, TaskStatus
 from evergrad.study.executors.dask import DaskCluster
 from evergrad.study.executors.local import LocalProcesses
 from evergrad.study.executors.worker import resolve
-from evergrad.study.executors.worker_process import Log
+from evergrad.study.executors.worker_process import WorkerLog
 from evergrad.testing import ExecutorContract
 
 REHEARSAL = "evergrad.study.executors.selftest:perform"
@@ -50,25 +50,25 @@ class TestDaskCluster(ExecutorContract):
         with DaskCluster(Path(self._folder.name), REHEARSAL, scheduler=self.shared()._address) as guest:
             assert guest.slots == 2
             stay = {"do": "stay", "pipe": "alive"}
-            assert {one.fate for one in run(guest, ECHO, {**stay, "inside": "nothing"})} == {Fate.DONE}
+            assert {one.fate for one in run(guest, ECHO, {**stay, "inside": "nothing"})} == {TaskStatus.DONE}
             assert alive.await_lines(1)
             guest.submit(Task("busy", {**stay, "inside": "command"}))
             assert alive.await_lines(1)
         alive.await_end()
-        assert self.ended(Task("still", ECHO))["still"].fate is Fate.DONE
+        assert self.ended(Task("still", ECHO))["still"].fate is TaskStatus.DONE
 
     def test_a_folder_that_workers_do_not_see_is_named(self, tmp_path: Path) -> None:
         with DaskCluster(tmp_path / "nowhere", REHEARSAL, scheduler=self.shared()._address) as guest:
             (ended,) = run(guest, ECHO)
-        assert ended.fate is Fate.BROKEN
+        assert ended.fate is TaskStatus.BROKEN
         assert f"{tmp_path}/nowhere is not visible on worker tcp://127.0.0.1" in ended.reason
         assert "share" in ended.reason
 
     def test_a_task_is_lost_with_its_dask_worker_and_another_takes_its_place(self) -> None:
         found = self.ended(Task("killer", {"do": "parent"}), *(Task(f"t{i}", ECHO) for i in range(3)))
-        assert found["killer"].fate is Fate.LOST
+        assert found["killer"].fate is TaskStatus.LOST
         assert "Dask worker tcp://127.0.0.1" in found["killer"].reason
-        assert {found[f"t{i}"].fate for i in range(3)} == {Fate.DONE}
+        assert {found[f"t{i}"].fate for i in range(3)} == {TaskStatus.DONE}
 
     def test_closing_ends_every_worker(self, capfd: pytest.CaptureFixture[str]) -> None:
         super().test_closing_ends_every_worker()
@@ -78,10 +78,10 @@ class TestDaskCluster(ExecutorContract):
 ECHO = {"do": "echo", "value": 1}
 
 
-def run(executor: Executor, *works: dict[str, Any], limit_s: float | None = None) -> list[Ended]:
+def run(executor: Executor, *works: dict[str, Any], limit_s: float | None = None) -> list[TaskResult]:
     for number, work in enumerate(works):
         executor.submit(Task(str(number), work, limit_s))
-    ended: list[Ended] = []
+    ended: list[TaskResult] = []
     while len(ended) < len(works):
         ended += executor.collect(1.0)
     return sorted(ended, key=lambda one: one.id)
@@ -114,7 +114,7 @@ def test_a_worker_computes_with_one_thread_unless_told_otherwise(local: LocalPro
 
 
 def test_what_workers_print_is_in_the_folder(local: LocalProcesses, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(local, {"do": "print"})[0].fate is Fate.DONE
+    assert run(local, {"do": "print"})[0].fate is TaskStatus.DONE
     assert "to stdout\nto stderr\n" in (local._folder / "logs" / "worker-0.log").read_text()
     assert capfd.readouterr() == ("", "")
 
@@ -130,7 +130,7 @@ def test_what_workers_print_is_in_the_folder(local: LocalProcesses, capfd: pytes
 )
 def test_how_a_worker_was_lost_is_said(local: LocalProcesses, work: dict[str, Any], said: str) -> None:
     (ended,) = run(local, work)
-    assert ended.fate is Fate.LOST
+    assert ended.fate is TaskStatus.LOST
     assert said in ended.reason
     assert "logs/worker-0.log" in ended.reason
 
@@ -146,12 +146,12 @@ def test_how_a_worker_was_lost_is_said(local: LocalProcesses, work: dict[str, An
 )
 def test_work_that_gives_no_result_is_broken(local: LocalProcesses, work: dict[str, Any], said: str) -> None:
     (ended,) = run(local, work)
-    assert ended.fate is Fate.BROKEN
+    assert ended.fate is TaskStatus.BROKEN
     assert said in ended.reason
 
 
 def test_a_log_keeps_the_latest_and_stays_small(tmp_path: Path) -> None:
-    log = Log(tmp_path / "logs" / "worker-0.log")
+    log = WorkerLog(tmp_path / "logs" / "worker-0.log")
     os.write(log.descriptor, b"early\n" + b"." * (3 << 20) + b"\nlate\n")
     log.cut()
     os.write(log.descriptor, b"later\n")
@@ -174,7 +174,7 @@ def test_work_that_no_worker_can_begin_is_broken_and_not_tried_for_ever(
 ) -> None:
     with LocalProcesses(tmp_path, perform, workers=1) as executor:
         found = run(executor, ECHO, ECHO)
-    assert {one.fate for one in found} == {Fate.BROKEN}
+    assert {one.fate for one in found} == {TaskStatus.BROKEN}
     for one in found:
         assert "no worker gets ready, 3 have tried" in one.reason
         assert said in one.reason
@@ -226,10 +226,10 @@ def test_without_dask_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_became_of_a_task_is_one_line_and_survives_the_way_between_machines() -> None:
-    ended = Ended("t1", Fate.LOST, reason="gone\n\x1b[31m" + "x" * 1000)
+    ended = TaskResult("t1", TaskStatus.LOST, reason="gone\n\x1b[31m" + "x" * 1000)
     assert ended.reason.isprintable()
     assert len(ended.reason) <= 600
-    for one in (ended, Ended("t2", Fate.DONE, {"value": [1, None]})):
-        assert Ended.from_json(json.loads(json.dumps(one.to_json()))) == one
+    for one in (ended, TaskResult("t2", TaskStatus.DONE, {"value": [1, None]})):
+        assert TaskResult.from_json(json.loads(json.dumps(one.to_json()))) == one
     task = Task("t3", {"do": "echo"}, 2.5)
     assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task

@@ -11,34 +11,34 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import StudyError
-from evergrad.study.folder import Entry, Journal, read_journal
-from evergrad.study.trials import End, Observation, Series, Trial
+from evergrad.study.folder import JournalEntry, TrialJournal, read_journal
+from evergrad.study.trials import Observation, Series, Trial, TrialEnd
 
 MakeTrial = Callable[..., Trial]
 
 
 @pytest.fixture
-def entries(first_trial: MakeTrial) -> list[Entry]:
+def entries(first_trial: MakeTrial) -> list[JournalEntry]:
     """Five trials; one with everything that JSON does not have."""
     odd = Observation(
-        end=End.ABANDONED,
+        end=TrialEnd.ABANDONED,
         metrics=(0.1, float("nan")),
         losses=Series(1, (1.5, float("inf"))),
         nonfinite_at=2,
         nonfinite_in="loss",
     )
-    seen = [Observation(end=End.FINISHED, metrics=(0.1 * number,)) for number in range(4)]
-    return [Entry(first_trial(repetition=number), one) for number, one in enumerate([*seen, odd])]
+    seen = [Observation(end=TrialEnd.FINISHED, metrics=(0.1 * number,)) for number in range(4)]
+    return [JournalEntry(first_trial(repetition=number), one) for number, one in enumerate([*seen, odd])]
 
 
-def write(path: Path, entries: list[Entry]) -> None:
+def write(path: Path, entries: list[JournalEntry]) -> None:
     """All of them, one after the other."""
-    with Journal(path) as journal:
+    with TrialJournal(path) as journal:
         for entry in entries:
             journal.append([entry])
 
 
-def test_what_is_written_is_read_back(tmp_path: Path, entries: list[Entry]) -> None:
+def test_what_is_written_is_read_back(tmp_path: Path, entries: list[JournalEntry]) -> None:
     write(tmp_path / "j", entries)
     kept = read_journal(tmp_path / "j")
     assert not kept.damaged
@@ -48,7 +48,9 @@ def test_what_is_written_is_read_back(tmp_path: Path, entries: list[Entry]) -> N
 
 
 @pytest.mark.parametrize("cut", [1, 20, 300])
-def test_a_torn_last_line_is_said_and_the_next_one_is_whole(tmp_path: Path, entries: list[Entry], cut: int) -> None:
+def test_a_torn_last_line_is_said_and_the_next_one_is_whole(
+    tmp_path: Path, entries: list[JournalEntry], cut: int
+) -> None:
     path = tmp_path / "j"
     write(path, entries[:3])
     path.write_bytes(path.read_bytes()[:-cut])
@@ -65,7 +67,7 @@ def test_a_torn_last_line_is_said_and_the_next_one_is_whole(tmp_path: Path, entr
 
 
 def test_every_altered_byte_of_a_line_is_noticed_and_costs_that_line_alone(
-    tmp_path: Path, entries: list[Entry]
+    tmp_path: Path, entries: list[JournalEntry]
 ) -> None:
     path = tmp_path / "j"
     write(path, entries[:3])
@@ -83,11 +85,13 @@ def test_every_altered_byte_of_a_line_is_noticed_and_costs_that_line_alone(
             assert len(kept.damaged) == 1 or bytes(altered).count(b"\n") > 1
 
 
-def test_a_lost_trial_is_replaced_by_a_later_one_and_never_the_other_way(tmp_path: Path, entries: list[Entry]) -> None:
+def test_a_lost_trial_is_replaced_by_a_later_one_and_never_the_other_way(
+    tmp_path: Path, entries: list[JournalEntry]
+) -> None:
     path, known = tmp_path / "j", entries[0]
-    lost = Entry(known.trial, Observation(end=End.LOST, reason="worker 1 ended with SIGKILL"))
+    lost = JournalEntry(known.trial, Observation(end=TrialEnd.LOST, reason="worker 1 ended with SIGKILL"))
     write(path, [lost, known, lost])
-    assert read_journal(path).entries[known.trial.id].observation.end is End.FINISHED
+    assert read_journal(path).entries[known.trial.id].observation.end is TrialEnd.FINISHED
     assert not lost.known
 
 
@@ -102,7 +106,7 @@ def little_room() -> Iterator[Callable[[int], None]]:
 
 
 def test_a_full_disk_is_said_and_leaves_no_half_line(
-    tmp_path: Path, entries: list[Entry], little_room: Callable[[int], None]
+    tmp_path: Path, entries: list[JournalEntry], little_room: Callable[[int], None]
 ) -> None:
     path = tmp_path / "j"
     write(path, entries[:2])
@@ -116,7 +120,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_line(
     assert len(read_journal(path).entries) == 5
 
 
-def test_a_journal_of_another_kind_of_lines_loses_nothing(tmp_path: Path, entries: list[Entry]) -> None:
+def test_a_journal_of_another_kind_of_lines_loses_nothing(tmp_path: Path, entries: list[JournalEntry]) -> None:
     path = tmp_path / "j"
     path.write_text(json.dumps({"hello": 1}) + "\n[1, 2]\nnot json\n\n")
     write(path, entries)

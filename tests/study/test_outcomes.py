@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import DamagedFile, UsageError
-from evergrad.study.golden import Golden, fresh_folder, golden_folder, keep_golden, read_golden
+from evergrad.study.golden import GoldenRun, golden_folder, make_empty_folder, read_golden, write_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
-from evergrad.study.trials import Command, End, Observation, Outcome, Thresholds, Trial, judge
+from evergrad.study.trials import Command, Observation, Outcome, Thresholds, Trial, TrialEnd, judge
 from evergrad.training.settings import Direction, direction_by_name
 
 LOWER, HIGHER = Direction.LOWER, Direction.HIGHER
@@ -19,7 +19,7 @@ COMMAND = 'study = "c"\n[command]\ncommand = "python a {checkpoint}"\nprepare = 
 
 
 def finished(*metrics: float) -> Observation:
-    return Observation(end=End.FINISHED, metrics=metrics)
+    return Observation(end=TrialEnd.FINISHED, metrics=metrics)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_the_direction_makes_no_other_trial_so_old_journals_and_golden_runs_stil
 
 
 def test_a_golden_run_without_a_direction_is_read_and_a_wrong_one_is_damage(tmp_path: Path) -> None:
-    made = Golden(key="k", settings={}, observation=finished(1.0), checkpoint="c", digest="d", direction=LOWER)
-    fresh_folder(tmp_path, "k")
-    keep_golden(tmp_path, made)
+    made = GoldenRun(key="k", settings={}, observation=finished(1.0), checkpoint="c", digest="d", direction=LOWER)
+    make_empty_folder(tmp_path, "k")
+    write_golden(tmp_path, made)
     assert read_golden(tmp_path, "k") == made
     record = golden_folder(tmp_path, "k") / "golden.json"
     told = json.loads(record.read_text())

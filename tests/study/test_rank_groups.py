@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evergrad.errors import StudyError
-from evergrad.study.rank_group import RankGroup, RankLost
+from evergrad.study.rank_group import GroupRankLost, RankGroup
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_all_ranks_do_what_is_called_and_stay_warm(group: RankGroup, tmp_path: P
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
 def test_a_rank_that_dies_is_named_and_ends_its_group(group: RankGroup, tmp_path: Path, how: str) -> None:
     pids = group.pids()
-    with pytest.raises(RankLost, match=f"rank 1 ended with {how}"):
+    with pytest.raises(GroupRankLost, match=f"rank 1 ended with {how}"):
         group.call("rank_work:fall", tmp_path, {"rank": 1, "how": how})
     assert group.is_over
     assert not any(is_alive(pid) for pid in pids)
@@ -68,7 +68,7 @@ def test_an_answer_that_the_others_will_not_follow_ends_the_group(group: RankGro
 
 def test_a_group_that_does_not_answer_in_time_is_ended(group: RankGroup, tmp_path: Path) -> None:
     pids = group.pids()
-    with pytest.raises(RankLost, match=r"rank 0 did not answer within 0.5 s"):
+    with pytest.raises(GroupRankLost, match=r"rank 0 did not answer within 0.5 s"):
         group.call("rank_work:fall", tmp_path, {"rank": 1, "how": "SIGSTOP"}, limit_s=0.5)
     assert not any(is_alive(pid) for pid in pids)
 

@@ -23,8 +23,8 @@ from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
 from evergrad.study.results import Results, results_of
 from evergrad.study.runner import ExecutorSettings, run_study
-from evergrad.study.table_formats import written
-from evergrad.study.trials import End, Outcome
+from evergrad.study.table_formats import format_table
+from evergrad.study.trials import Outcome, TrialEnd
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -139,9 +139,9 @@ def test_a_trial_that_kills_every_worker_is_unknown_or_its_own_doing(
     assert [cell.trainings for cell in results.cells] == [6, 6]
     assert any("not complete" in note for note in results.notes)
     entries = StudyFolder(out).kept().entries
-    assert entries[lost.id].observation.end is End.LOST
+    assert entries[lost.id].observation.end is TrialEnd.LOST
     assert "SIGKILL" in entries[lost.id].observation.reason
-    assert entries[crashed.id].observation.end is End.CRASHED
+    assert entries[crashed.id].observation.end is TrialEnd.CRASHED
     (out / "orders" / f"die-{lost.id}").unlink()
     before = counted(out)
     results = run(plan, out)
@@ -277,7 +277,7 @@ def test_trials_of_another_golden_run_do_not_count_and_run_again(
 def test_only_what_the_plan_has_is_replayed_whatever_a_journal_says(
     tmp_path: Path, plan_file: Callable[..., Path]
 ) -> None:
-    from evergrad.study.folder import Journal
+    from evergrad.study.folder import TrialJournal
     from evergrad.study.replay import replay_trial
 
     plan, out = plan_file(), tmp_path / "out"
@@ -285,7 +285,7 @@ def test_only_what_the_plan_has_is_replayed_whatever_a_journal_says(
     entry = next(iter(StudyFolder(out).kept().entries.values()))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     training = replace(entry.trial.training, workload=f"{tmp_path / 'evil.py'}:f")  # type: ignore[arg-type]
-    with Journal(out / "journal.jsonl") as journal:
+    with TrialJournal(out / "journal.jsonl") as journal:
         journal.append([replace(entry, trial=replace(entry.trial, id="feedbeef", training=training))])
     with pytest.raises(UsageError, match="unknown trial 'feedbeef'"):
         replay_trial(out, "feedbeef")
@@ -337,7 +337,7 @@ def test_a_study_runs_from_a_name_a_path_or_a_plan(tmp_path: Path, plan_file: Ca
     assert results.facts["command"] == f"evergrad study run {path} --trainings 4"
     assert lines[0] == "golden runs: 0 of 1"
     assert lines[-1].startswith("trials: 8 of 8")
-    assert written(results.table("published"), "markdown").startswith("**toy: N-EV %**")
+    assert format_table(results.table("published"), "markdown").startswith("**toy: N-EV %**")
     # A plan that was read before has the same trials: nothing is run again, and no executor is made.
     again = eg.run_study(Plan.read(path, trainings=4), str(tmp_path / "out"), executor="dask")
     assert verdicts(again) == verdicts(results)

@@ -12,15 +12,25 @@ from evergrad.errors import StudyError, UsageError
 from evergrad.study import checkpoint_cost
 from evergrad.study.checkpoint_cost import perform_saving
 from evergrad.study.folder import SCRATCH
-from evergrad.study.golden import Golden, read_golden
+from evergrad.study.golden import GoldenRun, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import read_plan_text
 from evergrad.study.probe_tables import cost_table, median_interval
-from evergrad.study.rank_group import end_groups
+from evergrad.study.rank_group import end_cached_groups
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_formats import Quantity
 from evergrad.study.tasks import perform
-from evergrad.study.trials import SCALE, End, Observation, Outcome, Saving, Thresholds, Trial, golden_work, judge
+from evergrad.study.trials import (
+    OUTCOMES_WORST_FIRST,
+    Observation,
+    Outcome,
+    Saving,
+    Thresholds,
+    Trial,
+    TrialEnd,
+    golden_work,
+    judge,
+)
 from evergrad.training.settings import Training
 
 TOYS = Path(__file__).parent / "toys.py"
@@ -43,26 +53,26 @@ def saved(strategy: str, repetition: int = 0, *, every: int = 2, restarts: bool 
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Golden]]:
+def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, GoldenRun]]:
     """A study's folder with its golden run; the ranks are ended behind it."""
     folder = tmp_path_factory.mktemp("study")
     trial = saved("root")
     perform(folder, golden_work(trial, []))
-    end_groups()
+    end_cached_groups()
     golden = read_golden(folder, trial.training.key)
     assert golden is not None
     yield folder, golden
-    end_groups()
+    end_cached_groups()
 
 
-def check_same(seen: Observation, golden: Golden) -> None:
-    assert seen.end is End.FINISHED
+def check_same(seen: Observation, golden: GoldenRun) -> None:
+    assert seen.end is TrialEnd.FINISHED
     assert seen.metrics == golden.observation.metrics
     assert seen.losses.to_json() == golden.observation.losses.to_json()
     assert judge(seen, golden.observation, Thresholds(result="weights")) is Outcome.IDENTICAL
 
 
-def test_a_training_that_is_saved_is_the_same_training(study: tuple[Path, Golden]) -> None:
+def test_a_training_that_is_saved_is_the_same_training(study: tuple[Path, GoldenRun]) -> None:
     folder, golden = study
     for number, strategy in enumerate(("none", "root", "evergrad")):
         seen = perform_saving(folder, saved(strategy, number), golden)
@@ -81,7 +91,7 @@ def test_a_training_that_is_saved_is_the_same_training(study: tuple[Path, Golden
 
 @pytest.mark.parametrize("strategy", ["root", "evergrad"])
 def test_a_training_that_is_killed_after_every_epoch_is_the_same_training(
-    study: tuple[Path, Golden], strategy: str
+    study: tuple[Path, GoldenRun], strategy: str
 ) -> None:
     folder, golden = study
     # Every third of four steps: what came after it is lost, and done again.
@@ -93,13 +103,13 @@ def test_a_training_that_is_killed_after_every_epoch_is_the_same_training(
 
 
 def test_saving_that_changes_a_training_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_cost, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "bb"}))
+    monkeypatch.setattr(checkpoint_cost, "cached_group", lambda *_, **__: _Answers({"with": "aa", "without": "bb"}))
     with pytest.raises(StudyError, match=r"saving by root changes the training of .*: with saves its weights are aa"):
         perform_saving(tmp_path, saved("root"), _nobody())
 
 
 def test_the_slowest_rank_counts_for_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_cost, "warm_group", lambda *_, **__: _Answers({"with": "aa", "without": "aa"}))
+    monkeypatch.setattr(checkpoint_cost, "cached_group", lambda *_, **__: _Answers({"with": "aa", "without": "aa"}))
     costs = perform_saving(tmp_path, saved("root"), _nobody()).costs
     assert costs["blocked_s"] == (3.0, 4.0)
     assert costs["own_s"] == (2.5, 3.0)
@@ -108,7 +118,7 @@ def test_the_slowest_rank_counts_for_each_save(tmp_path: Path, monkeypatch: pyte
 
 def test_which_block_comes_first_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = _Answers({"with": "aa", "without": "aa"})
-    monkeypatch.setattr(checkpoint_cost, "warm_group", lambda *_, **__: group)
+    monkeypatch.setattr(checkpoint_cost, "cached_group", lambda *_, **__: group)
     for repetition in (0, 1):
         perform_saving(tmp_path, saved("root", repetition), _nobody())
     assert group.orders == [["without", "with"], ["with", "without"]]
@@ -144,7 +154,7 @@ def test_the_table_has_a_row_a_cell_and_the_number_of_cores_under_it() -> None:
         {"blocked_s": (0.01, 0.02, 0.03), "own_s": (0.01, 0.01), "with_s": (1.1 + n / 10,), "without_s": (1.0,)}
         for n in range(3)
     ]
-    table = cost_table(_results([Observation(end=End.FINISHED, costs=one) for one in costs]))
+    table = cost_table(_results([Observation(end=TrialEnd.FINISHED, costs=one) for one in costs]))
     assert table.headers[:5] == ("ranks", "trainings", "identical", "blocked ms", "own ms")
     row = dict(zip(table.headers, table.rows[0], strict=True))
     assert str(row["blocked ms"]) == "20.0 [10.0, 30.0]"
@@ -173,12 +183,12 @@ def _block(digest: str, rank: int) -> dict[str, Any]:
     return {**times, "metrics": [0.5, 0.6], "losses": [1.0], "digest": digest}
 
 
-def _nobody() -> Golden:
-    return Golden(key="", settings={}, observation=Observation(end=End.FINISHED), checkpoint="", digest="")
+def _nobody() -> GoldenRun:
+    return GoldenRun(key="", settings={}, observation=Observation(end=TrialEnd.FINISHED), checkpoint="", digest="")
 
 
 def _results(seen: list[Observation]) -> Results:
-    counts = dict.fromkeys(SCALE, 0) | {Outcome.IDENTICAL: len(seen)}
+    counts = dict.fromkeys(OUTCOMES_WORST_FIRST, 0) | {Outcome.IDENTICAL: len(seen)}
     cell = Cell(axes={"ranks": 2}, due=3, counts=counts, golden=0.9, golden_start=0.8, seen=tuple(seen))
     facts = {"N-EV": "NaN", "machine": "x86_64, 2 cores"}
     return Results(

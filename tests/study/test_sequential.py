@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evergrad.errors import UsageError
-from evergrad.study.statistics import anytime_interval, enough, sample_size, stopping_time, wilson
+from evergrad.study.statistics import anytime_interval, is_precise_enough, sample_size, stopping_time, wilson
 
 LOOKS = 300
 SEQUENCES = 400
@@ -72,9 +72,9 @@ def test_looking_costs_width() -> None:
 
 def test_a_study_knows_enough_when_its_widest_cell_does() -> None:
     time = stopping_time(0.0, 0.1)
-    assert enough([(0, time), (time, time)], 0.1)
-    assert not enough([(0, time), (0, time - 1)], 0.1)
-    assert not enough([(0, time), (time // 2, time)], 0.1), "a rate in the middle takes longer"
+    assert is_precise_enough([(0, time), (time, time)], 0.1)
+    assert not is_precise_enough([(0, time), (0, time - 1)], 0.1)
+    assert not is_precise_enough([(0, time), (time // 2, time)], 0.1), "a rate in the middle takes longer"
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 1.0])
@@ -82,8 +82,8 @@ def test_the_time_to_expect_is_the_first_that_is_narrow_enough(rate: float) -> N
     time = stopping_time(rate, 0.1)
     if rate in (0.0, 0.5, 1.0):
         even = time + time % 2
-        assert enough([(round(rate * even), even)], 0.1)
-        assert not enough([(round(rate * (even - 2)), even - 2)], 0.1)
+        assert is_precise_enough([(round(rate * even), even)], 0.1)
+        assert not is_precise_enough([(round(rate * (even - 2)), even - 2)], 0.1)
     assert time <= stopping_time(0.5, 0.1)
     assert time < stopping_time(rate, 0.05)
 
@@ -98,7 +98,7 @@ def test_stopping_by_looks_takes_more_than_a_planned_size_but_not_absurdly() -> 
     [
         (lambda: anytime_interval(3, 2), "count: expected at most"),
         (lambda: anytime_interval(1, 2, 0), "confidence: expected a number above 0"),
-        (lambda: enough([(1, 2)], 0.0), "half width: expected a number above 0"),
+        (lambda: is_precise_enough([(1, 2)], 0.0), "half width: expected a number above 0"),
         (lambda: stopping_time(2, 0.05), "rate: expected a number from 0 to 1, found 2"),
         (lambda: stopping_time(0.5, 1e-12), "half width: expected one that trainings can reach"),
     ],

@@ -17,10 +17,10 @@ import pytest
 from evergrad._wire import Garbled, Secret, Wire
 from evergrad.errors import EvergradError, UsageError
 from evergrad.study.executors import base, listener, slurm
-from evergrad.study.executors.base import Ended, Fate, Task
-from evergrad.study.executors.listener import Reception
+from evergrad.study.executors.base import Task, TaskResult, TaskStatus
+from evergrad.study.executors.listener import WorkerListener
 from evergrad.study.executors.slurm import SlurmCluster
-from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, Order, serve
+from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, SlurmWorkerSettings, serve
 from evergrad.testing import ExecutorContract
 
 REHEARSAL = "evergrad.study.executors.selftest:perform"
@@ -33,10 +33,10 @@ class TestSlurmCluster(ExecutorContract):
 
     def test_a_task_is_lost_with_its_job_and_another_takes_its_place(self) -> None:
         found = self.ended(Task("killer", {"do": "parent"}), *(Task(f"t{i}", ECHO) for i in range(3)))
-        assert found["killer"].fate is Fate.LOST
+        assert found["killer"].fate is TaskStatus.LOST
         for part in ("Slurm job ", "its connection has ended", "logs/slurm-"):
             assert part in found["killer"].reason
-        assert {found[f"t{i}"].fate for i in range(3)} == {Fate.DONE}
+        assert {found[f"t{i}"].fate for i in range(3)} == {TaskStatus.DONE}
 
     def test_all_that_is_pickled_is_where_only_its_user_may_go(self) -> None:
         self.ended(Task("one", ECHO))
@@ -50,10 +50,10 @@ class TestSlurmCluster(ExecutorContract):
         assert {path.parent for path in pickles} == {run}
 
 
-def run(executor: SlurmCluster, *works: dict[str, Any]) -> list[Ended]:
+def run(executor: SlurmCluster, *works: dict[str, Any]) -> list[TaskResult]:
     for number, work in enumerate(works):
         executor.submit(Task(str(number), work))
-    ended: list[Ended] = []
+    ended: list[TaskResult] = []
     until = time.monotonic() + 60
     while len(ended) < len(works):
         assert time.monotonic() < until, ended
@@ -85,7 +85,7 @@ def test_a_job_that_slurm_does_not_take_is_told_in_its_words(slurm_says: Any, tm
     with SlurmCluster(tmp_path / "out", REHEARSAL, jobs=2, partition="nope") as executor:
         found = run(executor, ECHO, ECHO)
     for one in found:
-        assert one.fate is Fate.BROKEN
+        assert one.fate is TaskStatus.BROKEN
         assert "no Slurm job gets ready, 3 have tried" in one.reason
         assert "invalid partition specified: nope" in one.reason
         assert "\n" not in one.reason
@@ -106,7 +106,7 @@ def test_jobs_that_never_get_ready_are_given_up_with_what_slurm_says(
     with SlurmCluster(tmp_path / "out", REHEARSAL, cpus=3, options={"account": "physics"}) as executor:
         (ended,) = run(executor, ECHO)
         script = next((tmp_path / "out").rglob("*submission*.sh")).read_text()
-    assert ended.fate is Fate.BROKEN
+    assert ended.fate is TaskStatus.BROKEN
     assert f"Slurm job 7: {said}" in ended.reason
     for line in ("--account=physics", "--cpus-per-task=3", "--no-requeue", "--signal=USR2@300", "--time=60"):
         assert f"#SBATCH {line}" in script
@@ -169,7 +169,7 @@ def test_without_slurm_or_submitit_what_is_missing_is_named(tmp_path: Path, monk
         SlurmCluster(tmp_path, REHEARSAL)
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UsageError, match=r"pip install .*\[slurm\]"):
-        slurm.Jobs(tmp_path, slurm.Wanted())
+        slurm.SlurmJobs(tmp_path, slurm.SlurmJobOptions())
 
 
 def wires(secret: bytes = b"s" * 32, other: bytes = b"s" * 32) -> tuple[Wire, Wire]:
@@ -266,7 +266,7 @@ def test_a_recorded_connection_cannot_be_played_again() -> None:
 
 
 def test_a_stranger_gets_nothing_but_a_nonce_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    hall = Reception("127.0.0.1")
+    hall = WorkerListener("127.0.0.1")
     strangers = [socket.create_connection(("127.0.0.1", hall.port), 10) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].sendall(b"x" * 5000)
@@ -281,7 +281,7 @@ def test_a_stranger_gets_nothing_but_a_nonce_and_not_for_long(monkeypatch: pytes
     hall.close()
 
 
-def quiet(hall: Reception, stranger: socket.socket) -> set[Wire]:
+def quiet(hall: WorkerListener, stranger: socket.socket) -> set[Wire]:
     return {wire for wire in hall._since if wire.link.getpeername() == stranger.getsockname()}
 
 
@@ -297,13 +297,13 @@ def all_of(link: socket.socket) -> bytes:
 def test_a_job_whose_runner_is_gone_ends_with_a_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    order = Order(("127.0.0.1",), port, "00" * 32, str(tmp_path), REHEARSAL, tuple(sys.path), {})
+    order = SlurmWorkerSettings(("127.0.0.1",), port, "00" * 32, str(tmp_path), REHEARSAL, tuple(sys.path), {})
     order.write(tmp_path / "order.json")
-    assert Order.read(tmp_path / "order.json") == order
+    assert SlurmWorkerSettings.read(tmp_path / "order.json") == order
     (tmp_path / "open.json").write_bytes((tmp_path / "order.json").read_bytes())
     (tmp_path / "open.json").chmod(0o644)
     with pytest.raises(EvergradError, match=r"expected a file of mode 0600 of this user, found 0644"):
-        Order.read(tmp_path / "open.json")
+        SlurmWorkerSettings.read(tmp_path / "open.json")
     handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, LEAVE_SIGNAL)}
     try:
         with pytest.raises(EvergradError, match=f"cannot be reached from .*127.0.0.1:{port}"):

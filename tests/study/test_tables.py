@@ -14,7 +14,7 @@ from rich.console import Console
 from evergrad.errors import UsageError
 from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import wilson
-from evergrad.study.table_formats import FORMS, Quantity, Table, written
+from evergrad.study.table_formats import FORMS, Quantity, Table, format_table
 from evergrad.study.tables import comparisons_table, published_table, results_to_json, summary_table, trends_table
 from evergrad.study.trials import Outcome
 
@@ -94,8 +94,8 @@ def test_a_cell_without_trainings_has_no_rate() -> None:
     empty = Cell(axes={"model": "a", "flips": 1}, due=9, counts=dict.fromkeys(Outcome, 0), golden=0.5, golden_start=0.5)
     table = summary_table(_results(empty))
     assert (_column(table, "N-EV %"), _column(table, "RWC %")) == ([None], [None])
-    assert "–" in written(table, "markdown")
-    assert written(summary_table(_results()), "csv")
+    assert "–" in format_table(table, "markdown")
+    assert format_table(summary_table(_results()), "csv")
 
 
 def test_notes_define_the_columns_and_say_where_the_numbers_are_from() -> None:
@@ -143,7 +143,7 @@ def test_further_axes_become_groups_of_rows_and_holes_stay_empty() -> None:
     assert [row[:2] for row in table.rows] == [("model", 1), ("model", 10), ("optimizer", 1), ("optimizer", 10)]
     assert table.rows[3][3] is None
     assert [table.ends_group(place) for place in range(4)] == [False, True, False, False]
-    assert written(table, "latex").count(r"\midrule") == 2
+    assert format_table(table, "latex").count(r"\midrule") == 2
 
 
 def test_without_the_published_axes_the_table_takes_what_there_is() -> None:
@@ -198,7 +198,7 @@ def test_a_terminal_gets_no_escapes_and_no_markup() -> None:
 
 
 def test_a_spreadsheet_gets_no_formulas_and_a_reader_gets_numbers() -> None:
-    text = written(_hostile(), "csv")
+    text = format_table(_hostile(), "csv")
     rows = [row for row in csv.reader(io.StringIO(text)) if not row[0].startswith("#")]
     assert rows[0][1:] == ["'@n", "rate", "rate low", "rate high"]
     assert [row[1:] for row in rows[1:]] == [["1", "-1.5", "-2", "1"], ["2", "", "", ""], ["-3", "2", "", ""]]
@@ -212,7 +212,7 @@ def test_a_spreadsheet_gets_no_formulas_and_a_reader_gets_numbers() -> None:
 
 
 def test_markdown_keeps_its_columns_whatever_the_names() -> None:
-    lines = written(_hostile(), "markdown").splitlines()
+    lines = format_table(_hostile(), "markdown").splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 5
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {4}
@@ -221,7 +221,7 @@ def test_markdown_keeps_its_columns_whatever_the_names() -> None:
 
 
 def test_latex_has_every_special_escaped_and_all_ends_paired() -> None:
-    text = written(_hostile(), "latex")
+    text = format_table(_hostile(), "latex")
     assert text.isprintable() or set(text) - {"\n"} == {char for char in text if char.isprintable()}
     for name in ("table", "tabular", "minipage"):
         assert text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") == 1
@@ -241,7 +241,7 @@ def test_latex_has_every_special_escaped_and_all_ends_paired() -> None:
 def test_an_unknown_form_names_the_known() -> None:
     assert tuple(FORMS) == ("csv", "latex", "markdown")
     with pytest.raises(UsageError, match="format: expected csv, latex or markdown, found 'html'"):
-        written(_hostile(), "html")
+        format_table(_hostile(), "html")
 
 
 def test_small_numbers_do_not_pass_for_none() -> None:

@@ -12,18 +12,18 @@ import torch
 
 from evergrad.errors import UsageError
 from evergrad.study.golden import read_golden
-from evergrad.study.loaded_trainings import warm
-from evergrad.study.observe import Course, observe
+from evergrad.study.loaded_trainings import load_training
+from evergrad.study.observe import GoldenTrajectory, observe
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
 from evergrad.study.probe_base import GUARDS
-from evergrad.study.probe_tables import guard_table, spread_table, watched_to_json
-from evergrad.study.probes import Guards, make_watchers
-from evergrad.study.rank_group import end_groups
+from evergrad.study.probe_tables import guard_table, probe_tables_to_json, spread_table
+from evergrad.study.probes import GuardProbe, make_probes
+from evergrad.study.rank_group import end_cached_groups
 from evergrad.study.results import Cell, Results
 from evergrad.study.table_formats import Quantity, Table
 from evergrad.study.tasks import perform
-from evergrad.study.trials import End, Observation, Outcome, Rules, Series, Trial, golden_work, trial_work
+from evergrad.study.trials import Observation, Outcome, Rules, Series, Trial, TrialEnd, golden_work, trial_work
 from evergrad.training.mechanisms import make_session
 from evergrad.training.mechanisms.session import Session
 from evergrad.training.settings import Training
@@ -57,7 +57,7 @@ def test_a_training_that_is_watched_ends_with_the_bits_of_one_that_is_not(
     assert watched.digest == plain.digest != ""
     assert (watched.losses, watched.metrics) == (plain.losses, plain.metrics)
     assert plain.spread == plain.alarms == plain.costs == {}
-    session = warm(tmp_path, trial.training, trial.rules).session  # type: ignore[arg-type]
+    session = load_training(tmp_path, trial.training, trial.rules).session  # type: ignore[arg-type]
     assert not session.module._forward_pre_hooks
     assert not session.optimizer._optimizer_step_pre_hooks
     assert not session.optimizer._optimizer_step_post_hooks
@@ -93,7 +93,7 @@ def test_a_flipped_weight_is_one_element_of_one_layer_until_the_first_step(
 
 def test_a_long_course_is_compared_where_the_golden_run_was_kept(first_trial: MakeTrial) -> None:
     session, _ = session_of(first_trial())
-    take_up, course = session.remember(), Course(every=3)
+    take_up, course = session.remember(), GoldenTrajectory(every=3)
     observe(session, 2, Rules(), course, golden=True)
     take_up()
     session.state()["model/0.bias"][0] = 7.0
@@ -104,8 +104,8 @@ def test_a_long_course_is_compared_where_the_golden_run_was_kept(first_trial: Ma
 
 def test_many_steps_are_thinned_and_the_first_ones_are_not(first_trial: MakeTrial) -> None:
     session, _ = session_of(first_trial())
-    course = Course(every=2, weights=[session.weights()] * 1500, before=session.weights())
-    with make_watchers(session, Rules(watch=("spread",)), course, 3000) as watchers:
+    course = GoldenTrajectory(every=2, weights=[session.weights()] * 1500, before=session.weights())
+    with make_probes(session, Rules(watch=("spread",)), course, 3000) as watchers:
         watchers.begin()
         for step in range(1, 3001):
             watchers.after(step, torch.zeros(()))
@@ -115,9 +115,11 @@ def test_many_steps_are_thinned_and_the_first_ones_are_not(first_trial: MakeTria
     assert 150 < len(after) <= 210
 
 
-def _guarded(session: Session, course: Course, alter: Callable[[], object], at: int, steps: int = 20) -> dict[str, Any]:
+def _guarded(
+    session: Session, course: GoldenTrajectory, alter: Callable[[], object], at: int, steps: int = 20
+) -> dict[str, Any]:
     """Which guards speak up, of a training that something happens to after so many steps."""
-    with make_watchers(session, Rules(watch=("guards",)), course, steps) as watchers:
+    with make_probes(session, Rules(watch=("guards",)), course, steps) as watchers:
         if at == 0:
             alter()
         watchers.begin()
@@ -130,7 +132,7 @@ def _guarded(session: Session, course: Course, alter: Callable[[], object], at: 
 
 def test_each_guard_speaks_up_where_it_looks(first_trial: MakeTrial) -> None:
     session, _ = session_of(first_trial())
-    take_up, course = session.remember(), Course.empty(session, 5)
+    take_up, course = session.remember(), GoldenTrajectory.empty(session, 5)
     observe(session, 5, Rules(), course, golden=True)
 
     def meet(name: str, alter: Callable[[torch.Tensor], object], at: int) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def test_ranks_learn_what_one_of_them_has(tmp_path: Path, first_trial: MakeTrial
         weight = run(tmp_path, replace(trial, where="role:model"))
         clean = run(tmp_path, replace(trial, ranks=0))
     finally:
-        end_groups()
+        end_cached_groups()
     # A flipped momentum is one rank's until its weights have made other gradients, which all ranks get.
     assert values(moment, "ranks")[:3] == pytest.approx((0, 1 / 3, 1), rel=1e-5)
     assert values(moment, "elements")[:2] == pytest.approx((0, 1 / 74 / 3), rel=1e-5)
@@ -206,13 +208,13 @@ def _cell(*seen: Observation, **axes: Any) -> Cell:
 
 def _spread(after: tuple[int, ...], elements: tuple[float, ...]) -> Observation:
     parts = {"after": after, "elements": elements, "layers": elements, "ranks": tuple(map(float, map(bool, elements)))}
-    return Observation(end=End.FINISHED, spread={name: Series(1, part) for name, part in parts.items()})
+    return Observation(end=TrialEnd.FINISHED, spread={name: Series(1, part) for name, part in parts.items()})
 
 
 def _alarms(final: float = 0.9, *, nev: bool = False, digest: str = "", **alarms: int | None) -> Observation:
     costs = {"step": (0.01,), "guard norm": (0.0002,), "guard replicas": (0.001,)}
     return Observation(
-        end=End.FINISHED, metrics=(0.8, final), nonfinite_at=3 if nev else None, alarms=alarms, costs=costs,
+        end=TrialEnd.FINISHED, metrics=(0.8, final), nonfinite_at=3 if nev else None, alarms=alarms, costs=costs,
         digest=digest, steps=20,
     )  # fmt: skip
 
@@ -229,7 +231,7 @@ def test_the_table_of_spread_says_over_how_many_trainings_it_is() -> None:
     assert [(row["steps"], row["trainings"]) for row in rows] == [(0, 2), (1, 2), (2, 1), (3, 1), (5, 1), (7, 1)]
     assert str(rows[0]["elements %"]).startswith("2.0000 [1.0000, 3.0000]")
     assert rows[1]["ranks %"] == Quantity(100.0, 1), "of equal numbers there is no interval"
-    told = watched_to_json(_results(_cell(went_on, given_up, where="model"), axes=("where",)))
+    told = probe_tables_to_json(_results(_cell(went_on, given_up, where="model"), axes=("where",)))
     (first, *_), kinds = told["spread"], list(told)
     assert kinds == ["spread"]
     assert (first["steps"], first["elements %"]["value"], first["ranks %"]["low"]) == (0, 2.0, rows[0]["ranks %"].low)
@@ -282,10 +284,10 @@ def test_guards_take_their_hooks_off_when_the_training_fails(first_trial: MakeTr
     session, _ = session_of(first_trial())
     with (
         pytest.raises(ValueError, match="an error of the training's own"),
-        make_watchers(session, Rules(watch=("guards",)), Course(), 4) as watchers,
+        make_probes(session, Rules(watch=("guards",)), GoldenTrajectory(), 4) as watchers,
     ):
         watchers.begin()
         assert session.optimizer._optimizer_step_pre_hooks
         raise ValueError("an error of the training's own")
     assert not session.optimizer._optimizer_step_pre_hooks
-    Guards(session, Course()).end()
+    GuardProbe(session, GoldenTrajectory()).end()

@@ -16,11 +16,11 @@ from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.injection.faults import fault_of
 from evergrad.study import loaded_trainings as sessions
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.loaded_trainings import warm
+from evergrad.study.loaded_trainings import load_training
 from evergrad.study.observe import observe
 from evergrad.study.tasks import perform
-from evergrad.study.trials import End, Observation, Outcome, Trial, golden_work, judge, trial_work
-from evergrad.training.mechanisms.session import Snapshot
+from evergrad.study.trials import Observation, Outcome, Trial, TrialEnd, golden_work, judge, trial_work
+from evergrad.training.mechanisms.session import TrainingSnapshot
 from evergrad.training.settings import Direction
 
 MakeTrial = Callable[..., Trial]
@@ -28,7 +28,7 @@ MakeTrial = Callable[..., Trial]
 
 def cold() -> None:
     """Forget what is loaded, as a fresh worker would not know it."""
-    sessions._warm.clear()
+    sessions._loaded_trainings.clear()
 
 
 def run(folder: Path, trial: Trial) -> Observation:
@@ -39,7 +39,7 @@ def run(folder: Path, trial: Trial) -> Observation:
 
 def _answers(folder: Path, trial: Trial, flips: int = 0) -> list[int]:
     """What the restored model says of every test sample, after so many faults."""
-    loaded = warm(folder, trial.training, trial.rules)
+    loaded = load_training(folder, trial.training, trial.rules)
     loaded.take_up()
     if flips:
         loaded.aim(trial).hit(flips, trial.seed)
@@ -74,7 +74,7 @@ def test_trials_share_nothing_that_one_could_spoil(tmp_path: Path, first_trial: 
     spoilt = run(tmp_path, wild)
     assert spoilt.nonfinite_at == 0
     assert same(run(tmp_path, trial), clean)
-    loaded = warm(tmp_path, trial.training, trial.rules)
+    loaded = load_training(tmp_path, trial.training, trial.rules)
     loaded.take_up()
     with eg.open_checkpoint(place / "checkpoint.pt") as ck:
         for name, tensor in loaded.session.state().items():
@@ -87,7 +87,7 @@ def test_a_trial_hits_the_very_bits_that_the_injector_hits_in_the_checkpoint_fil
 ) -> None:
     trial = first_trial(cell=1, fault="bitflip:bits=exponent")
     run(tmp_path, trial)
-    loaded = warm(tmp_path, trial.training, trial.rules)
+    loaded = load_training(tmp_path, trial.training, trial.rules)
     loaded.take_up()
     live = [hit for column in loaded.aim(trial).hit(trial.flips, trial.seed).columns for hit in column.hits()]
     file = golden_folder(tmp_path, trial.training.key) / "checkpoint.pt"
@@ -102,14 +102,14 @@ def test_a_fault_in_the_file_and_its_log_in_the_running_training_give_the_same_t
 ) -> None:
     trial = first_trial(cell=1, fault="bitflip:bits=mantissa", where="**.weight")
     seen = run(tmp_path, trial)
-    loaded = warm(tmp_path, trial.training, trial.rules)
+    loaded = load_training(tmp_path, trial.training, trial.rules)
     clean = golden_folder(tmp_path, trial.training.key) / "checkpoint.pt"
     log = eg.inject(
         clean, fault_of(trial.fault), count=trial.flips, where=trial.where, seed=trial.seed, out=tmp_path / "bad.pt"
     )
     session, epochs = loaded.session, trial.training.epochs
     with eg.open_checkpoint(tmp_path / "bad.pt") as bad:
-        session.restore(Snapshot(trial.training.checkpoint, {name: bad.read(name) for name in session.state()}))
+        session.restore(TrainingSnapshot(trial.training.checkpoint, {name: bad.read(name) for name in session.state()}))
     from_file = observe(session, epochs, trial.rules, loaded.course)
     loaded.take_up()
     faults = eg.inject_live(session.module, session.optimizer, log)
@@ -140,12 +140,12 @@ def test_toys_that_must_and_must_not_suffer_are_judged_so(
     assert verdicts == {expected}
     assert {one.changed for one in seen} == {1}
     if name == "picky":
-        assert {(one.end, one.reason) for one in seen} == {(End.CRASHED, "ValueError: negative weight")}
+        assert {(one.end, one.reason) for one in seen} == {(TrialEnd.CRASHED, "ValueError: negative weight")}
 
 
 def test_a_non_finite_training_is_given_up_and_says_where(tmp_path: Path, first_trial: MakeTrial) -> None:
     seen = run(tmp_path, first_trial("sensitive", fault="bitflip:bits=exponent-msb", epochs=3))
-    assert (seen.end, seen.steps, seen.nonfinite_at, seen.nonfinite_in) == (End.ABANDONED, 0, 0, "output")
+    assert (seen.end, seen.steps, seen.nonfinite_at, seen.nonfinite_in) == (TrialEnd.ABANDONED, 0, 0, "output")
     plenty = first_trial(fault="scale:factor=1e30", cell=1)
     seen = run(tmp_path, replace(plenty, flips=30))
     assert seen.extreme_at == 0
@@ -224,7 +224,7 @@ def test_more_flips_than_numbers_and_unknown_layers_are_told(tmp_path: Path, fir
 def test_a_layer_is_its_weights_and_their_optimizer_state(tmp_path: Path, first_trial: MakeTrial) -> None:
     trial = first_trial()
     perform(tmp_path, golden_work(trial, [trial]))
-    loaded = warm(tmp_path, trial.training, trial.rules)
+    loaded = load_training(tmp_path, trial.training, trial.rules)
 
     def names(**given: str) -> list[str]:
         return [info.name for info in loaded.aim(replace(trial, **given)).population.tensors]  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def test_layers_with_one_weight_have_one_optimizer_state_and_buffers_none(
 ) -> None:
     trial = first_trial("tied")
     perform(tmp_path, golden_work(trial, [trial]))
-    loaded = warm(tmp_path, trial.training, trial.rules)
+    loaded = load_training(tmp_path, trial.training, trial.rules)
 
     def names(layer: str, where: str) -> list[str]:
         aim = loaded.aim(replace(trial, layer=layer, where=where))
@@ -277,7 +277,7 @@ def test_layers_with_one_weight_have_one_optimizer_state_and_buffers_none(
 
 def test_a_models_own_check_is_the_trainings_end_and_not_the_studys(tmp_path: Path, first_trial: MakeTrial) -> None:
     seen = run(tmp_path, first_trial("asserting", fault="bitflip:bits=sign"))
-    assert (seen.end, seen.reason) == (End.CRASHED, "AssertionError: negative")
+    assert (seen.end, seen.reason) == (TrialEnd.CRASHED, "AssertionError: negative")
 
 
 def test_an_extreme_number_is_seen_wherever_in_the_state_it_is(tmp_path: Path, first_trial: MakeTrial) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from evergrad.study.executors.base import Executor
-from evergrad.study.runner import Progress, run_study
+from evergrad.study.runner import StudyRunStatus, run_study
 
 
 def executor(kind: str, folder: Path) -> Executor:
@@ -28,7 +28,7 @@ def executor(kind: str, folder: Path) -> Executor:
 def main(kind: str, plan: str, out: str) -> None:
     """Run it, and say how far it is."""
 
-    def report(at: Progress) -> None:
+    def report(at: StudyRunStatus) -> None:
         print(at.phase, at.done, at.due, flush=True)
 
     run_study(plan, out, executor=lambda folder: executor(kind, folder), progress=report)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evergrad.study.golden import Golden, fresh_folder, keep_golden, read_golden
-from evergrad.study.trials import End, Observation, Trial
+from evergrad.study.golden import GoldenRun, make_empty_folder, read_golden, write_golden
+from evergrad.study.trials import Observation, Trial, TrialEnd
 
-CLEAN = Observation(end=End.FINISHED, metrics=(0.8, 0.9), seconds=0.01)
+CLEAN = Observation(end=TrialEnd.FINISHED, metrics=(0.8, 0.9), seconds=0.01)
 
 
 def perform(folder: Path, work: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,10 +21,12 @@ def perform(folder: Path, work: Mapping[str, Any]) -> dict[str, Any]:
     if work["kind"] == "golden":
         key = trial.training.key
         if read_golden(folder, key) is None:
-            fresh_folder(folder, key)
-            keep_golden(
+            make_empty_folder(folder, key)
+            write_golden(
                 folder,
-                Golden(key=key, settings={"model": "toy"}, observation=CLEAN, checkpoint="x", digest="0", chance=0.1),
+                GoldenRun(
+                    key=key, settings={"model": "toy"}, observation=CLEAN, checkpoint="x", digest="0", chance=0.1
+                ),
             )
         return {}
     (folder / "ran").mkdir(exist_ok=True)
@@ -34,8 +36,8 @@ def perform(folder: Path, work: Mapping[str, Any]) -> dict[str, Any]:
     _obey(folder, trial)
     bad = trial.seed % 100 < min(90, 8 * trial.flips)
     if bad:
-        return Observation(end=End.ABANDONED, metrics=(0.1,), nonfinite_at=1, nonfinite_in="loss").to_json()
-    return Observation(end=End.FINISHED, metrics=(0.8, 0.9 - 0.001 * (trial.seed % 3))).to_json()
+        return Observation(end=TrialEnd.ABANDONED, metrics=(0.1,), nonfinite_at=1, nonfinite_in="loss").to_json()
+    return Observation(end=TrialEnd.FINISHED, metrics=(0.8, 0.9 - 0.001 * (trial.seed % 3))).to_json()
 
 
 def _obey(folder: Path, trial: Trial) -> None:

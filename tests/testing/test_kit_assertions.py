@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from evergrad.recovery.elastic_sampler import Books
-from evergrad.testing import JobRun, Stuck
+from evergrad.recovery.elastic_sampler import SampleAccounting
+from evergrad.testing import JobRun, StuckProcess
 from evergrad.timeline import Event
 
 SUMMARY = {
@@ -33,7 +33,7 @@ def weights(uid: int, rank: int, weights: str = "aa", state: str = "bb", steps: 
 
 
 def epoch(number: int, **changes: int) -> Event:
-    books = Books(10)
+    books = SampleAccounting(10)
     books.enter(0, 12)  # two of padding
     row = {name: value for name, value in books.summary().to_json().items() if name != "schema_version"}
     return event("epoch", "uid 0", epoch=number, step=4 * (number + 1), **row | changes)
@@ -93,7 +93,10 @@ def test_a_sound_job_passes_everything() -> None:
 
 
 def test_a_job_that_hung_passes_nothing_and_says_who_and_where() -> None:
-    stuck = [Stuck(0, "rank 0", "waiting", "File train.py, line 9 in all_reduce"), Stuck(3, "rank 1", "stopped")]
+    stuck = [
+        StuckProcess(0, "rank 0", "waiting", "File train.py, line 9 in all_reduce"),
+        StuckProcess(3, "rank 1", "stopped"),
+    ]
     for act in all_of(job(timed_out=True, stuck=stuck, exit_code=1)):
         said = refused(act)
         assert "expected that the job ends by itself within 60 s, found still there: rank 0 (uid 0, waiting)" in said

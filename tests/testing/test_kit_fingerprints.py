@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evergrad.recovery.fingerprints import RECORD_WEIGHTS, digest, tell_weights
+from evergrad.recovery.fingerprints import RECORD_WEIGHTS, digest, record_weights
 
 
 def test_every_bit_name_shape_dtype_and_order_counts() -> None:
@@ -42,14 +42,14 @@ def test_buffers_are_in_the_state_and_not_in_the_weights(monkeypatch: pytest.Mon
 
     model = nn.BatchNorm1d(2)
     monkeypatch.delenv(RECORD_WEIGHTS, raising=False)
-    tell_weights(model, tell, rank=0)
+    record_weights(model, tell, rank=0)
     assert told == []
     monkeypatch.setenv(RECORD_WEIGHTS, "1")
-    tell_weights(None, tell, rank=0)
+    record_weights(None, tell, rank=0)
     assert told == []
-    tell_weights(model, tell, rank=0)
+    record_weights(model, tell, rank=0)
     model(torch.randn(4, 2))
-    tell_weights(model, tell, rank=0)
+    record_weights(model, tell, rank=0)
     assert told[0]["weights"] == told[1]["weights"]
     assert told[0]["state"] != told[1]["state"]
     assert told[0]["rank"] == 0

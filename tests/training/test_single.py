@@ -10,29 +10,29 @@ import torch
 from evergrad.errors import UsageError
 from evergrad.training import Dataset, Training, Workload
 from evergrad.training.mechanisms import make_session
-from evergrad.training.mechanisms.session import Snapshot
-from evergrad.training.mechanisms.single import Single
+from evergrad.training.mechanisms.session import TrainingSnapshot
+from evergrad.training.mechanisms.single import SingleSession
 from evergrad.training.settings import PRECISIONS
-from evergrad.training.workloads.workload import own_workload
+from evergrad.training.workloads.workload import load_user_workload
 
 TOYS = Path(__file__).parents[1] / "study" / "toys.py"
 
 
-def session(**given: object) -> Single:
+def session(**given: object) -> SingleSession:
     """A small network with batch statistics and dropout."""
     settings = {"workload": f"{TOYS}:small", "batch_size": 32, "learning_rate": 0.05} | given
     training = Training(**settings)  # type: ignore[arg-type]
-    return make_session(training, own_workload(training))
+    return make_session(training, load_user_workload(training))
 
 
-def train(one: Single, epochs: int = 1) -> None:
+def train(one: SingleSession, epochs: int = 1) -> None:
     """So many epochs."""
     for _ in range(epochs):
         for number in range(one.steps_per_epoch):
             one.step(number)
 
 
-def bits(one: Single) -> dict[str, bytes]:
+def bits(one: SingleSession) -> dict[str, bytes]:
     """All of the state."""
     return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in one.state().items()}
 
@@ -127,7 +127,7 @@ def test_names_are_those_of_the_file_and_the_epoch_is_restored() -> None:
     assert names[:3] == ["model/0.weight", "model/0.bias", "model/1.weight"]
     assert "model/1.running_mean" in names
     assert "optimizer/state/0/exp_avg_sq" in names
-    one.restore(Snapshot(5, one.snapshot().tensors))
+    one.restore(TrainingSnapshot(5, one.snapshot().tensors))
     assert one.epoch == 5
 
 

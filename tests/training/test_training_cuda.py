@@ -10,7 +10,7 @@ import torch
 
 from evergrad.study.golden import read_golden
 from evergrad.study.observe import digest_of
-from evergrad.study.rank_group import end_groups
+from evergrad.study.rank_group import end_cached_groups
 from evergrad.study.tasks import perform
 from evergrad.study.trials import Observation, Outcome, Trial, golden_work, judge, trial_work
 from evergrad.training import Training
@@ -63,7 +63,7 @@ def test_ranks_of_ddp_on_a_gpu_repeat_their_trials_to_the_last_bit(tmp_path: Pat
             live = Observation.from_json(perform(tmp_path, trial_work(replace(trial, target=target, where="", step=1))))
             assert live.injected == 1, target
     finally:
-        end_groups()
+        end_cached_groups()
     assert first.digest
     assert first.injected == 1
     assert replace(first, seconds=0).to_json() == replace(again, seconds=0).to_json()

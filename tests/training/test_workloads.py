@@ -12,7 +12,7 @@ import torch
 from evergrad.errors import UsageError
 from evergrad.training import Training, Workload
 from evergrad.training.settings import Direction
-from evergrad.training.workloads.registry import DATA, MODELS, fitting, make_workload
+from evergrad.training.workloads.registry import DATA, MODELS, compatible_data, make_workload
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_plans_list_the_names_without_torch() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_learns_from_what_fits_it(model: str) -> None:
     before = torch.get_rng_state()
-    workload = make_workload(Training(model=model, data=fitting(model)[0], width=0.05, samples=16))
+    workload = make_workload(Training(model=model, data=compatible_data(model)[0], width=0.05, samples=16))
     assert torch.equal(torch.get_rng_state(), before), "making a workload draws nothing"
     data = workload.data
     assert len(data.train_x) == len(data.train_y) == 16
@@ -84,7 +84,7 @@ def test_wrong_names_list_those_that_will_do(told: dict[str, str], line: str) ->
 
 
 def test_every_name_of_data_fits_some_model() -> None:
-    assert {data for model in MODELS for data in fitting(model)} == set(DATA)
+    assert {data for model in MODELS for data in compatible_data(model)} == set(DATA)
 
 
 MINE = """

@@ -42,7 +42,7 @@ _SPARE_FILES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class ArenaTicket:
     """What a trainer says of an arena."""
 
     generation: int
@@ -68,7 +68,7 @@ class Ticket:
         return _MAGIC + len(text).to_bytes(8, "little") + xxhash.xxh3_128_digest(text) + text
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Ticket | None:
+    def from_bytes(cls, data: bytes) -> ArenaTicket | None:
         """None for a torn or foreign ticket."""
         size = int.from_bytes(data[8:16], "little")
         text = data[32 : 32 + size]
@@ -108,10 +108,10 @@ class ArenaFiles:
         """Its digests, where memory is no tier."""
         return self.folder / f"{shard_name(self.rank)}.{self.index}.digests"
 
-    def read_ticket(self, *, strict: bool = False) -> Ticket | None:
+    def read_ticket(self, *, strict: bool = False) -> ArenaTicket | None:
         """Return the arena's ticket; None if it cannot be read, or, if strict, `OSError` if it cannot be opened."""
         try:
-            return Ticket.from_bytes(read_small(self.ticket))
+            return ArenaTicket.from_bytes(read_small(self.ticket))
         except OSError as error:
             if strict and not isinstance(error, FileNotFoundError):
                 raise
@@ -155,7 +155,7 @@ class Arena:
         _leased.add(self)
         self.buffer: mmap.mmap | None = None
         # Counting starts where none has been: whoever remembers an arena of this name must not mistake this for it.
-        self.ticket = files.read_ticket() or Ticket(generation=time.time_ns(), captured=False)
+        self.ticket = files.read_ticket() or ArenaTicket(generation=time.time_ns(), captured=False)
 
     @classmethod
     def lease(cls, folder: Path, rank: int, index: int) -> Arena | None:
@@ -228,12 +228,12 @@ class Arena:
 
         The digests of its last content go with that: a manifest beside an arena is that of what it holds, or damaged.
         """
-        self._say(Ticket(generation=self.ticket.generation + 1, captured=False))
+        self._say(ArenaTicket(generation=self.ticket.generation + 1, captured=False))
         for path in (self.files.manifest, self.files.digests):
             with suppress(OSError):  # a folder in its place: whoever writes the next one says so
                 _files.remove(path)
 
-    def captured(self, ticket: Ticket) -> None:
+    def captured(self, ticket: ArenaTicket) -> None:
         """All bytes are there: what they are."""
         self._say(replace(ticket, generation=self.ticket.generation, captured=True))
 
@@ -251,7 +251,7 @@ class Arena:
                 os.close(self._fd)
             self._fd = -1
 
-    def _say(self, ticket: Ticket) -> None:
+    def _say(self, ticket: ArenaTicket) -> None:
         _files.write(self._fd, ticket.to_bytes(), 0)
         self.ticket = ticket
 

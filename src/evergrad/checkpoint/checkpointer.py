@@ -17,21 +17,21 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from evergrad.checkpoint.agent.agent import linger_seconds
-from evergrad.checkpoint.agent.client import AgentLink, Link, ThreadLink
-from evergrad.checkpoint.agent.events import Unfinished
-from evergrad.checkpoint.agent.inventory import Completion
-from evergrad.checkpoint.agent.pipeline import Module
-from evergrad.checkpoint.arena import Arena, Ticket, check_open_files
-from evergrad.checkpoint.capture.capture import InFlight, Plan, Recorder
-from evergrad.checkpoint.catalogue.history import Journal
+from evergrad.checkpoint.agent.client import AgentClient, PipelineClient, ThreadClient
+from evergrad.checkpoint.agent.events import UnfinishedVersion
+from evergrad.checkpoint.agent.inventory import CompletionLog
+from evergrad.checkpoint.agent.pipeline import ChainModule
+from evergrad.checkpoint.arena import Arena, ArenaTicket, check_open_files
+from evergrad.checkpoint.capture.capture import CaptureInFlight, CapturePlan, StateCapture
+from evergrad.checkpoint.catalogue.history import CatalogueJournal
 from evergrad.checkpoint.catalogue.pins import Pins, keep_guarded
-from evergrad.checkpoint.pending import Board, Pending
-from evergrad.checkpoint.policy import Cadence, Policy
+from evergrad.checkpoint.pending import Pending, SaveTracker
+from evergrad.checkpoint.policy import Policy, SavePolicyRuntime
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.find import (
-    Obtaining,
-    Request,
     Restored,
+    RestoreRequest,
+    VersionOpener,
     is_dcp_folder,
     list_versions,
     named_version,
@@ -40,7 +40,7 @@ from evergrad.checkpoint.restore.find import (
     stores_of,
 )
 from evergrad.checkpoint.restore.reshard import Resize
-from evergrad.checkpoint.run_folder import Job, arena_folder, moved_to, now, open_run_folder
+from evergrad.checkpoint.run_folder import RunFolder, arena_folder, moved_to, open_run_folder, time_now
 from evergrad.checkpoint.tiers import (
     Compress,
     Local,
@@ -53,7 +53,7 @@ from evergrad.checkpoint.tiers import (
 )
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import CheckpointError, SaveRefused, UsageError, nearest
-from evergrad.formats.gc_pause import uncollected
+from evergrad.formats.gc_pause import gc_paused
 from evergrad.state import Where
 from evergrad.wording import checked_choice
 
@@ -97,14 +97,14 @@ def checked_run_dir(run_dir: str | os.PathLike[str]) -> str:
     return path
 
 
-def checked_modules(modules: Sequence[Module]) -> tuple[Module, ...]:
+def checked_modules(modules: Sequence[ChainModule]) -> tuple[ChainModule, ...]:
     """A user's own links in the agent's chain."""
     expected = "an object with an attribute `name` and a method `run(work)`"
     if not isinstance(modules, Iterable):
         raise UsageError(f"modules: expected a list of modules, each {expected}, found {modules!r:.100}")
     given = tuple(modules)
     for module in given:
-        if isinstance(module, type) or not isinstance(module, Module):
+        if isinstance(module, type) or not isinstance(module, ChainModule):
             raise UsageError(f"modules: {module!r:.100} is no module: expected {expected}")
     return given
 
@@ -162,7 +162,7 @@ class Checkpointer:
         agent: bool = True,
         when_busy: Literal["wait", "refuse"] = "wait",
         replicated: Where | bool = False,
-        modules: Sequence[Module] = (),
+        modules: Sequence[ChainModule] = (),
         linger_s: float | None = None,
         node: str | None = None,
         policy: Policy | int | Sequence[Policy | int] | None = None,
@@ -185,12 +185,12 @@ class Checkpointer:
         - `preempt_signals`: what asks the job to save and leave. `exit_code` is then the process's to return, and
           `grace_s` how long after the signal `should_exit` may wait for the last save.
         """
-        self._cadence = Cadence(policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s)
+        self._cadence = SavePolicyRuntime(policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s)
         self._tiers = checked_tiers(tiers)
         checked_choice("when_busy", when_busy, ("wait", "refuse"))
         modules = checked_modules(modules)
         linger = linger_seconds(linger_s) if agent or linger_s is not None else 0.0
-        self._job = Job.open(checked_run_dir(run_dir), node)
+        self._job = RunFolder.open(checked_run_dir(run_dir), node)
         self._pid = os.getpid()
         self._folder = arena_folder(self._job)
         self._site = Site(self._job.id, self._job.node_folder, self._folder, self._job.run_dir)
@@ -199,9 +199,9 @@ class Checkpointer:
             store.check()
         self._run_fd = open_run_folder(self._job)
         self._close_run = weakref.finalize(self, _close_own, self._run_fd, self._pid)
-        self._board = Board()
+        self._board = SaveTracker()
         self._replicated = replicated
-        self._recorder = Recorder(self._folder, self._board, when_busy)
+        self._recorder = StateCapture(self._folder, self._board, when_busy)
         self._attached: Ranks | None = None
         self._attempt = self._last_step = -1
         self._saves = 0
@@ -209,8 +209,10 @@ class Checkpointer:
         self._source: str | None = None
         self._restored: Restored | None = None
         self._closed = self._moved = False
-        self._link: Link = (
-            AgentLink(self._job, self._board, modules, linger) if agent else ThreadLink(self._job, self._board, modules)
+        self._link: PipelineClient = (
+            AgentClient(self._job, self._board, modules, linger)
+            if agent
+            else ThreadClient(self._job, self._board, modules)
         )
         if reserve is not None:
             try:
@@ -329,14 +331,16 @@ class Checkpointer:
         asked = ranks.together(lambda: self._named(version, source)) if isinstance(version, str) else version
         if source is not None:
             unfinished = ()  # another job's versions are restored, whatever became of this one's
-        request = Request(state, asked, strict, where, newest=version == "latest")
+        request = RestoreRequest(state, asked, strict, where, newest=version == "latest")
         scratch = self._scratch()
-        obtaining = Obtaining(job, stores, state, scratch, self._recorder.mapped(), resize, strict, self._replicated)
+        obtaining = VersionOpener(
+            job, stores, state, scratch, self._recorder.mapped(), resize, strict, self._replicated
+        )
         try:
-            with uncollected():
-                committed = Completion(self._job.run_dir, None).last_committed() if source is None else None
+            with gc_paused():
+                committed = CompletionLog(self._job.run_dir, None).last_committed() if source is None else None
                 home = self._job.run_dir if source is None else os.fspath(source)
-                journal = Journal(Path(home)) if "://" not in str(home) else None
+                journal = CatalogueJournal(Path(home)) if "://" not in str(home) else None
                 self._restored = restore(request, job, stores, ranks, obtaining, committed, journal, unfinished)
             ranks.gather(None)  # nobody reads any more what another one may remove
         finally:
@@ -362,9 +366,11 @@ class Checkpointer:
 
     def versions(self) -> list[VersionRecord]:
         """The versions that this rank could restore now, newest first."""
-        completion = Completion(self._job.run_dir, None)
+        completion = CompletionLog(self._job.run_dir, None)
         completion.refresh()
-        return list_versions(self._job.id, self._stores, completion, Ranks.now().rank, Journal(self._job.run_dir))
+        return list_versions(
+            self._job.id, self._stores, completion, Ranks.now().rank, CatalogueJournal(self._job.run_dir)
+        )
 
     def note_guarded(self, version: Version) -> None:
         """Note that the state that this version was saved of was sound: a guard has compared all ranks'.
@@ -375,7 +381,7 @@ class Checkpointer:
         """
         self._check_usable()
         if Ranks.now().rank == 0:
-            Journal(self._job.run_dir).note_guarded(version)
+            CatalogueJournal(self._job.run_dir).note_guarded(version)
             keep_guarded(Pins(self._job.run_dir), version, [record.version for record in self.versions()])
 
     def newest_guarded(self) -> Version | None:
@@ -385,7 +391,7 @@ class Checkpointer:
         """
         self._check_usable()
         ranks = Ranks.now()
-        noted = ranks.together(lambda: Journal(self._job.run_dir).read().guarded)
+        noted = ranks.together(lambda: CatalogueJournal(self._job.run_dir).read().guarded)
         mine = [record.version.name for record in self.versions() if record.version in noted]
         common = set.intersection(*(set(names) for names in ranks.gather(mine)))
         found = [version for name in common if (version := Version.parse(name)) is not None]
@@ -456,7 +462,7 @@ class Checkpointer:
         ranks.together(lambda: self._take_part(ranks, attempt))
         self._attempt, self._attached, self._saves = attempt, ranks, 0
 
-    def _settle(self, ranks: Ranks) -> Sequence[Unfinished]:
+    def _settle(self, ranks: Ranks) -> Sequence[UnfinishedVersion]:
         """Have what was captured on all nodes finished, and then what is whole in shared tiers committed.
 
         Returns what this node knows of versions that were captured and could not be finished.
@@ -511,16 +517,16 @@ class Checkpointer:
 
     def _capture(
         self, version: Version, state: object, notes: dict[str, Any], ranks: Ranks, tiers: list[dict[str, Any]]
-    ) -> InFlight:
+    ) -> CaptureInFlight:
         """Copy the state into an arena, and say on its ticket what it is, once all of it is there."""
         if refusal := self._board.refusal():
             raise SaveRefused(refusal)
         record = self._record(version.step, ranks)
         step, attempt, parent = version.step, version.attempt, self._parent
 
-        def ticket(size: int) -> Ticket:
+        def ticket(size: int) -> ArenaTicket:
             rank, world_size = ranks.rank, ranks.world_size
-            return Ticket(0, True, step, attempt, rank, world_size, size, now(), parent, tiers, notes)
+            return ArenaTicket(0, True, step, attempt, rank, world_size, size, time_now(), parent, tiers, notes)
 
         def announce(arena: Arena, error: Exception | None) -> None:
             if error is None:
@@ -531,8 +537,8 @@ class Checkpointer:
 
         return self._recorder.capture(state, lambda: self._plan(state, ranks), record, ticket, announce)
 
-    def _plan(self, state: object, ranks: Ranks) -> Plan:
-        return Plan.of(state, self._record(0, ranks), replicated=self._replicated)
+    def _plan(self, state: object, ranks: Ranks) -> CapturePlan:
+        return CapturePlan.of(state, self._record(0, ranks), replicated=self._replicated)
 
     def _record(self, step: int, ranks: Ranks) -> dict[str, Any]:
         return {

@@ -23,7 +23,7 @@ import xxhash
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError, said
-from evergrad.formats.gc_pause import uncollected
+from evergrad.formats.gc_pause import gc_paused
 from evergrad.formats.safetensors import (
     ALIASES_KEY,
     DTYPES,
@@ -43,7 +43,7 @@ _SPARE_BYTES = 1024  # for a step with more digits, a learning rate with more pl
 _SPARE_SHARE = 32  # or this part of the header, if that is more: long histories grow faster
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor that is to be stored."""
 
     path: str
@@ -52,7 +52,7 @@ class Spec(NamedTuple):
     nbytes: int
 
 
-class Entry(NamedTuple):
+class ShardEntry(NamedTuple):
     """A stored tensor; `offset` counts from the start of the file."""
 
     path: str
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 class Layout:
     """Where everything in a shard is."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ShardEntry, ...]
     """The stored tensors in the order of their bytes, without gaps."""
     aliases: Mapping[str, str]
     """Tied tensors: path → path of the entry that holds the bytes."""
@@ -76,7 +76,7 @@ class Layout:
     """Bytes of the whole file."""
 
 
-class Header:
+class HeaderRenderer:
     """The header's text, rendered once but for what changes between two saves.
 
     `skeleton` is the skeleton's JSON cut where values belong; `render` puts today's values there, and the shard
@@ -85,7 +85,7 @@ class Header:
 
     def __init__(
         self,
-        specs: Sequence[Spec],
+        specs: Sequence[TensorSpec],
         aliases: Mapping[str, str],
         skeleton: Sequence[str],
         values: Sequence[bytes],
@@ -124,7 +124,7 @@ class Header:
                 f"{MAX_HEADER_BYTES}: put long lists of numbers into tensors"
             )
         self._length = (data_start - 8).to_bytes(8, "little")
-        entries = tuple(Entry(*spec[:3], data_start + begins[spec.path], spec.nbytes) for spec in order)
+        entries = tuple(ShardEntry(*spec[:3], data_start + begins[spec.path], spec.nbytes) for spec in order)
         self.layout = Layout(entries, aliases, data_start, data_start + sum(spec.nbytes for spec in order))
         """Where every tensor goes."""
 
@@ -141,7 +141,7 @@ class Header:
         return b"".join(parts)
 
 
-class Parsed(NamedTuple):
+class ParsedHeader(NamedTuple):
     """What the header of a shard says."""
 
     layout: Layout
@@ -161,7 +161,7 @@ def escaped(text: str) -> bytes:
     return quote(text)[1:-1].encode()
 
 
-def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
+def parse_header(buffer: Any, path: str | PathLike[str] = "shard") -> ParsedHeader:
     """Read the header of a mapped shard; `DamagedFile`, naming `path`, if it contradicts itself or the file.
 
     The buffer may be longer than the shard, as an arena may be.
@@ -172,7 +172,7 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
     if len(view) < 8 or length > MAX_HEADER_BYTES or data_start > len(view):
         raise DamagedFile(path, "the header is cut short", expected=f"{data_start} bytes", found=len(view))
     try:
-        with uncollected():
+        with gc_paused():
             header = json.loads(bytes(view[8:data_start]))
             metadata = header.pop("__metadata__")
             shard = {**json.loads(metadata[SHARD_KEY])}
@@ -198,7 +198,7 @@ def parse(buffer: Any, path: str | PathLike[str] = "shard") -> Parsed:
         raise DamagedFile(path, "tensors lie beyond the end", expected=f"{end} bytes", found=len(view))
     if not tied:
         raise DamagedFile(path, "a tied tensor is stored as well, or tied to none that is")
-    return Parsed(
+    return ParsedHeader(
         Layout(tuple(entries), aliases, data_start, end), skeleton, shard, placements, values, absent, absent_aliases
     )
 
@@ -214,7 +214,7 @@ def shard_record(buffer: Any, path: str | PathLike[str] = "shard") -> dict[str, 
         raise DamagedFile(path, f"not the header of a shard: {said(error)}") from None
 
 
-def cut(buffer: Any, parsed: Parsed, without: Container[str]) -> tuple[bytes, list[Entry]]:
+def cut(buffer: Any, parsed: ParsedHeader, without: Container[str]) -> tuple[bytes, list[ShardEntry]]:
     """The header of a shard that lacks some tensors, and the entries that stay, where they lie in the whole one.
 
     What it lacks is described in `evergrad.elsewhere`: dtype and shape of each, and what was tied to it.
@@ -245,7 +245,7 @@ def cut(buffer: Any, parsed: Parsed, without: Container[str]) -> tuple[bytes, li
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8), kept
 
 
-def _row(spec: Spec, begin: int) -> str:
+def _row(spec: TensorSpec, begin: int) -> str:
     """A tensor's entry in the header, with the comma before it."""
     path, dtype, shape, nbytes = spec
     code = WRITTEN.get(dtype)
@@ -267,7 +267,7 @@ class _Forms(dict[tuple[str, ...], tuple[DType, tuple[int, ...], int]]):
         return self[form]
 
 
-def _entries(rows: Mapping[str, Any], true_types: Mapping[str, Any], data_start: int) -> list[Entry]:
+def _entries(rows: Mapping[str, Any], true_types: Mapping[str, Any], data_start: int) -> list[ShardEntry]:
     forms = _Forms()
     entries = []
     for path, row in rows.items():
@@ -278,7 +278,7 @@ def _entries(rows: Mapping[str, Any], true_types: Mapping[str, Any], data_start:
             dtype, shape, nbytes = forms[code, *true_shape]
         if begin + nbytes != end or type(begin) is not int:
             raise ValueError(f"{path!r}: bytes {begin!s:.40} to {end!s:.40} are not {dtype} {shape!s:.80}")
-        entries.append(Entry(path, dtype, shape, data_start + begin, nbytes))
+        entries.append(ShardEntry(path, dtype, shape, data_start + begin, nbytes))
     # Empty tensors lie where the next one begins: before it, the wider first, as they were placed.
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, -entry.dtype.itemsize))
     return entries

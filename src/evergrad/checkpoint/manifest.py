@@ -12,7 +12,7 @@ from typing import Any
 from evergrad._files import read_small
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, reason, said
-from evergrad.formats.version_records import is_as_written, record_bytes
+from evergrad.formats.version_records import has_own_digest, record_bytes
 
 SCHEMA_VERSION = 1
 _DIGESTS = b'"digests": {'
@@ -102,7 +102,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, path: str | PathLike[str], *, digests: bool = True) -> Manifest:
         """As `read`, of bytes that came from a path or a URL."""
-        if not is_as_written(data):
+        if not has_own_digest(data):
             raise DamagedFile(path, "the manifest is not as it was written")
         if not digests:  # the last such text: notes come before, and a tensor's digest is no table
             data = data[: data.rfind(_DIGESTS)] + b'"digests": {}}'

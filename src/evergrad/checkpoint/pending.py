@@ -9,10 +9,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from evergrad.checkpoint.agent.events import Committed, Event, Failed, Free, Refused, Settled, Unfinished
+from evergrad.checkpoint.agent.events import (
+    AgentEvent,
+    ArenasFree,
+    CapturesFinished,
+    Committed,
+    Failed,
+    Refused,
+    UnfinishedVersion,
+)
 from evergrad.checkpoint.version import Version
 from evergrad.errors import CheckpointError, SaveRefused, TierError, UsageError
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 _log = logging.getLogger(__name__)
 _UNTOLD = 32
@@ -27,18 +35,18 @@ class Capture(Protocol):
         ...
 
 
-class Fate(dict[str, str | None]):
+class TierResults(dict[str, str | None]):
     """What became of a version, by tier: None if it is committed there, else why it never will be."""
 
     __slots__ = ("__weakref__",)
 
 
-class Board:
+class SaveTracker:
     """Verdicts on versions, free arenas, and failures that nobody has been told yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._fates: weakref.WeakValueDictionary[Version, Fate] = weakref.WeakValueDictionary()
+        self._fates: weakref.WeakValueDictionary[Version, TierResults] = weakref.WeakValueDictionary()
         """Of the versions that someone may still ask for."""
         self._early: dict[tuple[Version, str], str | None] = {}
         """Verdicts that nobody has asked for, the last few."""
@@ -47,7 +55,7 @@ class Board:
         self._free: dict[int, int] = {}
         self._knows_free = False
         self._settled = 0
-        self._unfinished: list[Unfinished] = []
+        self._unfinished: list[UnfinishedVersion] = []
         self._rank = self._attempt = -1
         self._disowned: Version | None = None
         self._refused: str | None = None
@@ -60,7 +68,7 @@ class Board:
             self._attempt = attempt
             self._rank, self._free, self._knows_free, self._refused = rank, {}, False, None
 
-    def take(self, event: Event) -> None:
+    def take(self, event: AgentEvent) -> None:
         """An event arrived."""
         with self._changed:
             if isinstance(event, Committed):
@@ -72,20 +80,20 @@ class Board:
                 self._decide(event.version, event.tier, event.why)
                 if event.attempt == self._attempt and event.version != self._disowned:  # else not saved here
                     self._note(f"{event.version} is not in tier {event.tier}: {event.why}")
-            elif isinstance(event, Free) and event.rank == self._rank:
+            elif isinstance(event, ArenasFree) and event.rank == self._rank:
                 self._free.update((int(index), generation) for index, generation in event.arenas.items())
                 self._knows_free = True
-            elif isinstance(event, Settled):
+            elif isinstance(event, CapturesFinished):
                 if event.question >= self._settled:
                     self._settled, self._unfinished = event.question, event.unfinished
             elif isinstance(event, Refused) and event.attempt >= self._attempt:
                 self._refused = event.why
             self._changed.notify_all()
 
-    def expect(self, version: Version) -> Fate:
+    def expect(self, version: Version) -> TierResults:
         """What becomes of a version that is about to be handed over, for as long as someone holds on to it."""
         with self._changed:
-            fate = self._fates.setdefault(version, Fate())
+            fate = self._fates.setdefault(version, TierResults())
             for early, tier in list(self._early):  # another rank may have failed before this one began
                 if early == version:
                     fate.setdefault(tier, self._early.pop((early, tier)))
@@ -153,7 +161,7 @@ class Board:
         with self._changed:
             return self._settled >= question
 
-    def unfinished(self) -> list[Unfinished]:
+    def unfinished(self) -> list[UnfinishedVersion]:
         """Return the unfinished versions of the agent's last answer."""
         with self._changed:
             return self._unfinished
@@ -182,7 +190,7 @@ class Board:
 class Pending:
     """A version on its way: captured, and being made durable by someone else."""
 
-    def __init__(self, version: Version, tiers: Sequence[str], tier: str, board: Board) -> None:
+    def __init__(self, version: Version, tiers: Sequence[str], tier: str, board: SaveTracker) -> None:
         self.version = version
         self._tiers, self._tier, self._board = tuple(tiers), tier, board
         self._fate = board.expect(version)
@@ -244,5 +252,5 @@ class Pending:
             return self._tier
         if tier not in self._tiers:
             there = f"This version goes to {', '.join(self._tiers)}."
-            raise UsageError(f"unknown tier {tier!r}.{meant(str(tier), self._tiers)} {there}")
+            raise UsageError(f"unknown tier {tier!r}.{did_you_mean(str(tier), self._tiers)} {there}")
         return tier

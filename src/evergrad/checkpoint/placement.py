@@ -19,17 +19,17 @@ from typing import Any, Literal
 
 from evergrad.errors import DamagedFile
 
-Kind = Literal["replicated", "first", "sharded", "own"]
+PlacementKind = Literal["replicated", "first", "sharded", "own"]
 
 ALL = "**"
 """The pattern that every path matches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPiece:
     """Where a rank's piece lies in the whole tensor.
 
-    >>> Place((5, 7), (2, 0), (2, 7)).overlap(Place((5, 7), (3, 0), (2, 7)))
+    >>> Place((5, 7), (2, 0), (2, 7)).overlap(TensorPiece((5, 7), (3, 0), (2, 7)))
     Place(whole=(5, 7), offset=(3, 0), shape=(1, 7))
     """
 
@@ -40,7 +40,7 @@ class Place:
     """Of the piece."""
 
     @classmethod
-    def of_whole(cls, shape: tuple[int, ...]) -> Place:
+    def of_whole(cls, shape: tuple[int, ...]) -> TensorPiece:
         """The place of a tensor that is not cut."""
         return cls(shape, (0,) * len(shape), shape)
 
@@ -49,16 +49,16 @@ class Place:
         """Elements of the piece."""
         return math.prod(self.shape)
 
-    def overlap(self, other: Place) -> Place | None:
+    def overlap(self, other: TensorPiece) -> TensorPiece | None:
         """What two pieces of the same tensor have in common."""
         begins = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         ]
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Place(self.whole, tuple(begins), shape) if all(n > 0 for n in shape) else None
+        return TensorPiece(self.whole, tuple(begins), shape) if all(n > 0 for n in shape) else None
 
-    def slices(self, within: Place) -> tuple[slice, ...]:
+    def slices(self, within: TensorPiece) -> tuple[slice, ...]:
         """This piece, as seen from the beginning of a larger one."""
         return tuple(
             slice(begin - start, begin - start + n)
@@ -86,7 +86,7 @@ class Placements:
 
     replicated: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
-    sharded: Mapping[str, Place] = field(default_factory=dict)
+    sharded: Mapping[str, TensorPiece] = field(default_factory=dict)
     _replicated: _Patterns = field(init=False, repr=False, compare=False)
     _first: _Patterns = field(init=False, repr=False, compare=False)
 
@@ -94,7 +94,7 @@ class Placements:
         object.__setattr__(self, "_replicated", _Patterns(self.replicated))
         object.__setattr__(self, "_first", _Patterns(self.first))
 
-    def kind(self, path: str) -> Kind:
+    def kind(self, path: str) -> PlacementKind:
         """Whose the tensor at a path is; the narrower claim counts.
 
         >>> said = Placements(("model/",), ("model/bn.running_mean",))
@@ -134,7 +134,7 @@ class Placements:
         """The way back; `DamagedFile`, naming a path, for what cannot be."""
         try:
             sharded = {
-                str(name): Place(_sizes(place["shape"]), _sizes(place["offset"]), _sizes(place["piece"]))
+                str(name): TensorPiece(_sizes(place["shape"]), _sizes(place["offset"]), _sizes(place["piece"]))
                 for name, place in dict(data.get("sharded", {})).items()
             }
             for name, place in sharded.items():

@@ -18,7 +18,7 @@ from statistics import median
 from typing import ClassVar, Protocol, final, runtime_checkable
 
 from evergrad.checkpoint.pending import Pending
-from evergrad.checkpoint.preemption import Agreement, Notice, Votes, Watch, checked_signals
+from evergrad.checkpoint.preemption import AsyncVote, SignalNotice, SignalWatch, Votes, checked_signals
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.errors import CheckpointError, UsageError
 from evergrad.wording import signal_name
@@ -204,7 +204,7 @@ _NEED, _EXIT = 0, 1
 
 
 @dataclass(slots=True)
-class _Course:
+class _GroupCounters:
     """What has happened since the process group was made; a rank that has just joined begins with the same."""
 
     ranks: Ranks
@@ -224,7 +224,7 @@ class _Course:
     """Whether the costs below include the last save."""
     cost_s: float = -1.0
     durable_s: float = -1.0
-    told: Notice | None = None
+    told: SignalNotice | None = None
     """The signal that all ranks know of, and when this one learnt of it."""
     overdue: bool = False
     saved_since: bool = False
@@ -232,7 +232,7 @@ class _Course:
     last_tiers: tuple[str, ...] = ()
 
 
-class Cadence:
+class SavePolicyRuntime:
     """The answers of one checkpointer."""
 
     def __init__(
@@ -249,7 +249,7 @@ class Cadence:
         self._by_vote = [one for one in policies if not getattr(one, "by_steps_alone", False)]
         self._signals = checked_signals(preempt_signals)
         self._code, self._grace_s, self._clock = _checked_code(exit_code), _checked_grace(grace_s), clock
-        self._watch = Watch(self._signals, clock)
+        self._watch = SignalWatch(self._signals, clock)
         weakref.finalize(self, self._watch.end)  # the handlers know the watch alone, and go with whoever reads it
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)
         self._durables: deque[float] = deque(maxlen=_REMEMBERED)
@@ -263,8 +263,8 @@ class Cadence:
         self._is_first = True
         self._complaints: list[str] = []
         self._leaving = False
-        self._course: _Course | None = None
-        self._agreement: Agreement | None = None
+        self._course: _GroupCounters | None = None
+        self._agreement: AsyncVote | None = None
 
     @property
     def has_policy(self) -> bool:
@@ -371,7 +371,7 @@ class Cadence:
             self._agreement.close()
             self._agreement = None
 
-    def _enter(self) -> _Course:
+    def _enter(self) -> _GroupCounters:
         """What every call begins with."""
         self._watch.begin()
         ranks, course = Ranks.now(), self._course
@@ -379,20 +379,20 @@ class Cadence:
             course = self._start_afresh(ranks)
         course.calls += 1
         if self._agreement is None and ranks.world_size > 1 and (self._by_vote or self._signals) and not self._leaving:
-            self._agreement = Agreement(ranks)
+            self._agreement = AsyncVote(ranks)
         self._note_failure()
         self._note_durable()
         return course
 
-    def _start_afresh(self, ranks: Ranks) -> _Course:
+    def _start_afresh(self, ranks: Ranks) -> _GroupCounters:
         """Count from zero in a new process group. What saves cost is remembered, and compared again."""
         if self._agreement is not None:
             self._agreement.drop()
             self._agreement = None
-        self._course = _Course(ranks, self._clock())
+        self._course = _GroupCounters(ranks, self._clock())
         return self._course
 
-    def _hear(self, course: _Course) -> None:
+    def _hear(self, course: _GroupCounters) -> None:
         """Take what all ranks have said in the round before; alone, what this one says now."""
         if course.ranks.world_size == 1:
             course.cost_s, course.durable_s = self._my_costs()
@@ -408,15 +408,15 @@ class Cadence:
         course.cost_s, course.durable_s, course.overdue = heard.cost_s, heard.durable_s, heard.overdue > 0
         if heard.signal > 0 and course.told is None:
             number = int(heard.signal)
-            course.told = self._watch.first or Notice(number, self._clock())
+            course.told = self._watch.first or SignalNotice(number, self._clock())
             _log.warning("rank %d: %s: the job saves once more, then leaves", course.ranks.rank, signal_name(number))
 
-    def _say(self, course: _Course, call: int) -> None:
+    def _say(self, course: _GroupCounters, call: int) -> None:
         if self._agreement is not None:
             course.said_after = course.saves
             self._agreement.say(self._votes(course, call))
 
-    def _votes(self, course: _Course, call: int) -> Votes:
+    def _votes(self, course: _GroupCounters, call: int) -> Votes:
         # Until all ranks know what the last save has cost, none of them can judge when the next is due.
         due = course.is_current and any(policy.is_due(self._progress(course)) for policy in self._by_vote)
         first = self._watch.first
@@ -425,7 +425,7 @@ class Cadence:
         place = (course.saves << 32) + 2 * course.calls + call  # a float holds whole numbers of 53 bits
         return Votes(due, first.number if first else 0, over, *self._my_costs(), place)
 
-    def _progress(self, course: _Course) -> Progress:
+    def _progress(self, course: _GroupCounters) -> Progress:
         cost_s, durable_s = (None if value < 0 else value for value in (course.cost_s, course.durable_s))
         return Progress(course.steps, self._clock() - course.since_s, cost_s, durable_s, course.is_first)
 
@@ -445,7 +445,7 @@ class Cadence:
         if self._begun_s is not None:
             self._failed_cost, self._begun_s = self._clock() - self._begun_s, None
 
-    def _see_off(self, course: _Course, told: Notice) -> None:
+    def _see_off(self, course: _GroupCounters, told: SignalNotice) -> None:
         """Wait for the last save, as long as there is time, and note what did not become of it."""
         if not course.asked:
             return

@@ -33,7 +33,7 @@ _SAME_NOTICE_S = 1.0
 _UNWATCHABLE = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
-class Notice(NamedTuple):
+class SignalNotice(NamedTuple):
     """A signal that has come."""
 
     number: int
@@ -41,7 +41,7 @@ class Notice(NamedTuple):
     """By the watch's clock."""
 
 
-class Watch:
+class SignalWatch:
     """Notes signals from `begin` to `end`."""
 
     def __init__(self, signals: Sequence[int], clock: Callable[[], float]) -> None:
@@ -52,7 +52,7 @@ class Watch:
         self._begun = self._ended = False
         self._pid = os.getpid()
 
-    first: Notice | None = None
+    first: SignalNotice | None = None
     """The first signal that came."""
 
     def begin(self) -> None:
@@ -99,7 +99,7 @@ class Watch:
                 signal.raise_signal(number)
                 return
         elif self.first is None:
-            self.first = Notice(number, now)
+            self.first = SignalNotice(number, now)
         if callable(before):
             before(number, frame)
 
@@ -124,7 +124,7 @@ def _checked_signal(name: str | int) -> int:
     return int(number)
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
 def _put_back_in_child() -> None:
@@ -164,7 +164,7 @@ class Votes(NamedTuple):
     """Tells which call this is; it has to be the same on all ranks."""
 
 
-class Agreement:
+class AsyncVote:
     """Rounds of votes among the ranks of one process group. All of them call `hear` and `say` alike."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -263,7 +263,7 @@ class Agreement:
         raise CheckpointError(self._broken)
 
 
-_living: weakref.WeakSet[Agreement] = weakref.WeakSet()
+_living: weakref.WeakSet[AsyncVote] = weakref.WeakSet()
 
 
 def _close_all() -> None:

@@ -32,7 +32,7 @@ _said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RunFolder:
     """One training job, known by its run folder.
 
     The identity is made once: the folder's name and eight hex digits of its path and of chance. A run folder that
@@ -45,7 +45,7 @@ class Job:
     node: str
 
     @classmethod
-    def open(cls, run_dir: str | os.PathLike[str], node: str | None = None) -> Job:
+    def open(cls, run_dir: str | os.PathLike[str], node: str | None = None) -> RunFolder:
         """The job of a run folder, which is made if need be."""
         folder = Path(run_dir).absolute()
         try:
@@ -77,7 +77,12 @@ class Job:
                 number = self.latest_attempt() + 1
             except OSError as error:
                 raise CheckpointError(f"{folder}: cannot be read: {open_files_hint(error)}") from error
-            record = {"schema_version": SCHEMA_VERSION, "attempt": number, "time": now(), "host": socket.gethostname()}
+            record = {
+                "schema_version": SCHEMA_VERSION,
+                "attempt": number,
+                "time": time_now(),
+                "host": socket.gethostname(),
+            }
             record |= {"job": self.id, "path": str(self.run_dir)}  # a second copy of what job.json says
             try:
                 with appearing(folder / f"{number:05d}.json") as temporary:
@@ -128,7 +133,7 @@ def safe_name(text: str, limit: int = 40) -> str:
     return f"{plain}.{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
-def now() -> str:
+def time_now() -> str:
     """The time as records carry it."""
     return time_text(time.time())
 
@@ -142,7 +147,7 @@ def time_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + "Z"
 
 
-def say_once(line: str) -> None:
+def warn_once(line: str) -> None:
     """Warn of something that stays as it is, such as a record that cannot be read, once in this process."""
     if line not in _said:
         _said.add(line)
@@ -201,7 +206,7 @@ def _identity(folder: Path) -> str:
         "schema_version": SCHEMA_VERSION,
         "id": f"{safe_name(folder.name, 32)}-{digest}",
         "path": str(folder),
-        "made": now(),
+        "made": time_now(),
     }
     text = record_bytes(record)
     if found is not None:  # a copy of another job's folder
@@ -248,7 +253,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         if rebuilt is None:
             raise CheckpointError(f"{path}: cannot be read: {reason(error)}. {_advice(error)}") from error
         del rebuilt[_REBUILT]  # it may be sound: it is left as it is
-        say_once(f"{path}: cannot be read ({reason(error)}): by the other records this is job {rebuilt['id']}")
+        warn_once(f"{path}: cannot be read ({reason(error)}): by the other records this is job {rebuilt['id']}")
         return rebuilt
     except ValueError as error:
         rebuilt = _rebuilt(path.parent)
@@ -306,7 +311,7 @@ def _is_identity(value: object) -> bool:
 
 def _rebuilt(folder: Path) -> dict[str, Any] | None:
     """Rebuild `job.json` from the newest attempt that names the job, else from the folder of its local tier."""
-    made = {"schema_version": SCHEMA_VERSION, "made": now(), _REBUILT: True}
+    made = {"schema_version": SCHEMA_VERSION, "made": time_now(), _REBUILT: True}
     disks = [folder / "local"]
     for path in sorted((folder / "attempts").glob("*.json"), reverse=True):
         with suppress(OSError, ValueError):
@@ -327,7 +332,7 @@ def _rebuilt(folder: Path) -> dict[str, Any] | None:
 
 # Where arenas are: a folder a job and node in shared memory, closed to others, and given back when its job is gone.
 
-LOCK = "agent.lock"
+AGENT_LOCK = "agent.lock"
 """Held by the agent of a node while it lives."""
 
 
@@ -336,7 +341,7 @@ def arenas_root() -> Path:
     return Path(os.environ.get("EVERGRAD_SHM") or "/dev/shm") / f"evergrad-{os.getuid()}"
 
 
-def arena_folder(job: Job) -> Path:
+def arena_folder(job: RunFolder) -> Path:
     """The folder of a job's arenas on this node, made if need be, and refused if others could look into it."""
     root = arenas_root()
     folder = root / job.id / job.node_folder
@@ -365,7 +370,7 @@ def _note_home(home: Path, place: bytes) -> None:
         pass  # replaced, if that may be
     except IsADirectoryError as error:
         what = f"cannot be read: {reason(error)}. Arenas of this job are not removed when its run folder is gone."
-        say_once(f"{home}: {what}")
+        warn_once(f"{home}: {what}")
         return
     except OSError as error:
         if error.errno != errno.ELOOP:  # links that lead to each other are replaced
@@ -373,7 +378,7 @@ def _note_home(home: Path, place: bytes) -> None:
     _files.publish(home, place)
 
 
-def open_run_folder(job: Job) -> int:
+def open_run_folder(job: RunFolder) -> int:
     """A descriptor of the run folder, to be closed, by which `moved_to` finds it again."""
     try:
         return os.open(job.run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -381,7 +386,7 @@ def open_run_folder(job: Job) -> int:
         raise CheckpointError(f"{job.run_dir}: cannot be opened: {open_files_hint(error)}") from error
 
 
-def moved_to(job: Job, fd: int) -> Path | None:
+def moved_to(job: RunFolder, fd: int) -> Path | None:
     """The path that a run folder was moved to since it was opened; None if it was not, or is gone.
 
     The arenas then note the new path: those of a run folder that is gone are removed.
@@ -438,7 +443,7 @@ def _run_dir(data: bytes) -> Path | None:
 
 def _remove_job(folder: Path) -> bool:
     nodes = [path for path in folder.iterdir() if path.is_dir()]
-    locks = [node / LOCK for node in nodes if (node / LOCK).exists()]
+    locks = [node / AGENT_LOCK for node in nodes if (node / AGENT_LOCK).exists()]
     if any(files.is_locked() for node in nodes for files in find_arenas(node)) or any(map(is_locked, locks)):
         return False
     for node in nodes:

@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, near, one_of, print_json, printable, progress, size
+from evergrad.cli.output import (
+    JsonOption,
+    complete_words,
+    console,
+    print_json,
+    printable,
+    progress,
+    relative_path,
+    size,
+)
 from evergrad.errors import CheckpointError, UsageError
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 if TYPE_CHECKING:
     from evergrad.checkpoint.catalogue.catalogue import Catalogue, CatalogueEntry
-    from evergrad.checkpoint.catalogue.lineage import Lineage, Node
+    from evergrad.checkpoint.catalogue.lineage import Lineage, LineageNode
     from evergrad.checkpoint.catalogue.survey import Survey
     from evergrad.checkpoint.catalogue.verify import CopyVerdict
     from evergrad.records import Json
@@ -50,10 +59,10 @@ def check_tier(catalogue: Catalogue, tier: str | None) -> None:
     """`UsageError` for a tier that the job does not have."""
     kinds = list(dict.fromkeys(each.kind for each in catalogue.home.tiers))
     if tier is not None and tier not in kinds:
-        raise UsageError(f"there is no tier {tier!r}.{meant(tier, kinds)} There are {', '.join(kinds)}.")
+        raise UsageError(f"there is no tier {tier!r}.{did_you_mean(tier, kinds)} There are {', '.join(kinds)}.")
 
 
-def say_unseen(unseen: Iterable[str]) -> None:
+def warn_unreachable(unseen: Iterable[str]) -> None:
     """Name the tiers that could not be looked at, on stderr: what is there is not known."""
     for line in unseen:
         print(f"evergrad: not seen: {printable(line)}", file=sys.stderr)
@@ -68,17 +77,17 @@ def age(moment: str) -> str:
     return next(f"{seconds // unit} {name}" for least, unit, name in _UNITS if seconds >= least)
 
 
-def kept(entry: CatalogueEntry) -> str:
+def pin_text(entry: CatalogueEntry) -> str:
     """Its tags, or that it is pinned."""
     return ", ".join(entry.tags) or ("pinned" if entry.pinned else "")
 
 
-def verified(entry: CatalogueEntry) -> str:
+def verdict_text(entry: CatalogueEntry) -> str:
     """The verdict of the checks; `unverified` if the digests are not those of the capture, unless a check failed."""
     return "unverified" if entry.unverified and entry.verified != "failed" else entry.verified
 
 
-def where_it_is(entry: CatalogueEntry) -> str:
+def location_text(entry: CatalogueEntry) -> str:
     """The tiers that it is whole in, or what became of it."""
     return ", ".join(entry.tiers) if entry.tiers else "spread over tiers" if entry.restorable else entry.state
 
@@ -100,7 +109,7 @@ def export(
         str | None,
         typer.Option(
             help="The format, if the ending does not tell: safetensors, pt, h5, npz, dcp.",
-            autocompletion=one_of("safetensors", "pt", "h5", "npz", "dcp"),
+            autocompletion=complete_words("safetensors", "pt", "h5", "npz", "dcp"),
         ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank whose own values are exported.")] = 0,
@@ -146,12 +155,12 @@ def lineage(
     as_json: JsonOption = False,
 ) -> int:
     """Show what each version was trained from: in its attempt, across restarts, across jobs; newest first."""
-    from evergrad.checkpoint.catalogue.lineage import trace
+    from evergrad.checkpoint.catalogue.lineage import trace_lineage
 
     if picture is not None:
         _check_picture(picture, overwrite)
     catalogue = catalogue_of(run_dir)
-    traced = trace(catalogue)
+    traced = trace_lineage(catalogue)
     if picture is not None:
         from evergrad._files import replacing
         from evergrad.checkpoint.catalogue.lineage import draw_svg
@@ -164,7 +173,7 @@ def lineage(
         count = len(traced.nodes)
         print(printable(f"{picture}: {count} version{'' if count == 1 else 's'}"))
     else:
-        say_unseen(traced.notes)
+        warn_unreachable(traced.notes)
         _print_lineage(traced)
     return 0
 
@@ -194,15 +203,15 @@ def _print_lineage(traced: Lineage) -> None:
         out.print(row, overflow="ellipsis", no_wrap=True)
 
 
-def _name(node: Node, job: str) -> str:
+def _name(node: LineageNode, job: str) -> str:
     return node.version.name if node.job == job else f"{node.job}/{node.version.name}"
 
 
-def _told(node: Node) -> str:
+def _told(node: LineageNode) -> str:
     if node.entry is None:
         return "  not known here"
     kept = f"[{', '.join(node.tags)}]" if node.tags else "[pinned]" if node.pinned else ""
-    told = [f"step {node.version.step}", where_it_is(node.entry), f"{age(node.entry.time)} ago", kept]
+    told = [f"step {node.version.step}", location_text(node.entry), f"{age(node.entry.time)} ago", kept]
     return "  " + " · ".join(filter(None, told))
 
 
@@ -231,7 +240,7 @@ def ls(
         rows = [entry.to_json() for entry in shown]
         print_json({"job": catalogue.home.job, "versions": list(rows), "unseen": list(seen.unseen)})
         return 0
-    say_unseen(seen.unseen)
+    warn_unreachable(seen.unseen)
     if shown:
         _print_ls(shown)
         print()
@@ -251,8 +260,8 @@ def _print_ls(entries: list[CatalogueEntry]) -> None:
         version = entry.version
         rows.append({
             "version": version.name, "step": version.step, "attempt": version.attempt, "age": age(entry.time),
-            "ranks": entry.world_size or "?", "size": size(entry.size_bytes), "tiers": where_it_is(entry),
-            "verified": verified(entry), "guard": "ok" if entry.guarded else "", "kept": kept(entry),
+            "ranks": entry.world_size or "?", "size": size(entry.size_bytes), "tiers": location_text(entry),
+            "verified": verdict_text(entry), "guard": "ok" if entry.guarded else "", "kept": pin_text(entry),
             "parent": entry.parent or "",
         })  # fmt: skip
     columns = list(rows[0])
@@ -341,8 +350,8 @@ def report(
 ) -> int:
     """Write a page: what is wrong, which versions can be restored, where they are, and what came from what."""
     from evergrad import __version__
-    from evergrad.report.checkpoints_page import answer, checkpoints_page, look, problems
-    from evergrad.report.html import checked_target, missing_for, plain_text, write_page
+    from evergrad.report.checkpoints_page import checkpoints_answer, checkpoints_page, problems, survey_job
+    from evergrad.report.html import checked_target, missing_dependency, plain_text, write_page
 
     catalogue = catalogue_of(run_dir)
     if out is None:
@@ -350,30 +359,30 @@ def report(
             raise UsageError(f"{catalogue.label}: is a tier, and no page is put there. Name a file: --out FILE")
         out = catalogue.home.run_dir / "checkpoints.html"
     checked_target(out)
-    seen = look(catalogue)
+    seen = survey_job(catalogue)
     made = f"evergrad checkpoints report {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
     made_page = checkpoints_page(seen, made)
-    missing = missing_for(made_page)
+    missing = missing_dependency(made_page)
     page = None if missing else write_page(made_page, out)
     if as_json:
         print_json(
             {
                 "job": seen.job,
                 "page": None if page is None else str(page),
-                "answer": [plain_text(line) for line in answer(seen)],
+                "answer": [plain_text(line) for line in checkpoints_answer(seen)],
                 "problems": [plain_text(line) for line in problems(seen)],
                 "versions": [entry.to_json() for entry in seen.entries],
             }
         )
     else:
-        say_unseen(seen.unseen)
-        for line in answer(seen)[:1] + [line for line in problems(seen) if not line.startswith("Not seen")]:
+        warn_unreachable(seen.unseen)
+        for line in checkpoints_answer(seen)[:1] + [line for line in problems(seen) if not line.startswith("Not seen")]:
             print(printable(plain_text(line)))
     if page is None:
         print(printable(f"evergrad: no page is written: {missing}"), file=sys.stderr)
         return 2
     if not as_json:
-        print(printable(f"{near(page)}: all of it, as a page"))
+        print(printable(f"{relative_path(page)}: all of it, as a page"))
     return 0
 
 
@@ -390,7 +399,8 @@ def rm(
     run_dir: RunDir,
     version: VersionArgument,
     tier: Annotated[
-        str | None, typer.Option(help="Only from this tier.", autocompletion=one_of("memory", "local", "persistent"))
+        str | None,
+        typer.Option(help="Only from this tier.", autocompletion=complete_words("memory", "local", "persistent")),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Remove even the newest that can be restored.")] = False,
@@ -413,7 +423,7 @@ def rm(
     stays = [f"stays, in the memory of a running trainer: {place}" for place in held]
     stays += [f"stays: {why}" for why in removal.left]
     if not as_json:
-        say_unseen(seen.unseen)
+        warn_unreachable(seen.unseen)
         each = size(entry.size_bytes / max(entry.world_size, 1))
         print(printable(f"{name}: {len(places)} cop{'y' if len(places) == 1 else 'ies'} of about {each}"))
         for place in places:
@@ -464,7 +474,7 @@ def show(run_dir: RunDir, version: VersionArgument, as_json: JsonOption = False)
         rows: list[Json] = list(shards)
         print_json({**entry.to_json(), "verdicts": verdicts, "shards": rows, "unseen": list(seen.unseen)})
         return 0
-    say_unseen(seen.unseen)
+    warn_unreachable(seen.unseen)
     _print_show(entry, shards)
     return 0
 
@@ -489,7 +499,7 @@ def _shards(entry: CatalogueEntry, seen: Survey) -> list[dict[str, Json]]:
 def _verified(entry: CatalogueEntry) -> str:
     from evergrad.formats.version_folder import UNVERIFIED
 
-    if verified(entry) == "unverified":
+    if verdict_text(entry) == "unverified":
         return f"unverified: {UNVERIFIED}"
     return f"{entry.verified} ({entry.verified_at})" if entry.verified_at else "never"
 
@@ -505,9 +515,9 @@ def _print_show(entry: CatalogueEntry, shards: list[dict[str, Json]]) -> None:
         ("saved", f"{entry.time} ({age(entry.time)} ago)" if entry.time else "not known"),
         ("ranks", str(entry.world_size or "not known")),
         ("size", size(entry.size_bytes)),
-        ("tiers", where_it_is(entry)),
+        ("tiers", location_text(entry)),
         *([("damaged", entry.damaged)] if entry.damaged else []),
-        ("kept", kept(entry) or "no"),
+        ("kept", pin_text(entry) or "no"),
         ("parent", entry.parent or "none"),
         ("digest", entry.digest or "not noted"),
         ("verified", _verified(entry)),
@@ -550,7 +560,8 @@ def verify(
     tier: Annotated[
         str | None,
         typer.Option(
-            help="Only in this tier: memory, local, persistent.", autocompletion=one_of("memory", "local", "persistent")
+            help="Only in this tier: memory, local, persistent.",
+            autocompletion=complete_words("memory", "local", "persistent"),
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -578,7 +589,7 @@ def verify(
         ]
         print_json({"job": catalogue.home.job, "versions": rows, "unseen": list(seen.unseen)})
     else:
-        say_unseen(seen.unseen)
+        warn_unreachable(seen.unseen)
         _print_verify(found)
     return 0 if sound else 1
 

@@ -13,8 +13,8 @@ import typer
 
 from evergrad.cli.output import (
     JsonOption,
+    complete_words,
     given_path,
-    one_of,
     print_json,
     print_rows,
     print_some,
@@ -23,7 +23,7 @@ from evergrad.cli.output import (
     shape,
     size,
 )
-from evergrad.wording import counted
+from evergrad.wording import count_of
 
 if TYPE_CHECKING:
     from evergrad.formats import Checkpoint
@@ -276,7 +276,7 @@ def _summary_verify(verification: Verification) -> str:
     if verification.nothing_checked:
         sound = sum(check is Check.OK for check in verification.container.values())
         return f"nothing to verify: {verification.format}, no tensors" + (
-            f" ({counted(sound, 'other part')} with a checksum that holds)" if sound else ""
+            f" ({count_of(sound, 'other part')} with a checksum that holds)" if sound else ""
         )
     tensors = verification.tensors
     bad_parts = sum(check in _wrong(False) for check in verification.container.values())
@@ -375,7 +375,7 @@ def _print_diff(comparison: Comparison, show_all: bool) -> None:
 
 def _summary_diff(comparison: Comparison) -> str:
     left_out = len(comparison.left_out)
-    more = f"; {counted(left_out, 'value')} besides tensors {'were' if left_out > 1 else 'was'} not compared"
+    more = f"; {count_of(left_out, 'value')} besides tensors {'were' if left_out > 1 else 'was'} not compared"
     return _told(comparison) + (more if left_out else "")
 
 
@@ -383,7 +383,7 @@ def _told(comparison: Comparison) -> str:
     tensors, values, rest = len(comparison.tensors), len(comparison.values), len(comparison.uncompared)
     if not tensors and not comparison.compared and not values and not rest:
         return "nothing to compare: no tensors" + ("" if comparison.left_out else " and no values")
-    compared = counted(comparison.compared, "value") if comparison.compared else ""
+    compared = count_of(comparison.compared, "value") if comparison.compared else ""
     alike = " and ".join(filter(None, [f"{tensors} tensors" if tensors else "", compared]))
     if comparison.equal:
         return f"equal: all {alike}, bit for bit"
@@ -432,7 +432,7 @@ def convert(
         str | None,
         typer.Option(
             help="The format, if the ending does not tell: torch-zip, safetensors, hdf5, npz, npy.",
-            autocompletion=one_of("torch-zip", "safetensors", "hdf5", "npz", "npy"),
+            autocompletion=complete_words("torch-zip", "safetensors", "hdf5", "npz", "npy"),
         ),
     ] = None,
     tensors_only: Annotated[
@@ -488,12 +488,12 @@ def convert(
             print(f"left out: {printable(name)} ({printable(what)})")
         if len(left_out) > _SHOWN:
             print(f"left out: {len(left_out) - _SHOWN} more; --json names all")
-        told = [f"{counted(len(whole), 'tensor')}, {size(sum(whole))}"]
+        told = [f"{count_of(len(whole), 'tensor')}, {size(sum(whole))}"]
         if parts:
-            told.append(f"{counted(len(parts), 'part')} of tensors that are left out, {size(sum(parts.values()))}")
+            told.append(f"{count_of(len(parts), 'part')} of tensors that are left out, {size(sum(parts.values()))}")
         if left_out:
             values = len(left_out) - len(unwritable)
-            told += [f"{counted(len(unwritable), 'tensor')} left out"] if unwritable else []
-            told += [f"{counted(values, 'value')} left out"] if values else []
+            told += [f"{count_of(len(unwritable), 'tensor')} left out"] if unwritable else []
+            told += [f"{count_of(values, 'value')} left out"] if values else []
         print(f"{printable(written)}: {'; '.join(told)}")
     return 1 if unread or unwritable else 0

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evergrad.cli.output import JsonOption, given_path, near, one_of, print_json, printable, progress
+from evergrad.cli.output import JsonOption, complete_words, given_path, print_json, printable, progress, relative_path
 from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason, said
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 if TYPE_CHECKING:
     from evergrad.injection import Fault, InjectionLog
@@ -52,14 +52,14 @@ def inject(
         str | None,
         typer.Option(
             help="bitflip (the default), bitmask, scale, stuckat or setvalue.",
-            autocompletion=one_of("bitflip", "bitmask", "scale", "stuckat", "setvalue"),
+            autocompletion=complete_words("bitflip", "bitmask", "scale", "stuckat", "setvalue"),
         ),
     ] = None,
     bits: Annotated[
         str | None,
         typer.Option(
             help="A bit by number (0 is the sign), 1-8, sign, exponent, exponent-msb or mantissa.",
-            autocompletion=one_of("sign", "exponent", "exponent-msb", "mantissa"),
+            autocompletion=complete_words("sign", "exponent", "exponent-msb", "mantissa"),
         ),
     ] = None,
     burst: Annotated[int | None, typer.Option(help="The number of adjacent bits that one fault flips.")] = None,
@@ -96,7 +96,7 @@ def inject(
         str | None,
         typer.Option(
             help="element (the default), all different; or tensor first, as in the literature.",
-            autocompletion=one_of("element", "tensor"),
+            autocompletion=complete_words("element", "tensor"),
         ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only tensors of this type. Repeatable.")] = None,
@@ -114,7 +114,7 @@ def inject(
         str,
         typer.Option(
             help="What is digested: blocks (the blocks that change) or full (whole files too).",
-            autocompletion=one_of("blocks", "full"),
+            autocompletion=complete_words("blocks", "full"),
         ),
     ] = "blocks",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
@@ -214,7 +214,7 @@ def _fault(name: str, given: dict[str, Any]) -> Fault:
 
     if name not in _TAKES:
         # Settings have options of their own here: of stuckat:value=1 the first word is the fault.
-        hint = meant(name.partition(":")[0], _TAKES)
+        hint = did_you_mean(name.partition(":")[0], _TAKES)
         raise UsageError(f"unknown fault {name!r} (expected {', '.join(_TAKES)}).{hint}")
     settings = _settings(name, given)
     needed = _NEEDS.get(name)
@@ -262,11 +262,11 @@ def undo(
         done = injection.undo(log, file, progress=advance)
     if as_json:
         print_json(done.to_json())
-    elif done.was is injection.Was.CLEAN:
-        print(f"{printable(near(done.path))}: nothing to undo, it is as it was before the injection")
+    elif done.was is injection.FoundState.CLEAN:
+        print(f"{printable(relative_path(done.path))}: nothing to undo, it is as it was before the injection")
     else:
-        found = "was injected only in part; " if done.was is injection.Was.PARTLY else ""
-        where = printable(near(done.path))
+        found = "was injected only in part; " if done.was is injection.FoundState.PARTLY else ""
+        where = printable(relative_path(done.path))
         what = f"{done.elements:,} element{'s' if done.elements != 1 else ''} restored"
         print(f"{where}: {found}{what}, byte for byte as before")
     return 0

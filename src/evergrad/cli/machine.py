@@ -14,7 +14,7 @@ from evergrad.cli.output import JsonOption, console, given_path, print_json, pri
 from evergrad.errors import UsageError
 
 if TYPE_CHECKING:
-    from evergrad.doctor import Check
+    from evergrad.doctor import CheckResult
     from evergrad.records import Json
 
 
@@ -42,8 +42,8 @@ def doctor(
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "there is no such folder"
         raise UsageError(f"--folder: {folder}: {what}. Name one whose disk is to be measured.")
-    groups: list[tuple[str, list[Check]]] = []
-    with _telling() as tell:
+    groups: list[tuple[str, list[CheckResult]]] = []
+    with _status_line() as tell:
         for group in examine(folder, tell=tell):
             groups.append(group)
     checks = [check for _, found in groups for check in found]
@@ -58,7 +58,7 @@ def doctor(
     return 1 if verdict == "failed" else 0
 
 
-def _print(groups: list[tuple[str, list[Check]]]) -> None:
+def _print(groups: list[tuple[str, list[CheckResult]]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -79,7 +79,7 @@ def _print(groups: list[tuple[str, list[Check]]]) -> None:
 
 
 @contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
+def _status_line() -> Iterator[Callable[[str], None]]:
     """What is looked at now, on a terminal; gone when it has been."""
     from rich.console import Console
 
@@ -118,7 +118,7 @@ def agent(
     import sys
 
     from evergrad.checkpoint.agent.agent import linger_seconds, run_agent
-    from evergrad.checkpoint.run_folder import Job
+    from evergrad.checkpoint.run_folder import RunFolder
 
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
@@ -127,7 +127,7 @@ def agent(
         from evergrad.errors import FileAccessError
 
         raise FileAccessError(run_dir, "is no run folder: a Checkpointer makes one")
-    job = Job.open(run_dir, node)
+    job = RunFolder.open(run_dir, node)
 
     def ready() -> None:
         if as_json:

@@ -119,7 +119,7 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def near(path: Path) -> Path:
+def relative_path(path: Path) -> Path:
     """A path as a person here would write it: from the current folder on, if it lies below."""
     with suppress(ValueError, OSError):
         return path.absolute().relative_to(Path.cwd())
@@ -144,7 +144,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
-def told(label: str, text: object, *, indent: int = 0) -> str:
+def labelled_line(label: str, text: object, *, indent: int = 0) -> str:
     """A line `label  text` that a person reads, folded at words where a terminal would fold it anywhere."""
     line = printable(f"{label}{text}")
     if not sys.stdout.isatty():
@@ -291,10 +291,10 @@ def check_shell(words: Sequence[str]) -> None:
         raise UsageError(f"{words[0]}: expected to be started by bash, zsh or fish, found {found}. Start one of them.")
 
 
-def one_of(*words: str) -> Callable[[str], list[str]]:
+def complete_words(*words: str) -> Callable[[str], list[str]]:
     """Offers those of some words that begin as typed.
 
-    >>> one_of("rollback", "forward", "restart")("r")
+    >>> complete_words("rollback", "forward", "restart")("r")
     ['rollback', 'restart']
     """
 
@@ -304,7 +304,7 @@ def one_of(*words: str) -> Callable[[str], list[str]]:
     return offer
 
 
-def studies(incomplete: str) -> list[str]:
+def complete_studies(incomplete: str) -> list[str]:
     """Offers the studies of the gallery; a plan in a file is the shell's to offer."""
     names = [entry.name for entry in resources.files("evergrad").joinpath("study", "gallery").iterdir()]
     return sorted(name[:-5] for name in names if name.endswith(".toml") and name.startswith(incomplete))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, given_path, near, one_of, print_json, printable
+from evergrad.cli.output import JsonOption, complete_words, console, given_path, print_json, printable, relative_path
 from evergrad.errors import UsageError
 
 if TYPE_CHECKING:
-    from evergrad.report.document import Page
-    from evergrad.report.run_model import Interruption, RunFolder, RunStory
+    from evergrad.report.document import ReportPage
+    from evergrad.report.run_model import Interruption, RunAnalysis, RunFiles
 
 
 CONTEXT = {"allow_interspersed_args": False}
@@ -72,7 +72,7 @@ def run(
         str,
         typer.Option(
             help="What survivors do: rollback (the mini-batch again), forward or restart.",
-            autocompletion=one_of("rollback", "forward", "restart"),
+            autocompletion=complete_words("rollback", "forward", "restart"),
         ),
     ] = "rollback",
     min_ranks: Annotated[
@@ -112,7 +112,8 @@ def run(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="How ranks exchange tensors: gloo, or nccl (experimental).", autocompletion=one_of("gloo", "nccl")
+            help="How ranks exchange tensors: gloo, or nccl (experimental).",
+            autocompletion=complete_words("gloo", "nccl"),
         ),
     ] = None,
     fail: Annotated[
@@ -125,7 +126,7 @@ def run(
         str | None,
         typer.Option(
             help="Batch size and learning rate with fewer ranks: shrink, constant or scale_lr.",
-            autocompletion=one_of("shrink", "constant", "scale_lr"),
+            autocompletion=complete_words("shrink", "constant", "scale_lr"),
         ),
     ] = None,
     seed: Annotated[
@@ -146,15 +147,15 @@ def run(
     """Run a training script on several ranks, of this machine or of several; who survives a failure goes on."""
     from evergrad.errors import UsageError
     from evergrad.recovery.failures.schedule import Failures
-    from evergrad.recovery.heartbeat import Patience
+    from evergrad.recovery.heartbeat import LivenessTimeouts
     from evergrad.recovery.launch.launcher import launch
-    from evergrad.recovery.launch.rendezvous import stand
+    from evergrad.recovery.launch.rendezvous import node_identity
     from evergrad.recovery.launch.settings import LaunchSettings, checked_strategy
 
     if not multinode and (node_rank is not None or master_addr is not None):
         option = "--node-rank" if node_rank is not None else "--master-addr"
         raise UsageError(f"{option}: expected --multinode with it, found none")
-    here = stand(nnodes, node_rank, os.environ) if multinode else None
+    here = node_identity(nnodes, node_rank, os.environ) if multinode else None
     schedule = [*(Failures.load(failures) if failures is not None else ()), *Failures.parse(fail or ())]
     settings = LaunchSettings(
         script=script,
@@ -167,7 +168,7 @@ def run(
         min_ranks=min_ranks,
         max_restarts=max_restarts,
         max_ranks=max_ranks,
-        patience=Patience(heartbeat_timeout, warn_after, hang_timeout, straggler_factor, replace_stragglers),
+        patience=LivenessTimeouts(heartbeat_timeout, warn_after, hang_timeout, straggler_factor, replace_stragglers),
         keep_stopped=keep_stopped,
         respawn=respawn,
         transport=transport,
@@ -211,7 +212,7 @@ def timeline(
     as_json: JsonOption = False,
 ) -> int:
     """Tell what happened in a run: each failure from its moment to the next step, as a table and as a page."""
-    from evergrad.report.html import checked_target, missing_for, write_page
+    from evergrad.report.html import checked_target, missing_dependency, write_page
     from evergrad.report.run_analysis import analyse
     from evergrad.report.run_model import read_run
 
@@ -227,19 +228,19 @@ def timeline(
     page, missing = None, ""
     if target is not None:
         page = _page(story, folder)
-        missing = missing_for(page)
+        missing = missing_dependency(page)
     written = write_page(page, target) if page is not None and target is not None and not missing else None
     if as_json:
         print_json({"run": str(run), "page": None if written is None else str(written), **story.to_json()})
     elif written is not None:
-        print(printable(f"{near(written)}: the same as a page, with pictures"))
+        print(printable(f"{relative_path(written)}: the same as a page, with pictures"))
     if missing:
         print(printable(f"evergrad: no page is written: {missing}"), file=sys.stderr)
     # A page that was asked for by its name is a result; the one beside the table is an addition to it.
     return 2 if missing and out is not None else 0
 
 
-def _page(story: RunStory, folder: RunFolder) -> Page:
+def _page(story: RunAnalysis, folder: RunFiles) -> ReportPage:
     from evergrad import __version__
     from evergrad.report.run_page import run_page
 
@@ -247,14 +248,14 @@ def _page(story: RunStory, folder: RunFolder) -> Page:
     return run_page(story, folder, made)
 
 
-def _print(story: RunStory) -> None:
+def _print(story: RunAnalysis) -> None:
     from evergrad.report.run_figures import caveats, summary
-    from evergrad.wording import counted
+    from evergrad.wording import count_of
 
     if story.failures:
         _print_failures(story.failures[:_SHOWN])
         more = len(story.failures) - _SHOWN
-        print(f"… and {counted(more, 'more failure')}: --json has them all\n" if more > 0 else "")
+        print(f"… and {count_of(more, 'more failure')}: --json has them all\n" if more > 0 else "")
     for note in story.notes:
         print(printable(note))
     print(printable(summary(story)))
@@ -270,7 +271,7 @@ def _print_failures(failures: tuple[Interruption, ...]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from evergrad.report.run_figures import duration, then
+    from evergrad.report.run_figures import duration, verdict_text
 
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for name in ("failure", "step", "seen", "agreed", "going on", "in all", "then"):
@@ -280,7 +281,7 @@ def _print_failures(failures: tuple[Interruption, ...]) -> None:
         took = {phase.name: duration(phase.seconds) for phase in each.phases}
         cells = (
             each.what, "?" if each.step is None else each.step, took.get("unseen", "?"), took.get("agreeing", "?"),
-            took.get("recovering", "?"), duration(each.seconds), then(each),
+            took.get("recovering", "?"), duration(each.seconds), verdict_text(each),
         )  # fmt: skip
         table.add_row(*(Text(printable(cell)) for cell in cells))
     out = console()

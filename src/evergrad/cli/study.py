@@ -11,14 +11,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evergrad.cli.output import JsonOption, console, given_path, near, one_of, print_json, printable, studies, told
+from evergrad.cli.output import (
+    JsonOption,
+    complete_studies,
+    complete_words,
+    console,
+    given_path,
+    labelled_line,
+    print_json,
+    printable,
+    relative_path,
+)
 from evergrad.errors import UsageError
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, short_repr
 
 if TYPE_CHECKING:
     from evergrad.records import Json
     from evergrad.study.plan import Plan
-    from evergrad.study.runner import Progress
+    from evergrad.study.runner import StudyRunStatus
 
 __all__ = ["app"]
 
@@ -26,13 +36,15 @@ __all__ = ["app"]
 
 Name = Annotated[
     str,
-    typer.Argument(metavar="NAME-OR-FILE", help="A study of the gallery, or a plan in TOML.", autocompletion=studies),
+    typer.Argument(
+        metavar="NAME-OR-FILE", help="A study of the gallery, or a plan in TOML.", autocompletion=complete_studies
+    ),
 ]
 Scale = Annotated[
     str | None,
     typer.Option(
         help="The scale: tiny, small or paper, some also gpu; by default the first that there is.",
-        autocompletion=one_of("tiny", "small", "gpu", "paper"),
+        autocompletion=complete_words("tiny", "small", "gpu", "paper"),
     ),
 ]
 StudyDir = Annotated[
@@ -63,7 +75,7 @@ def export(
         print_json({"files": [str(path) for path in written]})
         return 0
     for path in written:
-        print(printable(near(path)))
+        print(printable(relative_path(path)))
     return 0
 
 
@@ -170,13 +182,13 @@ def report(
     as_json: JsonOption = False,
 ) -> int:
     """Write a study as one HTML file that needs no network: the answer in words, tables, figures, the worst trials."""
-    from evergrad.report.html import checked_target, missing_for, plain_text, write_page
+    from evergrad.report.html import checked_target, missing_dependency, plain_text, write_page
     from evergrad.report.study_page import REPORT, study_page
 
     path = checked_target(out or folder / REPORT)
     page = study_page(folder)
     answer = [plain_text(line) for line in page.answer]
-    missing = missing_for(page)
+    missing = missing_dependency(page)
     if not missing:
         write_page(page, path)
     if as_json:
@@ -189,7 +201,7 @@ def report(
         print(printable(f"evergrad: no page is written: {missing}"), file=sys.stderr)
         return 2
     if not as_json:
-        print(printable(near(path)))
+        print(printable(relative_path(path)))
     if open_it:
         typer.launch(path.absolute().as_uri())
     return 0
@@ -224,7 +236,7 @@ def run(
         ),
     ] = None,
     executor: Annotated[
-        str, typer.Option(help="Where trials run: local, dask or slurm.", autocompletion=one_of(*_EXECUTORS))
+        str, typer.Option(help="Where trials run: local, dask or slurm.", autocompletion=complete_words(*_EXECUTORS))
     ] = "local",
     scheduler: Annotated[
         str | None, typer.Option(help="The address of a Dask scheduler; without it, a cluster on this machine.")
@@ -266,7 +278,7 @@ def run(
     if out is None:
         raise UsageError("--out: expected --out DIR, the folder that the study goes to (or --dry-run)")
     try:
-        with _told() as progress:
+        with _progress_reporter() as progress:
             results = run_study(
                 name,
                 out,
@@ -300,7 +312,7 @@ def _sbatch_options(words: list[str]) -> dict[str, str]:
     for word in words:
         name, is_given, value = word.removeprefix("--").partition("=")
         if not name or not is_given:
-            raise UsageError(f"--sbatch: expected NAME=VALUE, as in account=physics, found {shown(word)}")
+            raise UsageError(f"--sbatch: expected NAME=VALUE, as in account=physics, found {short_repr(word)}")
         options[name] = value
     return options
 
@@ -328,7 +340,7 @@ def _dry_run(plan: Plan, workers: int | None, as_json: bool) -> int:
 
 
 @contextmanager
-def _told() -> Iterator[Callable[[Progress], None]]:
+def _progress_reporter() -> Iterator[Callable[[StudyRunStatus], None]]:
     """A bar on a terminal, plain lines elsewhere; on stderr, so that JSON stays alone."""
     if not sys.stderr.isatty():
         yield _lines()
@@ -341,16 +353,16 @@ def _told() -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, TextColumn("{task.fields[left]}"), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("golden runs", total=None, left="")
 
-        def report(at: Progress) -> None:
+        def report(at: StudyRunStatus) -> None:
             bar.update(task, description=at.what, completed=at.done, total=at.due, left=at.outlook)
 
         yield report
 
 
-def _lines() -> Callable[[Progress], None]:
+def _lines() -> Callable[[StudyRunStatus], None]:
     said = [-_SAY_EVERY_S]
 
-    def report(at: Progress) -> None:
+    def report(at: StudyRunStatus) -> None:
         now = monotonic()
         if now - said[0] < _SAY_EVERY_S:
             return
@@ -391,16 +403,16 @@ def show(
         return 0
     print(printable(f"{plan.study}: {plan.title}"))
     if plan.question:
-        print(told("", plan.question))
+        print(labelled_line("", plan.question))
     print()
     for axis, values in plan.axes.items():
-        print(told(f"  {axis:10} ", ", ".join(map(str, values)), indent=13))
+        print(labelled_line(f"  {axis:10} ", ", ".join(map(str, values)), indent=13))
     each = plan.cells[0].trainings
     most = "at most " if plan.sampling.stop else ""
     print(printable(f"  {'trials':10} {len(plan.cells)} cells × {most}{each:,} trainings = {plan.trials:,}"))
     print()
     for key, text in facts.items():
-        print(told(f"  {key:12} ", text, indent=15))
+        print(labelled_line(f"  {key:12} ", text, indent=15))
     return 0
 
 
@@ -430,11 +442,11 @@ def status(folder: StudyDir, as_json: JsonOption = False) -> int:
     """Say how many trials are done, whether somebody runs the study now, and what could not be read."""
     from evergrad.study.folder import StudyFolder
     from evergrad.study.results import results_of
-    from evergrad.study.trials import SCALE
+    from evergrad.study.trials import OUTCOMES_WORST_FIRST
 
     results = results_of(folder)
     running = StudyFolder(folder).is_running()
-    counts = {outcome.value: sum(cell.counts[outcome] for cell in results.cells) for outcome in SCALE}
+    counts = {outcome.value: sum(cell.counts[outcome] for cell in results.cells) for outcome in OUTCOMES_WORST_FIRST}
     done = sum(counts.values()) - counts["unknown"]
     complete = sum(cell.known >= cell.due for cell in results.cells)
     if as_json:
@@ -483,11 +495,11 @@ def table(
         typer.Option(
             help="The table to show: summary (one row per cell), paper (as in the publication), comparisons, trends; "
             "or costs, spread or guards of a study that measures these, which is then the default.",
-            autocompletion=one_of(*_LAYOUTS),
+            autocompletion=complete_words(*_LAYOUTS),
         ),
     ] = None,
     form: Annotated[
-        str, typer.Option("--format", help="rich, csv, markdown or latex.", autocompletion=one_of(*_FORMS))
+        str, typer.Option("--format", help="rich, csv, markdown or latex.", autocompletion=complete_words(*_FORMS))
     ] = "rich",
     as_json: JsonOption = False,
 ) -> int:
@@ -496,7 +508,7 @@ def table(
         checked_choice("--layout", layout, _LAYOUTS)
     checked_choice("--format", form, _FORMS)
     from evergrad.study.results import results_of
-    from evergrad.study.table_formats import written
+    from evergrad.study.table_formats import format_table
     from evergrad.study.tables import results_to_json, study_table
 
     results = results_of(folder)
@@ -507,7 +519,7 @@ def table(
     if form == "rich":
         console().print(made)
     else:
-        print(written(made, form), end="")
+        print(format_table(made, form), end="")
     return 0
 
 

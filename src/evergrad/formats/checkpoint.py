@@ -23,7 +23,7 @@ from evergrad._digest import digest_chunks
 from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, LimitExceeded, UnknownTensor, UnsupportedContent, UsageError
-from evergrad.formats.data_file import Bytes, NeedsRewrite, rehearsing
+from evergrad.formats.data_file import ByteSource, NeedsRewrite, current_dry_run
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Skeleton, Where, role_of, select, unflatten
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 Bits = npt.NDArray[np.unsignedinteger]
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 MAX_EXPANSION = 64
@@ -155,7 +155,7 @@ class Checkpoint(ABC):
     skeleton: Skeleton
     """How the tensors are nested, and the values between them."""
     rehearses: ClassVar[bool] = False
-    """Whether every alteration goes through `Bytes`, so that it can be rehearsed; else it is made in a copy."""
+    """Whether every alteration goes through `ByteSource`, so that it can be rehearsed; else it is made in a copy."""
 
     @property
     def arrays(self) -> Mapping[str, str]:
@@ -195,7 +195,7 @@ class Checkpoint(ABC):
         """The bits of single elements. The arguments are valid. Better where the format need not read all."""
         dtype = self.tensors[name].dtype
         out: Bits = np.empty((len(indices),) if dtype.parts == 1 else (len(indices), dtype.parts), dtype.bits)
-        for start, stop in blocks(self.tensors[name]):
+        for start, stop in block_ranges(self.tensors[name]):
             mine = (indices >= start) & (indices < stop)
             if mine.any():
                 out[mine] = self._read_bits(name, start, stop)[indices[mine] - start]
@@ -278,7 +278,7 @@ class Checkpoint(ABC):
             raise UnsupportedContent(
                 self.path, f"{name}: {info.read_only}, which cannot be altered in place", hint=hint
             )
-        if not self.rehearses and rehearsing() is not None:
+        if not self.rehearses and current_dry_run() is not None:
             raise NeedsRewrite
         return self._xor_bits(name, where, checked)
 
@@ -331,15 +331,15 @@ class Checkpoint(ABC):
             raise UnknownTensor(name, self.tensors, where=str(self.path)) from None
 
 
-def choose(ck: Checkpoint, where: Where) -> tuple[list[str], dict[str, str]]:
+def resolve_selection(ck: Checkpoint, where: Where) -> tuple[list[str], dict[str, str]]:
     """The tensors of a selection, and what of it is there but cannot be read; `UnknownTensor` if it is neither."""
     unread = ck.unread
-    chosen = select({**ck.tensors, **named(unread, ck.tensors)}, where)
+    chosen = select({**ck.tensors, **describe_others(unread, ck.tensors)}, where)
     rest = {name: unread[name] for name in chosen if name not in ck.tensors}
     return [name for name in chosen if name in ck.tensors], rest
 
 
-def named(others: Mapping[str, str], tensors: Container[str]) -> dict[str, TensorInfo]:
+def describe_others(others: Mapping[str, str], tensors: Container[str]) -> dict[str, TensorInfo]:
     """Return content other than `tensors` as selections see it: tensors of other kinds have the role of their path."""
     return {
         name: TensorInfo(
@@ -359,7 +359,7 @@ def digest(what: object, chunks: Iterable[bytes]) -> str:
     return digest_chunks(chain([repr(what).encode("utf-8", "backslashreplace")], chunks))
 
 
-def read_blocks(source: Bytes, offset: int, length: int) -> Iterator[bytes]:
+def read_blocks(source: ByteSource, offset: int, length: int) -> Iterator[bytes]:
     """The bytes of a range, a block at a time."""
     for start in range(offset, offset + length, _BLOCK_BYTES):
         yield source.read(start, min(_BLOCK_BYTES, offset + length - start))
@@ -409,7 +409,7 @@ def refuse_losses(source: Checkpoint, target: Format, losses: list[str]) -> None
         raise ConversionLoss(f"{source.path}: as {target.name} this would lose {shown}. {hint}", losses)
 
 
-def blocks(info: TensorInfo, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+def block_ranges(info: TensorInfo, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """The ranges of elements that cover a tensor in pieces of bounded size."""
     step = max(1, block_bytes // info.dtype.itemsize)
     for start in range(0, info.numel, step):

@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from evergrad.errors import AmbiguousMatch
 from evergrad.formats.bitcast import finite, values
-from evergrad.formats.checkpoint import Bits, Checkpoint, OtherTensor, Progress, blocks, named
-from evergrad.formats.match import Match, match, unwrapped
+from evergrad.formats.checkpoint import Bits, Checkpoint, OtherTensor, ProgressCallback, block_ranges, describe_others
+from evergrad.formats.match import Match, match, strip_wrapper_prefixes
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Comparison, Json, TensorDiff, TensorInfo
 from evergrad.state import ROOT, Skeleton, Where
-from evergrad.state.selection import items_of_where, nothing, select_one
+from evergrad.state.selection import items_of_where, no_match_error, select_one
 from evergrad.state.skeleton import describe
-from evergrad.wording import counted
+from evergrad.wording import count_of
 
 _WITH_VALUES = ("torch-zip", "torch-legacy", "pytorch-h5")
 """Formats that hold values besides tensors: a file of theirs that holds none says so."""
@@ -34,7 +34,7 @@ def compare(
     *,
     where: Where = None,
     tensors_only: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Comparison:
     """How two checkpoints differ: per tensor equal or not, changed elements, max |Δ|, non-finite values.
 
@@ -112,16 +112,16 @@ class _Chosen:
         if where is None:
             mine, theirs = ({*ck.tensors, *ck.unread} for ck in both)
             return cls(mine, theirs, {*described[0], *described[1], *containers})
-        pools = [{**ck.tensors, **named(ck.unread, ck.tensors)} for ck in both]
-        values = named(described[1] | described[0], ())
-        places = named(containers, values)
+        pools = [{**ck.tensors, **describe_others(ck.unread, ck.tensors)} for ck in both]
+        values = describe_others(described[1] | described[0], ())
+        places = describe_others(containers, values)
         chosen = cls()
         for item in items_of_where(where):
             mine, theirs, held = (set(select_one(pool, item)) for pool in (*pools, values))
             if not mine:  # the name that a partner has in another framework
                 mine = {name for name, pair in partners.items() if pair.b in theirs}
             if not (mine or theirs or held):
-                raise nothing({**pools[0], **pools[1], **values}, item)
+                raise no_match_error({**pools[0], **pools[1], **values}, item)
             held |= set(select_one(places, item))
             if isinstance(item, str) and (item in values or item in places):  # all below it, as of tensors
                 held |= {name for name in (*values, *places) if name.startswith((f"{item}/", f"{item}."))}
@@ -235,7 +235,7 @@ def _name_values(ck: Checkpoint, side: str, chosen: _Chosen, tensors_only: bool,
             found.uncompared.setdefault(name, what)
             plain += name not in objects
     if plain:
-        told = f"{counted(plain, 'value')} besides tensors in {side}, and none in the other file to compare with"
+        told = f"{count_of(plain, 'value')} besides tensors in {side}, and none in the other file to compare with"
         found.note = f"{told}. To compare tensors alone: tensors_only=True, or --tensors-only."
 
 
@@ -296,9 +296,9 @@ def _by_name(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
     taken = set(found.values())
     bare: dict[str, list[str]] = {}
     for name in right - taken:
-        bare.setdefault(unwrapped(name), []).append(name)
+        bare.setdefault(strip_wrapper_prefixes(name), []).append(name)
     for name in a:
-        candidates = [] if name in found else bare.get(unwrapped(name), [])
+        candidates = [] if name in found else bare.get(strip_wrapper_prefixes(name), [])
         if len(candidates) == 1 and candidates[0] not in taken:
             found[name] = candidates[0]
             taken.add(candidates[0])
@@ -315,7 +315,7 @@ def _compare(first: Checkpoint, second: Checkpoint, pair: Match) -> TensorDiff:
         return TensorDiff(name, "shape", other_name, f"{_shape(a)} / {_shape(b)}", a.numel)
     changed = nonfinite_a = nonfinite_b = 0
     largest = 0.0
-    for start, stop in blocks(a):
+    for start, stop in block_ranges(a):
         x = first.read_bits(name, start, stop)
         y = second.read_bits(other, start, stop) if turned is None else turned[start:stop]
         numbers_x = values(x, a.dtype)

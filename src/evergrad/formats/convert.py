@@ -16,7 +16,7 @@ from evergrad.errors import ConversionLoss, UsageError
 from evergrad.formats.checkpoint import ANOTHER_TARGET, Bits, Checkpoint, Format, OtherTensor, aliases_of, check_views
 from evergrad.formats.registry import formats, open_checkpoint
 from evergrad.state import Skeleton
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +158,9 @@ def _target_format(target: Path, to: str | None) -> Format:
     writable = {format.name: format for format in formats() if format.suffixes}
     if to is not None:
         if to not in writable:
-            raise UsageError(f"unknown target format {to!r} (expected {', '.join(writable)}).{meant(to, writable)}")
+            raise UsageError(
+                f"unknown target format {to!r} (expected {', '.join(writable)}).{did_you_mean(to, writable)}"
+            )
         return writable[to]
     for format in writable.values():
         if target.suffix in format.suffixes:
@@ -166,5 +168,5 @@ def _target_format(target: Path, to: str | None) -> Format:
     endings = [suffix for format in writable.values() for suffix in format.suffixes]
     raise UsageError(
         f"{target}: no format is written with the ending {target.suffix!r} (expected {', '.join(endings)})."
-        f"{meant(target.suffix, endings) if target.suffix else ''} Or name it: to=…, or --to."
+        f"{did_you_mean(target.suffix, endings) if target.suffix else ''} Or name it: to=…, or --to."
     )

@@ -1,6 +1,6 @@
 """Files as bytes at offsets: read exactly, altered in place, closed whatever happens.
 
-`Bytes` is what a tensor may lie in: a file, a part of one (`Window` in `dcp.py`), a member of an archive.
+`ByteSource` is what a tensor may lie in: a file, a part of one (`Window` in `dcp.py`), a member of an archive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from evergrad.errors import DamagedFile, FileAccessError
 
 # What an alteration would do to the bytes of files, found out without doing it.
 #
-# Within `rehearsal()`, `Checkpoint.xor` changes nothing: every byte that it would change, tensors' and checksums', is
+# Within `record_dry_run()`, `Checkpoint.xor` changes nothing: every byte that it would change, tensors' and
+# checksums', is
 # noted. Whoever rehearsed can so write down what is going to happen, durably, before it happens.
 #
 # What has no place of its own in a file (compressed members, filtered HDF5 chunks) cannot be rehearsed:
@@ -35,7 +36,7 @@ class NeedsRewrite(Exception):
 
 
 @dataclass(slots=True)
-class Changes:
+class FileEdits:
     """What would happen to one file."""
 
     rows: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = field(default_factory=list)
@@ -45,25 +46,25 @@ class Changes:
 
 
 @dataclass(slots=True)
-class Rehearsal:
+class DryRun:
     """What would happen to each file, in the order in which they were touched."""
 
-    files: dict[Path, Changes] = field(default_factory=dict)
+    files: dict[Path, FileEdits] = field(default_factory=dict)
     stale: bool = False
     """Whether checksums are going to be left as they are: what only a checksum ties together then has a place."""
 
-    def of(self, path: Path) -> Changes:
+    def of(self, path: Path) -> FileEdits:
         """The changes of one file."""
-        return self.files.setdefault(path, Changes())
+        return self.files.setdefault(path, FileEdits())
 
 
-_CURRENT: ContextVar[Rehearsal | None] = ContextVar("evergrad-rehearsal", default=None)
+_CURRENT: ContextVar[DryRun | None] = ContextVar("evergrad-rehearsal", default=None)
 
 
 @contextmanager
-def rehearsal(*, stale: bool = False) -> Iterator[Rehearsal]:
+def record_dry_run(*, stale: bool = False) -> Iterator[DryRun]:
     """Checkpoints that are opened and altered in this block are not altered: what would happen is noted."""
-    noted = Rehearsal(stale=stale)
+    noted = DryRun(stale=stale)
     token = _CURRENT.set(noted)
     try:
         yield noted
@@ -71,15 +72,15 @@ def rehearsal(*, stale: bool = False) -> Iterator[Rehearsal]:
         _CURRENT.reset(token)
 
 
-def rehearsing() -> Rehearsal | None:
+def current_dry_run() -> DryRun | None:
     """The rehearsal that is under way, if one is."""
     return _CURRENT.get()
 
 
-Held = TypeVar("Held", bound="Closes")
+Held = TypeVar("Held", bound="Closeable")
 
 
-class Bytes(Protocol):
+class ByteSource(Protocol):
     """Something with bytes at offsets: a file, or a decompressed member of one."""
 
     path: Path
@@ -179,13 +180,13 @@ class DataFile:
 
     def now(self, offset: int, length: int) -> bytes:
         """A few bytes as they are, or, in a rehearsal, as they would be by now."""
-        noted = rehearsing()
+        noted = current_dry_run()
         pending = noted.of(self.path).puts.get(offset) if noted is not None else None
         return pending if pending is not None else self.read(offset, length)
 
     def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
         """XOR a row of bytes onto each address and return what was there."""
-        noted = rehearsing()
+        noted = current_dry_run()
         if noted is None:
             return xor_rows(self.writable(), addresses, rows, word)
         noted.of(self.path).rows.append((addresses, rows))
@@ -193,7 +194,7 @@ class DataFile:
 
     def put(self, offset: int, data: bytes) -> None:
         """Replace a few bytes."""
-        noted = rehearsing()
+        noted = current_dry_run()
         if noted is None:
             self.writable()[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
         else:
@@ -201,7 +202,7 @@ class DataFile:
 
     def check_writable(self) -> None:
         """Raise what altering would raise."""
-        if rehearsing() is None:
+        if current_dry_run() is None:
             self.writable()
 
     def replaced(self) -> bool:
@@ -243,14 +244,14 @@ class DataFile:
         raise DamagedFile(self.path, f"truncated at byte {offset}", expected=f"{length} bytes", found=found)
 
 
-class Closes(Protocol):
+class Closeable(Protocol):
     """Whatever has to be let go of in the end."""
 
     def close(self) -> None:
         """Make changes durable and let go; twice is fine."""
 
 
-def close_all(holders: Iterable[Closes]) -> None:
+def close_all(holders: Iterable[Closeable]) -> None:
     """Close every one, and only then raise the first error."""
     first: Exception | None = None
     for holder in holders:
@@ -272,7 +273,7 @@ def closed_on_error(holder: Held) -> Iterator[Held]:
         raise
 
 
-def named_size(index: Path, path: Path) -> int:
+def indexed_file_size(index: Path, path: Path) -> int:
     """The size of a file that an index names, or a word on its absence."""
     if not path.is_file():
         hint = "Is the download complete?"

@@ -13,14 +13,14 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
-from evergrad.formats.data_file import Bytes, DataFile, close_all, named_size
+from evergrad.formats.data_file import ByteSource, DataFile, close_all, indexed_file_size
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint
-from evergrad.formats.pickle_reader import Global, PickleError, read_pickle
+from evergrad.formats.pickle_reader import GlobalName, PickleError, read_pickle
 from evergrad.formats.region import Region
-from evergrad.formats.tiled import Box, Pieces, PiecewiseCheckpoint, fill
+from evergrad.formats.tiled import TensorBox, TiledCheckpoint, TiledTensor, check_tiling
 from evergrad.formats.torch_file import open_archive, open_legacy
 from evergrad.formats.torch_objects import TorchBuilder
-from evergrad.formats.zip_archive import Archive, Inflated
+from evergrad.formats.zip_archive import Archive, InflatedMember
 from evergrad.records import MAX_AXES, Check
 from evergrad.state import ROOT
 from evergrad.state.selection import tensor_info
@@ -30,7 +30,7 @@ from evergrad.state.selection import tensor_info
 MAX_METADATA_BYTES = 1 << 29
 
 
-class Place(NamedTuple):
+class StoredPart(NamedTuple):
     """Where a part is stored: bytes of a file beside the metadata."""
 
     file: str
@@ -44,21 +44,21 @@ class StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: DType
-    parts: list[tuple[Box, Place]]
+    parts: list[tuple[TensorBox, StoredPart]]
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class DcpMetadata:
     """What the metadata says of the whole folder."""
 
     tensors: dict[str, StoredTensor]
     others: dict[str, str]
-    objects: list[Place]
-    object_places: dict[str, Place]
+    objects: list[StoredPart]
+    object_places: dict[str, StoredPart]
     """The places of objects in the file as they were saved."""
 
 
-def read_metadata(path: Path) -> Folder:
+def read_metadata(path: Path) -> DcpMetadata:
     """Read the metadata file; `DamagedFile` if it contradicts itself."""
     file = DataFile(path)
     try:
@@ -84,16 +84,16 @@ class _MetadataBuilder(TorchBuilder):
     """Also makes records of DCP's dataclasses, by their names alone."""
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        if type(function) is Global:
+        if type(function) is GlobalName:
             if (function.module, function.name) == ("torch", "Size"):
                 return _sizes(tuple(arguments[0]) if arguments else ())
-            if function.module.startswith("copy") and arguments and type(arguments[0]) is Global:
+            if function.module.startswith("copy") and arguments and type(arguments[0]) is GlobalName:
                 function = arguments[0]  # how protocols before 2 make objects
             if function.module.startswith("torch.distributed.") and function.name in _KINDS:
                 return _Record(function.name)
         return super().call(function, arguments)
 
-    def name(self, name: Global) -> Any:
+    def name(self, name: GlobalName) -> Any:
         return name
 
     def set_state(self, target: Any, state: Any) -> Any:
@@ -113,7 +113,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _folder(value: Any, opcodes: int) -> Folder:
+def _folder(value: Any, opcodes: int) -> DcpMetadata:
     metadata = _fields(value, "Metadata")
     listed, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if type(listed) is not dict or type(stored) is not dict:
@@ -121,7 +121,7 @@ def _folder(value: Any, opcodes: int) -> Folder:
     places = {_key(index): _place(info) for index, info in stored.items()}
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, str] = {}
-    object_places: dict[str, Place] = {}
+    object_places: dict[str, StoredPart] = {}
     count = 0
     for name, what in listed.items():
         if type(name) is not str or type(what) is not _Record:
@@ -140,9 +140,9 @@ def _folder(value: Any, opcodes: int) -> Folder:
         if count > opcodes:
             raise ValueError("more parts than the file can name")
         kind = _fields(fields.get("properties"), "TensorProperties").get("dtype")
-        dtype = DType.named(kind.name) if type(kind) is Global and kind.module == "torch" else None
+        dtype = DType.named(kind.name) if type(kind) is GlobalName and kind.module == "torch" else None
         if dtype is None:
-            others[name] = OtherTensor(f"a tensor of {kind if type(kind) is Global else 'unknown type'}")
+            others[name] = OtherTensor(f"a tensor of {kind if type(kind) is GlobalName else 'unknown type'}")
             continue
         tensor = _tensor(name, _sizes(fields.get("size")), dtype, chunks, places)
         through = sorted({transform for _, place in tensor.parts for transform in place.transforms})
@@ -150,7 +150,7 @@ def _folder(value: Any, opcodes: int) -> Folder:
             others[name] = OtherTensor(f"a tensor stored through {', '.join(through)}")
         else:
             tensors[name] = tensor
-    return Folder(tensors, others, list(object_places.values()), object_places)
+    return DcpMetadata(tensors, others, list(object_places.values()), object_places)
 
 
 def _tensor(
@@ -158,14 +158,14 @@ def _tensor(
     shape: tuple[int, ...],
     dtype: DType,
     chunks: list[Any],
-    places: dict[tuple[str, tuple[int, ...] | None], Place],
+    places: dict[tuple[str, tuple[int, ...] | None], StoredPart],
 ) -> StoredTensor:
     boxes = []
     for chunk in chunks:
         fields = _fields(chunk, "ChunkStorageMetadata")
-        boxes.append(Box(_sizes(fields.get("offsets")), _sizes(fields.get("sizes"))))
+        boxes.append(TensorBox(_sizes(fields.get("offsets")), _sizes(fields.get("sizes"))))
     try:
-        kept = fill(shape, boxes)
+        kept = check_tiling(shape, boxes)
     except ValueError as error:
         raise ValueError(f"{name[:80]}: {error}") from None
     parts = []
@@ -191,7 +191,7 @@ def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
     return name, None if offset is None else _sizes(offset)
 
 
-def _place(info: Any) -> Place:
+def _place(info: Any) -> StoredPart:
     fields = _fields(info, "_StorageInfo")
     file, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
     if type(file) is not str or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
@@ -201,7 +201,7 @@ def _place(info: Any) -> Place:
     transforms = fields.get("transform_descriptors") or ()
     if type(transforms) not in (list, tuple) or not all(type(each) is str for each in transforms):
         raise ValueError("a place with transforms that are no names")
-    return Place(file, offset, length, tuple(transforms))
+    return StoredPart(file, offset, length, tuple(transforms))
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ class Dcp(Format):
         return _open(folder, metadata)
 
 
-class Window:
+class FileSlice:
     """A part of a file, as if it were one; the file is closed by its owner."""
 
     in_place = True
@@ -300,17 +300,17 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, DataFile] = {}
-        self._parts: dict[Place, AddressedCheckpoint] = {}
+        self._parts: dict[StoredPart, AddressedCheckpoint] = {}
         self._closed = False
 
-    def window(self, place: Place) -> Window:
+    def window(self, place: StoredPart) -> FileSlice:
         if self._closed:
             raise FileAccessError(self._folder, "is closed")
         if place.file not in self._files:
             self._files[place.file] = DataFile(self._folder / place.file)
-        return Window(self._files[place.file], place.offset, place.length)
+        return FileSlice(self._files[place.file], place.offset, place.length)
 
-    def part(self, place: Place) -> AddressedCheckpoint:
+    def part(self, place: StoredPart) -> AddressedCheckpoint:
         """The torch file at a place; one object while it is in use, so that its checksums add up."""
         window = self.window(place)
         if place not in self._parts:
@@ -325,7 +325,7 @@ class _Files:
         close_all(self._files.values())
 
 
-def _part(window: Bytes, place: Place) -> AddressedCheckpoint:
+def _part(window: ByteSource, place: StoredPart) -> AddressedCheckpoint:
     head = window.read(0, min(2, place.length))
     if head == b"PK":
         return open_archive(window.path, Archive.over(window))
@@ -335,7 +335,7 @@ def _part(window: Bytes, place: Place) -> AddressedCheckpoint:
     raise UnsupportedContent(window.path, what, expected="504b or 80", found=head.hex() or "nothing")
 
 
-def _region(files: _Files, box: Box, place: Place, dtype: DType) -> Region:
+def _region(files: _Files, box: TensorBox, place: StoredPart, dtype: DType) -> Region:
     part = files.part(place)
     info = part.tensors.get(ROOT)
     if info is None or info.shape != box.sizes or info.dtype != dtype:
@@ -344,7 +344,7 @@ def _region(files: _Files, box: Box, place: Place, dtype: DType) -> Region:
             path, f"the part at byte {place.offset} is another", expected=f"{dtype} {box.sizes}", found=found
         )
     region = part.region(ROOT)
-    if isinstance(region.source, Inflated):  # it would be rewritten, and all that lies behind it would move
+    if isinstance(region.source, InflatedMember):  # it would be rewritten, and all that lies behind it would move
         raise UnsupportedContent(part.path, f"the part at byte {place.offset} is compressed")
     return region
 
@@ -361,9 +361,9 @@ def _open(folder: Path, metadata: Path) -> Checkpoint:
             raise LimitExceeded(metadata, f"{name}: absurd shape {shape} over {stored} bytes")
         tensors[name] = info
 
-    def locate(name: str) -> Pieces:
+    def locate(name: str) -> TiledTensor:
         shape, dtype, parts = found.tensors[name]
-        return Pieces(name, shape, dtype, [box for box, _ in parts], lambda n: _region(files, *parts[n], dtype))
+        return TiledTensor(name, shape, dtype, [box for box, _ in parts], lambda n: _region(files, *parts[n], dtype))
 
     def check_container() -> Mapping[str, Check]:
         checks: dict[str, list[Check]] = {}
@@ -391,7 +391,7 @@ def _open(folder: Path, metadata: Path) -> Checkpoint:
 
     places = [place for t in found.tensors.values() for _, place in t.parts] + found.objects
     beside = [metadata, *(folder / name for name in sorted({place.file for place in places}))]
-    return PiecewiseCheckpoint(
+    return TiledCheckpoint(
         Dcp.name,
         folder,
         tensors,
@@ -409,13 +409,13 @@ def _together(checks: list[Check]) -> Check:
     return next((check for check in (Check.FAILED, Check.OK) if check in checks), Check.UNKNOWN)
 
 
-def _check_places(folder: Path, metadata: Path, places: Iterable[Place]) -> None:
+def _check_places(folder: Path, metadata: Path, places: Iterable[StoredPart]) -> None:
     """Every part lies in its file, and no two in the same bytes."""
     sizes: dict[str, int] = {}
-    last = Place("", 0, 0)
+    last = StoredPart("", 0, 0)
     for place in sorted(places):
         if place.file not in sizes:
-            sizes[place.file] = named_size(metadata, folder / place.file)
+            sizes[place.file] = indexed_file_size(metadata, folder / place.file)
         if place.offset + place.length > sizes[place.file]:
             expected = f"at least {place.offset + place.length} bytes"
             what = f"a part lies beyond the end of {place.file!r}"

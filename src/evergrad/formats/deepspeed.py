@@ -9,7 +9,7 @@ from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, UnsupportedContent
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.data_file import close_all
-from evergrad.formats.folders import Opener, by_file
+from evergrad.formats.folders import OpenCheckpoint, by_file
 from evergrad.formats.unsupported_files import Beside, unread_file
 
 LATEST = "latest"
@@ -27,7 +27,7 @@ class DeepSpeed(Format):
 
     name = "deepspeed"
 
-    def __init__(self, opener: Opener) -> None:
+    def __init__(self, opener: OpenCheckpoint) -> None:
         self._open_file = opener
 
     def recognises(self, probe: Probe) -> bool:

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat, said
-from evergrad.formats.checkpoint import Bits, Checkpoint, Format, OtherTensor, Probe, blocks, digest, read_blocks
-from evergrad.formats.data_file import DataFile, close_all, named_size
+from evergrad.formats.checkpoint import Bits, Checkpoint, Format, OtherTensor, Probe, block_ranges, digest, read_blocks
+from evergrad.formats.data_file import DataFile, close_all, indexed_file_size
 from evergrad.formats.unsupported_files import TENSOR_FILES, Beside, unread_file
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of
 from evergrad.state.sharing import View
-from evergrad.state.skeleton import Joined, join_states
+from evergrad.state.skeleton import JoinedStates, join_states
 
 if TYPE_CHECKING:
     import torch
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 # A shard may hold more than the index says. Everything in it is listed: under its own name where no other shard has
 # that name, else behind the name of its file, as content that is compared by its bytes and that no conversion keeps.
 
-Place: TypeAlias = tuple[Checkpoint, str]
+PartTensor: TypeAlias = tuple[Checkpoint, str]
 """A shard, and a name in it."""
 _TENSOR = OtherTensor("another tensor of that name")
 
 
 @dataclass(slots=True)
-class Merged:
+class MergedShards:
     """The content of several shards, by name."""
 
-    names: dict[str, Place] = field(default_factory=dict)
+    names: dict[str, PartTensor] = field(default_factory=dict)
     """Tensors."""
     others: dict[str, str] = field(default_factory=dict)
     """Content that is no dense tensor: name → what it is."""
-    other_names: dict[str, Place] = field(default_factory=dict)
+    other_names: dict[str, PartTensor] = field(default_factory=dict)
     """The place of each of `others`."""
     unindexed: tuple[str, ...] = ()
     """The tensors that the index does not name."""
     skeleton: Skeleton = field(default_factory=lambda: Skeleton({"dict": []}))
 
 
-def merge(index: Path, shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> Merged:
+def merge(index: Path, shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> MergedShards:
     """All content of the shards; `DamagedFile` if one does not hold what the index says."""
     values = {file: part.skeleton.described_values() for file, part in shards.items()}
     owners = dict(_held(index, shards, values, weight_map))
@@ -83,9 +83,9 @@ def _held(
 
 def _by_name(
     shards: Mapping[str, Checkpoint], values: Mapping[str, Mapping[str, str]], owners: Mapping[str, str]
-) -> Merged:
+) -> MergedShards:
     """The content of shards that hold nothing but names and tensors; values, if any, are named."""
-    found = Merged()
+    found = MergedShards()
     for path, file in owners.items():
         if path in shards[file].tensors:
             found.names[path] = (shards[file], path)
@@ -114,10 +114,10 @@ def _by_tree(
     shards: Mapping[str, Checkpoint],
     values: Mapping[str, Mapping[str, str]],
     owners: Mapping[str, str],
-    joined: Joined,
-) -> Merged:
+    joined: JoinedStates,
+) -> MergedShards:
     """The content of shards of which some hold values or objects: one state, made of theirs."""
-    found = Merged()
+    found = MergedShards()
     tensors = {path: (shards[file], path) for path, file in joined.tensors.items()}
     found.names = {path: tensors[path] for path in owners if path in tensors} | tensors
     lost: dict[str, set[str]] = {}
@@ -142,7 +142,7 @@ def _by_tree(
     return found
 
 
-def _add_second(found: Merged, file: str, part: Checkpoint, path: str, what: str) -> None:
+def _add_second(found: MergedShards, file: str, part: Checkpoint, path: str, what: str) -> None:
     """Name what a shard holds under the name of something that another shard holds."""
     name = f"{escape(file)}/{path}"
     while name in found.others or name in found.names:
@@ -168,7 +168,7 @@ def _below_any(positions: set[str]) -> Callable[[str], bool]:
     return is_below
 
 
-def _with_views(parts: Iterable[Checkpoint], names: Mapping[str, Place], root: Json) -> Skeleton:
+def _with_views(parts: Iterable[Checkpoint], names: Mapping[str, PartTensor], root: Json) -> Skeleton:
     """The skeleton with that root; sharing within one shard is kept."""
     sizes: list[int] = []
     views: dict[str, View] = {}
@@ -184,7 +184,7 @@ def _with_views(parts: Iterable[Checkpoint], names: Mapping[str, Place], root: J
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 1 << 28
 
-Opener = Callable[[Path], Checkpoint]
+OpenCheckpoint = Callable[[Path], Checkpoint]
 
 
 class CompositeCheckpoint(Checkpoint):
@@ -277,7 +277,7 @@ class CompositeCheckpoint(Checkpoint):
             if inner in part.others or inner not in part.tensors:
                 return part.fingerprint(inner)
             info = part.tensors[inner]
-            bits = (part.read_bits(inner, start, stop).tobytes() for start, stop in blocks(info))
+            bits = (part.read_bits(inner, start, stop).tobytes() for start, stop in block_ranges(info))
             return digest((info.shape, info.dtype.value), bits)
         path = self._other_files.get(name)
         if path is None or not path.is_file():
@@ -316,7 +316,7 @@ class Sharded(Format):
 
     name = "sharded"
 
-    def __init__(self, opener: Opener) -> None:
+    def __init__(self, opener: OpenCheckpoint) -> None:
         self._open_file = opener
 
     def recognises(self, probe: Probe) -> bool:
@@ -386,7 +386,7 @@ class PlainFolder(Format):
 
     name = "folder"
 
-    def __init__(self, opener: Opener) -> None:
+    def __init__(self, opener: OpenCheckpoint) -> None:
         self._open_file = opener
 
     def recognises(self, probe: Probe) -> bool:
@@ -490,7 +490,7 @@ def _combined(
     return combined
 
 
-def _open_all(opener: Opener, files: Iterable[Path], opened: dict[str, Checkpoint], beside: Beside) -> None:
+def _open_all(opener: OpenCheckpoint, files: Iterable[Path], opened: dict[str, Checkpoint], beside: Beside) -> None:
     """Open tensor files; those that turn out to be of a format that is not read are named."""
     for file in files:
         try:
@@ -539,7 +539,7 @@ def _beside(index: Path, file: str) -> Path:
         raise DamagedFile(
             index, "names a file outside its folder", expected="a plain file name", found=repr(file[:200])
         )
-    named_size(index, path)
+    indexed_file_size(index, path)
     return path
 
 

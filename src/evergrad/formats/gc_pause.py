@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep it off: it would walk tens of thousands of new containers, again and again, for a third of the time."""
     was_on = gc.isenabled()
     gc.disable()

@@ -16,8 +16,8 @@ from evergrad.errors import DamagedFile, FileAccessError
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.data_file import closed_on_error
 from evergrad.formats.hdf5.checkpoint import Hdf5Checkpoint
-from evergrad.formats.hdf5.file import Hdf5File, Place
-from evergrad.formats.zip_archive import Archive, Inflated, Member
+from evergrad.formats.hdf5.file import EmbeddedFile, Hdf5File
+from evergrad.formats.zip_archive import Archive, InflatedMember, ZipMember
 from evergrad.records import Check
 
 WEIGHTS = "model.weights.h5"
@@ -61,14 +61,14 @@ class _KerasCheckpoint(Hdf5Checkpoint):
             copies.append(tempfile.mkdtemp(prefix="evergrad-"))
             target = Path(copies[0]) / WEIGHTS
             _copy(archive, member, target)
-            archive.inflated[member.name] = _Replacement(archive, member, target)
+            archive.inflated[member.name] = _EditedMember(archive, member, target)
             return target
 
         if member.method:
-            place = Place(archive.inflate(member), 0, member.size, lambda: archive.seal(member), extract)
+            place = EmbeddedFile(archive.inflate(member), 0, member.size, lambda: archive.seal(member), extract)
         else:
             offset = archive.data_offset(member)
-            place = Place(archive.file, offset, member.size, lambda: archive.seal(member), extract)
+            place = EmbeddedFile(archive.file, offset, member.size, lambda: archive.seal(member), extract)
 
         def close() -> None:
             try:
@@ -88,10 +88,10 @@ class _KerasCheckpoint(Hdf5Checkpoint):
         return self._archive.check(member for name, member in self._archive.members.items() if name != WEIGHTS)
 
 
-class _Replacement(Inflated):
+class _EditedMember(InflatedMember):
     """A member that was altered in a copy; the archive takes it from there when it is rewritten."""
 
-    def __init__(self, archive: Archive, member: Member, copy: Path) -> None:
+    def __init__(self, archive: Archive, member: ZipMember, copy: Path) -> None:
         self.path = archive.file.path
         self.size = member.size
         self.changed = True
@@ -109,7 +109,7 @@ class _Replacement(Inflated):
         """Nothing is held in memory."""
 
 
-def _copy(archive: Archive, member: Member, target: Path) -> None:
+def _copy(archive: Archive, member: ZipMember, target: Path) -> None:
     with file_errors(archive.file.path, "cannot be altered"), target.open("wb") as out:
         if member.method:
             out.write(archive.inflate(member).view().data)

@@ -132,10 +132,10 @@ def match(a: str | PathLike[str] | Checkpoint, b: str | PathLike[str] | Checkpoi
         )
 
 
-def unwrapped(name: str) -> str:
+def strip_wrapper_prefixes(name: str) -> str:
     """A name without what DDP and `torch.compile` put before it, at any depth.
 
-    >>> unwrapped("model/module._orig_mod.fc.weight")
+    >>> strip_wrapper_prefixes("model/module._orig_mod.fc.weight")
     'model/fc.weight'
     """
     return _WRAPPERS.sub("", name)
@@ -180,7 +180,7 @@ def _layers(ck: Checkpoint) -> list[_Layer]:
     for info in ck.tensors.values():
         if info.role not in (Role.MODEL, Role.BUFFER):
             continue
-        name = unwrapped(info.name.removesuffix(_ATTRIBUTES))
+        name = strip_wrapper_prefixes(info.name.removesuffix(_ATTRIBUTES))
         parent, _, leaf = name.rpartition("/")
         if leaf.isdigit() and parent.endswith("/vars"):
             numbered.setdefault(parent.removesuffix("/vars"), []).append(info)

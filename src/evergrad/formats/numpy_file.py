@@ -19,16 +19,16 @@ from evergrad.formats.checkpoint import (
     Format,
     OtherTensor,
     Probe,
-    blocks,
+    block_ranges,
     digest,
     losses_of,
     read_blocks,
     refuse_losses,
 )
-from evergrad.formats.data_file import Bytes, DataFile, closed_on_error
+from evergrad.formats.data_file import ByteSource, DataFile, closed_on_error
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.region import Region
-from evergrad.formats.zip_archive import Archive, Member, first_name
+from evergrad.formats.zip_archive import Archive, ZipMember, first_name
 from evergrad.records import Check, TensorInfo
 from evergrad.state import ROOT, Placement, Skeleton
 from evergrad.state.sharing import contiguous_strides
@@ -133,7 +133,7 @@ class Npz(Format):
 
 def _open_npz(path: Path, archive: Archive) -> Checkpoint:
     regions: dict[str, Region] = {}
-    members: dict[str, Member] = {}
+    members: dict[str, ZipMember] = {}
     others: dict[str, str] = {}
     for member in archive.members.values():
         if not member.name.endswith(".npy"):
@@ -155,7 +155,7 @@ def _open_npz(path: Path, archive: Archive) -> Checkpoint:
         used = {member.name for member in members.values()}
         return archive.check(member for name, member in archive.members.items() if name not in used)
 
-    def member_of(name: str) -> Member:
+    def member_of(name: str) -> ZipMember:
         return archive.members.get(f"{name}.npy") or archive.members[name]
 
     def fingerprint(name: str) -> str:
@@ -180,7 +180,7 @@ def _open_npz(path: Path, archive: Archive) -> Checkpoint:
     )
 
 
-def _member_bytes(archive: Archive, member: Member) -> tuple[Bytes, int, bytes]:
+def _member_bytes(archive: Archive, member: ZipMember) -> tuple[ByteSource, int, bytes]:
     """Where a member's bytes are, and the first of them."""
     length = min(member.size, MAX_HEADER_BYTES)
     if member.method:
@@ -190,7 +190,7 @@ def _member_bytes(archive: Archive, member: Member) -> tuple[Bytes, int, bytes]:
     return archive.file, offset, archive.file.read(offset, min(length, 512))
 
 
-def _region(path: Path, name: str, head: bytes, source: Bytes, start: int, size: int) -> Region | str:
+def _region(path: Path, name: str, head: bytes, source: ByteSource, start: int, size: int) -> Region | str:
     """The array's place, or, if its elements cannot be served, what it is."""
     stream = io.BytesIO(head)
     try:
@@ -270,5 +270,5 @@ def _write_array(out: IO[bytes], source: Checkpoint, info: TensorInfo) -> None:
     assert dtype is not None
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": info.shape}
     np.lib.format.write_array_header_1_0(out, header)
-    for start, stop in blocks(info):
+    for start, stop in block_ranges(info):
         out.write(np.ascontiguousarray(source.read_bits(info.name, start, stop)).data.cast("B"))

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.formats.checkpoint import Bits, Checkpoint
-from evergrad.formats.data_file import Closes
-from evergrad.formats.region import Region, check_seal
+from evergrad.formats.data_file import Closeable
+from evergrad.formats.region import Region, check_stored_checksum
 from evergrad.records import Check, Neighbour, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of
 from evergrad.state.sharing import byte_extent
@@ -33,7 +33,7 @@ class AddressedCheckpoint(Checkpoint):
         path: Path,
         tensors: Mapping[str, TensorInfo],
         locate: Callable[[str], Region],
-        holder: Closes,
+        holder: Closeable,
         *,
         skeleton: Skeleton | None = None,
         others: Mapping[str, str] | None = None,
@@ -93,7 +93,7 @@ class AddressedCheckpoint(Checkpoint):
     def checksum(self, name: str) -> Check:
         """Whether the checksum of the container over this tensor's bytes holds, if it has one."""
         self._info(name)
-        return check_seal(self.region(name).seal)
+        return check_stored_checksum(self.region(name).seal)
 
     def fingerprint(self, name: str) -> str | None:
         """A digest of something in `others`, where the format can find its bytes."""

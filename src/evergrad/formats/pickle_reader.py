@@ -1,8 +1,8 @@
 """A reader of pickle streams that runs nothing.
 
 A pickle is a program for a small stack machine, and its `REDUCE` opcode calls anything that can be imported.
-This machine knows the same opcodes and does none of that: a global is a `Global` (two strings), a call is
-what the `Builder` makes of those strings, and everything unknown becomes an inert `Opaque` that can be walked
+This machine knows the same opcodes and does none of that: a global is a `GlobalName` (two strings), a call is
+what the `PickleBuilder` makes of those strings, and everything unknown becomes an inert `Opaque` that can be walked
 but not run. No module is imported and no attribute is looked up on behalf of the stream.
 
 Work and memory are bounded: every opcode is bounded by the bytes it comes from, their number is limited, and
@@ -36,7 +36,7 @@ class PickleError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class GlobalName:
     """A name in a module: what a pickle would import, and this reader does not."""
 
     module: str
@@ -51,7 +51,7 @@ class Global:
         return str(self)
 
 
-class Builder(Protocol):
+class PickleBuilder(Protocol):
     """What the stream's names mean; every method only combines inert values."""
 
     def persistent(self, identifier: Any) -> Any:
@@ -63,7 +63,7 @@ class Builder(Protocol):
     def set_state(self, target: Any, state: Any) -> Any:
         """The target after `BUILD`."""
 
-    def name(self, name: Global) -> Any:
+    def name(self, name: GlobalName) -> Any:
         """What a name stands for by itself; the name, if nothing is known of it."""
 
 
@@ -76,9 +76,9 @@ _UINT8 = struct.Struct("<Q").unpack_from
 _FLOAT8 = struct.Struct(">d").unpack_from
 
 
-def read_pickle(data: bytes, builder: Builder, start: int = 0) -> tuple[Any, int, int]:
+def read_pickle(data: bytes, builder: PickleBuilder, start: int = 0) -> tuple[Any, int, int]:
     """The value of the stream at `start`, where the stream ends, and how many opcodes it took."""
-    machine = _Machine(data, builder, start)
+    machine = _PickleMachine(data, builder, start)
     try:
         value = machine.run()
     except PickleError:
@@ -90,8 +90,8 @@ def read_pickle(data: bytes, builder: Builder, start: int = 0) -> tuple[Any, int
     return value, machine.position, machine.count
 
 
-class _Machine:
-    def __init__(self, data: bytes, builder: Builder, start: int) -> None:
+class _PickleMachine:
+    def __init__(self, data: bytes, builder: PickleBuilder, start: int) -> None:
         self.data = data
         self.builder = builder
         self.position = start
@@ -212,11 +212,11 @@ class _Machine:
         """What this name stands for, the same object each time."""
         key = (module, name)
         if key not in self.globals:
-            self.globals[key] = self.builder.name(Global(module, name))
+            self.globals[key] = self.builder.name(GlobalName(module, name))
         return self.globals[key]
 
 
-def _set_items(machine: _Machine, target: Any, items: list[Any]) -> None:
+def _set_items(machine: _PickleMachine, target: Any, items: list[Any]) -> None:
     if len(items) % 2:
         raise PickleError(f"a key without a value at byte {machine.position}")
     if isinstance(target, Opaque):
@@ -243,7 +243,7 @@ def check_key(key: Any) -> bool:
     return simple and type(key) is not tuple
 
 
-def _hashable(machine: _Machine, key: Any) -> Any:
+def _hashable(machine: _PickleMachine, key: Any) -> Any:
     if not check_key(key):
         machine.odd_keys += 1
         if machine.odd_keys > MAX_ODD_KEYS:
@@ -251,7 +251,7 @@ def _hashable(machine: _Machine, key: Any) -> Any:
     return key
 
 
-def _append(machine: _Machine, target: Any, items: list[Any]) -> None:
+def _append(machine: _PickleMachine, target: Any, items: list[Any]) -> None:
     if isinstance(target, Opaque):
         target = target.parts.setdefault("[]", [])
     if not isinstance(target, list):
@@ -259,13 +259,13 @@ def _append(machine: _Machine, target: Any, items: list[Any]) -> None:
     target.extend(items)
 
 
-def _add(machine: _Machine, target: Any, items: list[Any]) -> None:
+def _add(machine: _PickleMachine, target: Any, items: list[Any]) -> None:
     if not isinstance(target, set):
         raise PickleError(f"items for a {type(target).__name__} at byte {machine.position}")
     target.update(_hashable(machine, item) for item in items)
 
 
-def _new_object(machine: _Machine, cls: Any, arguments: Any, keywords: Any = None) -> Any:
+def _new_object(machine: _PickleMachine, cls: Any, arguments: Any, keywords: Any = None) -> Any:
     if type(arguments) is not tuple:
         raise PickleError(f"an object at byte {machine.position} without a tuple of arguments")
     if keywords:
@@ -273,14 +273,16 @@ def _new_object(machine: _Machine, cls: Any, arguments: Any, keywords: Any = Non
     return machine.builder.call(cls, arguments)
 
 
-def _push(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+def _push(read: Callable[[_PickleMachine], Any]) -> Callable[[_PickleMachine], None]:
     return lambda machine: machine.stack.append(read(machine))
 
 
-def _pop_then(work: Callable[[_Machine, Any, list[Any]], None], count: int = 0) -> Callable[[_Machine], None]:
+def _pop_then(
+    work: Callable[[_PickleMachine, Any, list[Any]], None], count: int = 0
+) -> Callable[[_PickleMachine], None]:
     """Take items off the stack (those above the mark, or a number of them) and give them to the top."""
 
-    def handler(machine: _Machine) -> None:
+    def handler(machine: _PickleMachine) -> None:
         if count:
             items = machine.stack[-count:]
             del machine.stack[-count:]
@@ -291,10 +293,10 @@ def _pop_then(work: Callable[[_Machine, Any, list[Any]], None], count: int = 0) 
     return handler
 
 
-def _reduce_top(count: int, work: Callable[..., Any]) -> Callable[[_Machine], None]:
+def _reduce_top(count: int, work: Callable[..., Any]) -> Callable[[_PickleMachine], None]:
     """Replace the top `count` values by what `work` makes of them."""
 
-    def handler(machine: _Machine) -> None:
+    def handler(machine: _PickleMachine) -> None:
         values = machine.stack[-count:]
         if len(values) < count:
             raise PickleError(f"stack too short at byte {machine.position}")
@@ -303,87 +305,87 @@ def _reduce_top(count: int, work: Callable[..., Any]) -> Callable[[_Machine], No
     return handler
 
 
-def _inst(machine: _Machine) -> None:
+def _inst(machine: _PickleMachine) -> None:
     cls = machine.name(machine.line().decode(), machine.line().decode())
     machine.stack.append(_new_object(machine, cls, tuple(machine.marked())))
 
 
-def _obj(machine: _Machine) -> None:
+def _obj(machine: _PickleMachine) -> None:
     cls, *arguments = machine.marked()
     machine.stack.append(_new_object(machine, cls, tuple(arguments)))
 
 
-def _memoize(machine: _Machine) -> None:
+def _memoize(machine: _PickleMachine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-def _put(machine: _Machine) -> None:
+def _put(machine: _PickleMachine) -> None:
     machine.memo[int(machine.line())] = machine.stack[-1]
 
 
-def _pop(machine: _Machine) -> None:
+def _pop(machine: _PickleMachine) -> None:
     machine.stack.pop()
 
 
-def _text_int(machine: _Machine) -> Any:
+def _text_int(machine: _PickleMachine) -> Any:
     line = machine.line()
     return {b"00": False, b"01": True}.get(line) if line in (b"00", b"01") else int(line)
 
 
-def _text_string(machine: _Machine) -> str:
+def _text_string(machine: _PickleMachine) -> str:
     line = machine.line().strip()
     if len(line) < 2 or line[0] != line[-1] or line[0] not in b"\"'":
         raise PickleError(f"a string without quotes at byte {machine.position}")
     return codecs.escape_decode(line[1:-1])[0].decode("latin-1")
 
 
-def _long(machine: _Machine, length: int) -> int:
+def _long(machine: _PickleMachine, length: int) -> int:
     if length > 1024:
         raise PickleError(f"an integer of {length} bytes at byte {machine.position}")
     return int.from_bytes(machine.take(length), "little", signed=True)
 
 
-def _stack_global(machine: _Machine, module: Any, name: Any) -> Any:
+def _stack_global(machine: _PickleMachine, module: Any, name: Any) -> Any:
     if type(module) is not str or type(name) is not str:
         raise PickleError(f"a global without a name at byte {machine.position}")
     return machine.name(module, name)
 
 
-def _refuse(what: str) -> Callable[[_Machine], None]:
-    def handler(machine: _Machine) -> None:
+def _refuse(what: str) -> Callable[[_PickleMachine], None]:
+    def handler(machine: _PickleMachine) -> None:
         raise PickleError(f"{what} at byte {machine.position} is not served")
 
     return handler
 
 
-def _dict_from_mark(machine: _Machine) -> None:
+def _dict_from_mark(machine: _PickleMachine) -> None:
     items = machine.marked()
     target: dict[Any, Any] = {}
     _set_items(machine, target, items)
     machine.stack.append(target)
 
 
-def _frame(machine: _Machine) -> None:
+def _frame(machine: _PickleMachine) -> None:
     machine.take(8)  # frames only say how far to read ahead
 
 
-def _unicode(length: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+def _unicode(length: Callable[[_PickleMachine], int]) -> Callable[[_PickleMachine], None]:
     return _push(lambda m: m.take(length(m)).decode("utf-8", "surrogatepass"))
 
 
-def _u1(machine: _Machine) -> int:
+def _u1(machine: _PickleMachine) -> int:
     return machine.take(1)[0]
 
 
-def _u4(machine: _Machine) -> int:
+def _u4(machine: _PickleMachine) -> int:
     return int(_UINT4(machine.take(4))[0])
 
 
-def _u8(machine: _Machine) -> int:
+def _u8(machine: _PickleMachine) -> int:
     return int(_UINT8(machine.take(8))[0])
 
 
-_HANDLERS: dict[int, Callable[[_Machine], None]] = {
+_HANDLERS: dict[int, Callable[[_PickleMachine], None]] = {
     0x80: lambda m: None if _u1(m) <= 5 else _refuse("a pickle protocol beyond 5")(m),  # PROTO
     0x95: _frame,  # FRAME
     0x4E: _push(lambda m: None),  # NONE

@@ -1,7 +1,7 @@
 """Where a tensor's bytes are, and the only code that reads and alters them.
 
-A format's work is to find, for each tensor, a `Region`: a place in a `Bytes`, with strides and byte order.
-Reading and XOR then are the same for every format. A region may carry a `Seal`, a checksum of the container
+A format's work is to find, for each tensor, a `Region`: a place in a `ByteSource`, with strides and byte order.
+Reading and XOR then are the same for every format. A region may carry a `StoredChecksum`, a checksum of the container
 that has to follow every change.
 """
 
@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
-from evergrad.formats.data_file import Bytes, DataFile, NeedsRewrite, gather, rehearsing
+from evergrad.formats.data_file import ByteSource, DataFile, NeedsRewrite, current_dry_run, gather
 from evergrad.records import Check
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
 
 _GATHER = 1 << 18  # elements of a strided tensor gathered at a time
 
 
-class Seal(Protocol):
+class StoredChecksum(Protocol):
     """A container's checksum over some of its bytes."""
 
     def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
@@ -34,7 +34,7 @@ class Seal(Protocol):
         """Whether the bytes still have this checksum; reads all of them."""
 
 
-def check_seal(seal: Seal | None) -> Check:
+def check_stored_checksum(seal: StoredChecksum | None) -> Check:
     """Whether a checksum holds; `unknown` where there is none."""
     return Check.UNKNOWN if seal is None else Check.of(seal.holds())
 
@@ -43,13 +43,13 @@ def check_seal(seal: Seal | None) -> Check:
 class Region:
     """A tensor's place: `offset` bytes into `source`, strides in elements (None: contiguous)."""
 
-    source: Bytes
+    source: ByteSource
     offset: int
     shape: tuple[int, ...]
     dtype: DType
     stride: tuple[int, ...] | None = None
     big_endian: bool = False
-    seal: Seal | None = None
+    seal: StoredChecksum | None = None
 
     def check(self, name: str) -> None:
         """Raise `DamagedFile` or `LimitExceeded` unless the tensor lies within its source."""
@@ -116,7 +116,7 @@ class Region:
         self, indices: npt.NDArray[np.int64], patterns: npt.NDArray[np.unsignedinteger]
     ) -> npt.NDArray[np.unsignedinteger]:
         """XOR patterns onto elements in place and return their old bits; costs what the indices cost."""
-        if not self.source.in_place and rehearsing() is not None:
+        if not self.source.in_place and current_dry_run() is not None:
             raise NeedsRewrite
         size, part = self.dtype.itemsize, self.dtype.layout.part_bytes
         rows = np.ascontiguousarray(patterns, self._stored_bits).view(np.uint8).reshape(-1, size)

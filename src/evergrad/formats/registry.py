@@ -26,7 +26,7 @@ from evergrad.formats.checkpoint import Checkpoint, Format, Probe
 from evergrad.formats.dcp import Dcp
 from evergrad.formats.deepspeed import DeepSpeed
 from evergrad.formats.folders import PlainFolder, Sharded, TrainerFolder
-from evergrad.formats.gc_pause import uncollected
+from evergrad.formats.gc_pause import gc_paused
 from evergrad.formats.hdf5.checkpoint import Hdf5
 from evergrad.formats.keras_zip import KerasZip
 from evergrad.formats.numpy_file import Npy, Npz
@@ -34,7 +34,7 @@ from evergrad.formats.orbax import Orbax
 from evergrad.formats.safetensors import Safetensors
 from evergrad.formats.tensorflow import TensorFlow, index_of_prefix
 from evergrad.formats.torch_file import TorchLegacy, TorchZip
-from evergrad.formats.unsupported_files import named_as, signature_of
+from evergrad.formats.unsupported_files import signature_of, unread_file_error
 from evergrad.formats.version_folder import VersionFolder
 from evergrad.records import MAX_AXES
 
@@ -55,7 +55,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     where = _found(Path(path))
     probe = Probe(where)
     try:
-        with uncollected():
+        with gc_paused():
             for family in (_ours, _plugins):  # looking for plugins takes longer than opening a file
                 for format in family():
                     if format.recognises(probe):
@@ -159,14 +159,14 @@ def _inner(folder: Path, names: list[str]) -> UnknownFormat | None:
         if not name.endswith((".json", ".md", ".txt", ".py")) and (folder / name).is_file():
             signature = signature_of(Probe(folder / name))
             if signature is not None:
-                return named_as(folder, signature, name)
+                return unread_file_error(folder, signature, name)
     return None
 
 
 def _unknown(probe: Probe) -> UnknownFormat:
     known = ", ".join(format.name for format in formats())
     if (signature := signature_of(probe)) is not None:
-        return named_as(probe.path, signature)
+        return unread_file_error(probe.path, signature)
     if probe.is_folder:
         names = sorted(probe.names)
         if (inner := _inner(probe.path, names)) is not None:

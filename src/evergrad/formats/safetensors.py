@@ -24,7 +24,7 @@ from evergrad.formats.checkpoint import (
     OtherTensor,
     Probe,
     aliases_of,
-    blocks,
+    block_ranges,
     digest,
     losses_of,
     read_blocks,
@@ -95,7 +95,7 @@ class Safetensors(Format):
         with path.open("wb") as out:
             out.write(len(header).to_bytes(8, "little") + header)
             for info in order:
-                for start, stop in blocks(info):
+                for start, stop in block_ranges(info):
                     out.write(_little_endian(source.read_bits(info.name, start, stop)))
 
 

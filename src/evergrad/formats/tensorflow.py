@@ -19,9 +19,9 @@ from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
 from evergrad.formats.checksums import CRC32C, crc32c, masked, unmasked
-from evergrad.formats.data_file import DataFile, close_all, named_size
+from evergrad.formats.data_file import DataFile, close_all, indexed_file_size
 from evergrad.formats.region import Region
-from evergrad.formats.tiled import Box, Pieces, PiecewiseCheckpoint, fill
+from evergrad.formats.tiled import TensorBox, TiledCheckpoint, TiledTensor, check_tiling
 from evergrad.records import MAX_AXES, Check, Role, TensorInfo
 from evergrad.state import role_of
 
@@ -40,7 +40,7 @@ _COMPRESSIONS = {1: "snappy", 2: "zstd"}
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SSTableBlock:
     """A block's place in the file, without its trailer."""
 
     start: int
@@ -48,16 +48,16 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SSTableEntry:
     """A key, its value, and where the value lies in the file."""
 
     key: bytes
     value: bytes
     start: int
-    block: Block
+    block: SSTableBlock
 
 
-class Table:
+class SSTable:
     """An open table: all of its entries, and a way to alter a value so that the block's checksum follows."""
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class Table:
             self.file.close()
             raise
 
-    def alter(self, block: Block, start: int, value: bytes) -> None:
+    def alter(self, block: SSTableBlock, start: int, value: bytes) -> None:
         """Put bytes into a block; a checksum that did not hold before will not hold after."""
         before = np.frombuffer(self.file.now(start, len(value)), np.uint8)
         delta = np.frombuffer(value, np.uint8) ^ before
@@ -82,7 +82,7 @@ class Table:
         change = CRC32C.change(np.array([start - block.start], np.int64), delta[None, :], block.size + 1)
         self.file.put(place, struct.pack("<L", masked(unmasked(stored) ^ change)))
 
-    def check(self, block: Block) -> Check:
+    def check(self, block: SSTableBlock) -> Check:
         """Whether the block has the checksum that stands behind it."""
         data = self.file.read(block.start, block.size + _TRAILER)
         return Check.of(crc32c(data[:-4]) == unmasked(int.from_bytes(data[-4:], "little")))
@@ -101,7 +101,7 @@ def varint(data: bytes, position: int, end: int) -> tuple[int, int]:
     raise ValueError(f"a number at byte {position} that does not end")
 
 
-def fields(data: bytes) -> Iterator[tuple[int, int | bytes, int]]:
+def protobuf_fields(data: bytes) -> Iterator[tuple[int, int | bytes, int]]:
     """The fields of a protocol buffer: number, value, and where the value begins; ValueError if it is none."""
     position, end = 0, len(data)
     while position < end:
@@ -124,7 +124,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int | bytes, int]]:
         yield tag >> 3, piece if kind == 2 else int.from_bytes(piece, "little"), start
 
 
-def _read(path: Path, data: bytes) -> tuple[list[Block], list[Entry]]:
+def _read(path: Path, data: bytes) -> tuple[list[SSTableBlock], list[SSTableEntry]]:
     if len(data) < FOOTER_BYTES or not data.endswith(MAGIC):
         found = data[-8:].hex() or "an empty file"
         raise DamagedFile(path, "no table footer at the end", expected=MAGIC.hex(), found=found)
@@ -136,7 +136,7 @@ def _read(path: Path, data: bytes) -> tuple[list[Block], list[Entry]]:
         # A block that is named again and again would be read again and again.
         if sum(block.size for block in blocks) > len(data):
             raise DamagedFile(path, "index blocks overlap")
-        entries: list[Entry] = []
+        entries: list[SSTableEntry] = []
         key_bytes = 0
         for block in blocks:
             for entry in _block(path, data, block):
@@ -149,7 +149,7 @@ def _read(path: Path, data: bytes) -> tuple[list[Block], list[Entry]]:
     return [*blocks, meta, index], entries
 
 
-def _handle(path: Path, data: bytes, position: int, end: int, size: int | None = None) -> tuple[Block, int]:
+def _handle(path: Path, data: bytes, position: int, end: int, size: int | None = None) -> tuple[SSTableBlock, int]:
     """The place of a block, which lies before the footer."""
     start, position = varint(data, position, end)
     length, position = varint(data, position, end)
@@ -157,10 +157,10 @@ def _handle(path: Path, data: bytes, position: int, end: int, size: int | None =
     if start + length + _TRAILER > limit:
         expected = f"an end before {limit}"
         raise DamagedFile(path, "an index block lies outside", expected=expected, found=start + length + _TRAILER)
-    return Block(start, length), position
+    return SSTableBlock(start, length), position
 
 
-def _block(path: Path, data: bytes, block: Block) -> Iterator[Entry]:
+def _block(path: Path, data: bytes, block: SSTableBlock) -> Iterator[SSTableEntry]:
     """The entries of a block; its restart points only serve searching."""
     kind = data[block.start + block.size]
     if kind:
@@ -185,7 +185,7 @@ def _block(path: Path, data: bytes, block: Block) -> Iterator[Entry]:
         key = key[:shared] + data[position : position + own]
         start = position + own
         position = start + length
-        yield Entry(key, data[start:position], start, block)
+        yield SSTableEntry(key, data[start:position], start, block)
 
 
 # What the entries in the index of a TensorFlow checkpoint say: protocol buffers, and the keys of slices.
@@ -197,7 +197,7 @@ Extents = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BundleEntry:
     """A tensor, or a slice of one, as its entry in the index describes it."""
 
     dtype: int
@@ -206,17 +206,17 @@ class Stored:
     offset: int
     size: int
     crc: int | None  # where in the index its checksum is
-    block: Block
+    block: SSTableBlock
     slices: tuple[Extents, ...]
 
 
-def read_header(index: Path, entries: list[Entry]) -> tuple[int, bool]:
+def read_header(index: Path, entries: list[SSTableEntry]) -> tuple[int, bool]:
     """How many data files there are, and whether their numbers are big-endian."""
     if not entries or entries[0].key != b"":
         raise DamagedFile(index, "is a table, but no TensorFlow checkpoint: it has no header")
     shards, endianness = 0, 0
     try:
-        for number, value, _ in fields(entries[0].value):
+        for number, value, _ in protobuf_fields(entries[0].value):
             if isinstance(value, int):
                 shards = value if number == 1 else shards
                 endianness = value if number == 2 else endianness
@@ -227,14 +227,14 @@ def read_header(index: Path, entries: list[Entry]) -> tuple[int, bool]:
     return shards, endianness == 1
 
 
-def read_entry(index: Path, entry: Entry) -> Stored:
+def read_entry(index: Path, entry: SSTableEntry) -> BundleEntry:
     """What an entry says (a `BundleEntryProto`)."""
     numbers = {1: 0, 3: 0, 4: 0, 5: 0}
     shape: tuple[int, ...] = ()
     crc: int | None = None
     slices: list[bytes] = []
     try:
-        for number, value, start in fields(entry.value):
+        for number, value, start in protobuf_fields(entry.value):
             if number == 6:
                 crc = entry.start + start
             elif number == 2 and isinstance(value, bytes):
@@ -248,16 +248,16 @@ def read_entry(index: Path, entry: Entry) -> Stored:
         raise DamagedFile(index, f"the entry of {entry.key[:80]!r} is damaged: {error}") from None
     if max(numbers.values()) >= 1 << 62:
         raise DamagedFile(index, f"the entry of {entry.key[:80]!r} has an impossible place: {list(numbers.values())}")
-    return Stored(numbers[1], shape, numbers[3], numbers[4], numbers[5], crc, entry.block, extents)
+    return BundleEntry(numbers[1], shape, numbers[3], numbers[4], numbers[5], crc, entry.block, extents)
 
 
 def _shape(data: bytes) -> tuple[int, ...]:
     lengths = []
-    for number, value, _ in fields(data):
+    for number, value, _ in protobuf_fields(data):
         if number == 3 and value:
             raise ValueError("a tensor of unknown rank")
         if number == 2 and isinstance(value, bytes):
-            lengths.append(sum(n for what, n, _ in fields(value) if what == 1 and isinstance(n, int)))
+            lengths.append(sum(n for what, n, _ in protobuf_fields(value) if what == 1 and isinstance(n, int)))
     # torch cannot make more, even if one of the lengths is 0.
     if len(lengths) > MAX_AXES:
         raise ValueError(f"a tensor of {len(lengths)} axes (expected at most {MAX_AXES})")
@@ -268,17 +268,19 @@ def _shape(data: bytes) -> tuple[int, ...]:
 
 def _extents(data: bytes, rank: int) -> Extents:
     """A slice (a `TensorSliceProto`): where it begins, and its length or -1, in each dimension."""
-    raw = [value for number, value, _ in fields(data) if number == 1 and isinstance(value, bytes)]
+    raw = [value for number, value, _ in protobuf_fields(data) if number == 1 and isinstance(value, bytes)]
     if len(raw) != rank:
         raise ValueError(f"a slice of {len(raw)} dimensions in a tensor of {rank}")
-    found = [{number: value for number, value, _ in fields(extent) if isinstance(value, int)} for extent in raw]
+    found = [
+        {number: value for number, value, _ in protobuf_fields(extent) if isinstance(value, int)} for extent in raw
+    ]
     return tuple((each.get(1, 0), each.get(2, -1)) for each in found)
 
 
-def box_of(extents: Extents, shape: tuple[int, ...]) -> Box:
+def box_of(extents: Extents, shape: tuple[int, ...]) -> TensorBox:
     """The part of a tensor of this shape that a slice is."""
     sizes = tuple(whole if size == -1 else size for (_, size), whole in zip(extents, shape, strict=True))
-    return Box(tuple(offset for offset, _ in extents), sizes)
+    return TensorBox(tuple(offset for offset, _ in extents), sizes)
 
 
 def slice_key(name: bytes, extents: Sequence[tuple[int, int]]) -> bytes:
@@ -395,7 +397,7 @@ class TensorFlow(Format):
 
 
 def _open_index(index: Path) -> Checkpoint:
-    table = Table(index)
+    table = SSTable(index)
     try:
         return _open(index, table)
     except BaseException:
@@ -428,7 +430,7 @@ class _Files:
 
     prefix: str
     count: int
-    table: Table
+    table: SSTable
     opened: dict[int, DataFile] = field(default_factory=dict)
     closed: bool = False
 
@@ -448,10 +450,10 @@ class _Files:
         close_all([*self.opened.values(), self.table.file])
 
 
-class _EntrySeal:
+class _EntryChecksum:
     """A tensor's checksum, in its entry of the index."""
 
-    def __init__(self, table: Table, file: DataFile, stored: Stored) -> None:
+    def __init__(self, table: SSTable, file: DataFile, stored: BundleEntry) -> None:
         self._table, self._file, self._stored = table, file, stored
 
     def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
@@ -475,9 +477,9 @@ class _EntrySeal:
         return unmasked(int.from_bytes(self._table.file.read(place, 4), "little"))
 
 
-def _open(index: Path, table: Table) -> Checkpoint:
+def _open(index: Path, table: SSTable) -> Checkpoint:
     shards, big_endian = read_header(index, table.entries)
-    stored: dict[bytes, Stored] = {}
+    stored: dict[bytes, BundleEntry] = {}
     for entry in table.entries[1:]:
         if entry.key in stored:
             raise DamagedFile(index, f"names {entry.key[:80]!r} twice")
@@ -486,16 +488,16 @@ def _open(index: Path, table: Table) -> Checkpoint:
     _check_places(index, files, stored.items())
     tensors, others, boxes = _sort(index, stored)
 
-    def locate(name: str) -> Pieces:
+    def locate(name: str) -> TiledTensor:
         info, parts = tensors[name], boxes[name]
 
         def find(number: int) -> Region:
             box, entry = parts[number]
             file = files.data(entry.shard)
-            seal = _EntrySeal(table, file, entry) if entry.crc is not None else None
+            seal = _EntryChecksum(table, file, entry) if entry.crc is not None else None
             return Region(file, entry.offset, box.sizes, info.dtype, None, big_endian, seal)
 
-        return Pieces(name, info.shape, info.dtype, [box for box, _ in parts], find)
+        return TiledTensor(name, info.shape, info.dtype, [box for box, _ in parts], find)
 
     def check_container() -> Mapping[str, Check]:
         return {f"{index.name} block {number}": table.check(block) for number, block in enumerate(table.blocks)}
@@ -512,11 +514,11 @@ def _open(index: Path, table: Table) -> Checkpoint:
             return Check.UNKNOWN
         file = files.data(entry.shard)
         if entry.dtype != _STRINGS:
-            return Check.of(_EntrySeal(table, file, entry).holds())
+            return Check.of(_EntryChecksum(table, file, entry).holds())
         crc = unmasked(int.from_bytes(table.file.read(entry.crc, 4), "little"))
         return Check.of(strings_checksum(file.read(entry.offset, entry.size), math.prod(entry.shape)) == crc)
 
-    return PiecewiseCheckpoint(
+    return TiledCheckpoint(
         TensorFlow.name,
         index,
         tensors,
@@ -531,12 +533,12 @@ def _open(index: Path, table: Table) -> Checkpoint:
 
 
 def _sort(
-    index: Path, stored: Mapping[bytes, Stored]
-) -> tuple[dict[str, TensorInfo], dict[str, str], dict[str, list[tuple[Box, Stored]]]]:
+    index: Path, stored: Mapping[bytes, BundleEntry]
+) -> tuple[dict[str, TensorInfo], dict[str, str], dict[str, list[tuple[TensorBox, BundleEntry]]]]:
     """The tensors, everything else, and the parts of each tensor."""
     tensors: dict[str, TensorInfo] = {}
     others: dict[str, str] = {}
-    boxes: dict[str, list[tuple[Box, Stored]]] = {}
+    boxes: dict[str, list[tuple[TensorBox, BundleEntry]]] = {}
     used: set[bytes] = set()
     for key, entry in stored.items():
         if key.startswith(b"\0"):
@@ -549,7 +551,7 @@ def _sort(
             what = f"a tensor of {_OTHERS.get(entry.dtype, f'unknown type {entry.dtype}')}"
             others[name] = what if entry.dtype == _STRINGS else OtherTensor(what)
             continue
-        parts = [(Box((0,) * len(entry.shape), entry.shape), entry)]
+        parts = [(TensorBox((0,) * len(entry.shape), entry.shape), entry)]
         if entry.slices:
             keys = [slice_key(key, extents) for extents in entry.slices]
             parts = _slices(index, name, entry, [stored.get(key) for key in keys])
@@ -567,7 +569,9 @@ def _sort(
     return tensors, others, boxes
 
 
-def _slices(index: Path, name: str, entry: Stored, found: Sequence[Stored | None]) -> list[tuple[Box, Stored]]:
+def _slices(
+    index: Path, name: str, entry: BundleEntry, found: Sequence[BundleEntry | None]
+) -> list[tuple[TensorBox, BundleEntry]]:
     """The slices of a tensor that hold something, each with its place in the whole."""
     boxes = [box_of(extents, entry.shape) for extents in entry.slices]
     parts = [
@@ -576,7 +580,7 @@ def _slices(index: Path, name: str, entry: Stored, found: Sequence[Stored | None
     if len(parts) < len(boxes):
         raise DamagedFile(index, f"{name}: a slice is missing, or has another shape")
     try:
-        return [parts[number] for number in fill(entry.shape, boxes)]
+        return [parts[number] for number in check_tiling(entry.shape, boxes)]
     except ValueError as error:
         raise DamagedFile(index, f"{name}: {error}") from None
 
@@ -590,7 +594,7 @@ def _role(name: str, dtype: DType, rank: int) -> Role:
     return role_of(name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE"), is_float=dtype.is_float, rank=rank)
 
 
-def _check_places(index: Path, files: _Files, entries: Iterable[tuple[bytes, Stored]]) -> None:
+def _check_places(index: Path, files: _Files, entries: Iterable[tuple[bytes, BundleEntry]]) -> None:
     """Every tensor lies in its file, and no two in the same bytes."""
     sizes: dict[int, int] = {}
     places: list[tuple[int, int, int]] = []
@@ -600,7 +604,7 @@ def _check_places(index: Path, files: _Files, entries: Iterable[tuple[bytes, Sto
         if entry.shard >= files.count:
             raise DamagedFile(index, f"{key[:80]!r} lies in data file {entry.shard} of {files.count}")
         if entry.shard not in sizes:
-            sizes[entry.shard] = named_size(index, files.path(entry.shard))
+            sizes[entry.shard] = indexed_file_size(index, files.path(entry.shard))
         if entry.offset + entry.size > sizes[entry.shard]:
             expected = f"at least {entry.offset + entry.size} bytes"
             what = f"{key[:80]!r} lies beyond the end of its data file"

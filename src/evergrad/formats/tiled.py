@@ -15,8 +15,8 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
 from evergrad.formats.checkpoint import Bits, Checkpoint
-from evergrad.formats.data_file import Closes
-from evergrad.formats.region import Region, check_seal
+from evergrad.formats.data_file import Closeable
+from evergrad.formats.region import Region, check_stored_checksum
 from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton
 from evergrad.state.sharing import contiguous_strides
@@ -25,14 +25,14 @@ _BATCH = 1 << 18  # elements scattered at a time
 _SHORT = 1 << 12  # runs of fewer elements are scattered together, longer ones copied one by one
 
 
-class Box(NamedTuple):
+class TensorBox(NamedTuple):
     """A part of a tensor: where it begins in each dimension, and how far it goes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def fill(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[int]:
+def check_tiling(shape: tuple[int, ...], boxes: Sequence[TensorBox]) -> list[int]:
     """The numbers of the boxes that hold something, each once; ValueError unless their sizes add up to the shape.
 
     Cheap: that they neither overlap nor leave holes is found out when the tensor is first used.
@@ -54,11 +54,11 @@ def fill(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[int]:
     return list(kept.values())
 
 
-class Pieces:
+class TiledTensor:
     """One tensor in boxes; `find` gives the region of a box when it is first needed."""
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: DType, boxes: Sequence[Box], find: Callable[[int], Region]
+        self, name: str, shape: tuple[int, ...], dtype: DType, boxes: Sequence[TensorBox], find: Callable[[int], Region]
     ) -> None:
         self.shape, self.dtype, self.boxes = shape, dtype, boxes
         self._name, self._find = name, find
@@ -115,7 +115,7 @@ class Pieces:
         """Whether the checksums over every box hold; `unknown` if one has none, and none fails."""
         found = Check.OK
         for number in range(len(self.boxes)):
-            check = check_seal(self.region(number).seal)
+            check = check_stored_checksum(self.region(number).seal)
             if check is Check.FAILED:
                 return check
             found = check if check is Check.UNKNOWN else found
@@ -184,7 +184,7 @@ class Pieces:
             out[places] = piece
 
 
-class PiecewiseCheckpoint(Checkpoint):
+class TiledCheckpoint(Checkpoint):
     """A checkpoint given by where the boxes of its tensors are; `locate` finds them when first needed."""
 
     rehearses = True
@@ -194,8 +194,8 @@ class PiecewiseCheckpoint(Checkpoint):
         format: str,
         path: Path,
         tensors: Mapping[str, TensorInfo],
-        locate: Callable[[str], Pieces],
-        holder: Closes,
+        locate: Callable[[str], TiledTensor],
+        holder: Closeable,
         *,
         others: Mapping[str, str],
         check_container: Callable[[], Mapping[str, Check]],
@@ -212,7 +212,7 @@ class PiecewiseCheckpoint(Checkpoint):
         self._locate, self._holder, self._check_container = locate, holder, check_container
         self._fingerprint, self._check_other = fingerprint, check_other
         self._beside = beside
-        self._last: tuple[str, Pieces] | None = None
+        self._last: tuple[str, TiledTensor] | None = None
 
     def _read_bits(self, name: str, start: int, stop: int) -> Bits:
         if start == stop:
@@ -251,7 +251,7 @@ class PiecewiseCheckpoint(Checkpoint):
         self._last = None
         self._holder.close()
 
-    def _pieces(self, name: str) -> Pieces:
+    def _pieces(self, name: str) -> TiledTensor:
         if self._last is None or self._last[0] != name:
             try:
                 self._last = name, self._locate(name)
@@ -260,7 +260,7 @@ class PiecewiseCheckpoint(Checkpoint):
         return self._last[1]
 
 
-def _cuts(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[tuple[int, npt.NDArray[np.int64]]]:
+def _cuts(shape: tuple[int, ...], boxes: Sequence[TensorBox]) -> list[tuple[int, npt.NDArray[np.int64]]]:
     """Where the boxes end in each dimension that is cut at all."""
     cuts = []
     for axis, length in enumerate(shape):
@@ -272,7 +272,7 @@ def _cuts(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[tuple[int, npt.N
     return cuts
 
 
-def _grid(boxes: Sequence[Box], cuts: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> npt.NDArray[np.int32]:
+def _grid(boxes: Sequence[TensorBox], cuts: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> npt.NDArray[np.int32]:
     """Which box each cell between the cuts belongs to; ValueError where it is none, or two."""
     cells = [len(edges) - 1 for _, edges in cuts]
     if math.prod(cells) > 64 * len(boxes) + 4096:

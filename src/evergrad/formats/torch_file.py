@@ -9,8 +9,8 @@ from typing import Any
 
 from evergrad.errors import DamagedFile, LimitExceeded, StateError, UnsupportedContent
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe, TensorAttributes, losses_of, refuse_losses
-from evergrad.formats.data_file import Bytes, DataFile, closed_on_error
-from evergrad.formats.gc_pause import uncollected
+from evergrad.formats.data_file import ByteSource, DataFile, closed_on_error
+from evergrad.formats.gc_pause import gc_paused
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.pickle_reader import PickleError, read_pickle
 from evergrad.formats.region import Region
@@ -59,7 +59,7 @@ class TorchZip(Format):
             state = source.borrowed_state()
         try:
             with (
-                uncollected(),
+                gc_paused(),
                 path.open("wb") as out,
             ):  # by its path, torch would write the temporary name into the archive
                 torch.save(state, out)
@@ -98,7 +98,7 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
             return Region(held, 0, array.shape, array.dtype, array.stride, seal=archive.seal(program))
         ref = pickled.refs[name]
         member = archive.members[record(ref)]
-        source: Bytes = archive.inflate(member) if member.method else archive.file
+        source: ByteSource = archive.inflate(member) if member.method else archive.file
         start = 0 if member.method else archive.data_offset(member)
         seal = archive.seal(member)
         return Region(source, start + ref.offset, ref.shape, ref.dtype, ref.stride, big_endian, seal)
@@ -176,7 +176,7 @@ class TorchLegacy(Format):
             return open_legacy(path, file)
 
 
-class _Recording(TorchBuilder):
+class _StorageCollector(TorchBuilder):
     """Also remembers every storage, since the file tells their sizes only there."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class _Recording(TorchBuilder):
         return value
 
 
-def open_legacy(path: Path, file: Bytes) -> AddressedCheckpoint:
+def open_legacy(path: Path, file: ByteSource) -> AddressedCheckpoint:
     """The tensors in bytes of this format, which may be a part of a larger file."""
     try:
         builder, values, end = _read_pickles(path, file)
@@ -228,12 +228,12 @@ def open_legacy(path: Path, file: Bytes) -> AddressedCheckpoint:
     )
 
 
-def _read_pickles(path: Path, file: Bytes) -> tuple[_Recording, list[tuple[Any, int]], int]:
+def _read_pickles(path: Path, file: ByteSource) -> tuple[_StorageCollector, list[tuple[Any, int]], int]:
     """The five pickles at the start; the file does not say how long they are, so read more until they end."""
     length = min(file.size, _FIRST_READ)
     while True:
         data = file.read(0, length)
-        builder = _Recording()
+        builder = _StorageCollector()
         values: list[tuple[Any, int]] = []
         position = 0
         try:
@@ -250,7 +250,7 @@ def _read_pickles(path: Path, file: Bytes) -> tuple[_Recording, list[tuple[Any, 
 
 
 def _places(
-    path: Path, file: Bytes, keys: list[str], storages: dict[str, StorageRef], start: int, big_endian: bool
+    path: Path, file: ByteSource, keys: list[str], storages: dict[str, StorageRef], start: int, big_endian: bool
 ) -> dict[str, int]:
     """Where each storage's bytes begin."""
     places: dict[str, int] = {}

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import StateError, UnsupportedContent
 from evergrad.formats.checkpoint import AttributesWithTensors, OtherTensor, TensorAttributes, digest
-from evergrad.formats.pickle_reader import Global, PickleError, check_key
+from evergrad.formats.pickle_reader import GlobalName, PickleError, check_key
 from evergrad.records import MAX_AXES
-from evergrad.state import InlineArray, Opaque, Outline, Placement, Ready, Skeleton, find_sharing, outline
+from evergrad.state import EncodedNode, InlineArray, Opaque, Outline, Placement, Skeleton, find_sharing, outline
 from evergrad.state.sharing import contiguous_strides
 from evergrad.state.skeleton import array_node, numpy_scalar_node
 from evergrad.state.tree import EXTRA
@@ -206,7 +206,7 @@ class TorchBuilder:
         if identifier[0] != "storage" or len(identifier) < 5:
             raise PickleError("a persistent id that is not a storage")
         kind, key, numel = identifier[1], identifier[2], identifier[4]
-        if type(kind) is not Global or type(key) not in (str, int) or type(numel) is not int or numel < 0:
+        if type(kind) is not GlobalName or type(key) not in (str, int) or type(numel) is not int or numel < 0:
             raise PickleError("a storage without class, key and size")
         view = identifier[5] if len(identifier) > 5 else None
         offset = 0
@@ -216,15 +216,15 @@ class TorchBuilder:
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """The value of a call: known ones are described, all others stay an inert `Opaque`."""
-        if type(function) is Global:
+        if type(function) is GlobalName:
             known = _CALLS.get((function.module, function.name))
             if known is not None:
                 return known(self, arguments)
-            if function.module in ("copyreg", "copy_reg") and arguments and type(arguments[0]) is Global:
+            if function.module in ("copyreg", "copy_reg") and arguments and type(arguments[0]) is GlobalName:
                 plain = arguments[1:] in (
                     (),
-                    (Global("builtins", "object"), None),
-                    (Global("__builtin__", "object"), None),
+                    (GlobalName("builtins", "object"), None),
+                    (GlobalName("__builtin__", "object"), None),
                 )
                 return Opaque(str(arguments[0]), {} if plain else {"()": arguments[1:]})
             if function.name.startswith("_rebuild_") and function.module.startswith("torch"):
@@ -233,10 +233,10 @@ class TorchBuilder:
             return Opaque(str(function), {"()": arguments} if arguments else {})
         return Opaque("a call of something that is no name", complete=False)
 
-    def name(self, name: Global) -> Any:
+    def name(self, name: GlobalName) -> Any:
         """A torch dtype is a value; every other name stays a name."""
         dtype = DType.named(name.name) if name.module == "torch" else None
-        return Ready({"torch.dtype": dtype.value}) if dtype else name
+        return EncodedNode({"torch.dtype": dtype.value}) if dtype else name
 
     def set_state(self, target: Any, state: Any) -> Any:
         """The target after `BUILD`: attributes become parts, array data becomes a value."""
@@ -285,7 +285,7 @@ def _other_tensor(what: str, storage: Any, offset: Any, shape: Any, stride: Any,
 
 
 def _lengths(value: Any) -> tuple[int, ...]:
-    if type(value) is Ready and isinstance(value.node, dict):
+    if type(value) is EncodedNode and isinstance(value.node, dict):
         node: Any = value.node.get("torch.Size")
         value = tuple(node) if isinstance(node, list) else None
     if type(value) is tuple and len(value) > MAX_AXES:
@@ -319,7 +319,7 @@ def _lazy_tensor(data: Any, metadata: Any) -> Opaque:
 
 def _rebuild_tensor_v3(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     storage, offset, shape, stride, _grad, _hooks, dtype, *rest = arguments
-    name = dtype.node["torch.dtype"] if type(dtype) is Ready and type(dtype.node) is dict else dtype.name
+    name = dtype.node["torch.dtype"] if type(dtype) is EncodedNode and type(dtype.node) is dict else dtype.name
     known = DType.named(name)
     if known is None:
         more = {"metadata": rest[0]} if rest and rest[0] else {}
@@ -334,7 +334,7 @@ def _rebuild_qtensor(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     if type(storage) is not StorageRef or type(quantizer) is not tuple:
         raise PickleError("a quantised tensor without a storage or without a quantizer")
     scheme, *scales = quantizer
-    how = {"qscheme": scheme.name if type(scheme) is Global else scheme, "quantizer": tuple(scales)}
+    how = {"qscheme": scheme.name if type(scheme) is GlobalName else scheme, "quantizer": tuple(scales)}
     kind = storage.type_name.rpartition(".")[2].removesuffix("Storage").lower()
     what = f"a quantised tensor ({kind})"
     if storage.stored is None or kind in ("quint4x2", "quint2x4"):  # several elements in a byte
@@ -429,7 +429,7 @@ def _numpy_scalar(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     kind = dtype.to_numpy() if type(dtype) is _NumpyDtype else None
     if kind is None or type(data) is not bytes:
         return Opaque("numpy.scalar", {"()": arguments})
-    return Ready(numpy_scalar_node(np.frombuffer(data, kind)[0]))
+    return EncodedNode(numpy_scalar_node(np.frombuffer(data, kind)[0]))
 
 
 def _numpy_from_buffer(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
@@ -440,13 +440,13 @@ def _numpy_from_buffer(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
 
 def _reconstruct(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     """An array of which `set_state` is told the rest."""
-    kind = str(arguments[0]) if arguments and type(arguments[0]) is Global else _ARRAY
+    kind = str(arguments[0]) if arguments and type(arguments[0]) is GlobalName else _ARRAY
     if kind in ("numpy.matrix", "numpy.matrixlib.defmatrix.matrix"):
         return Opaque(_MATRIX)
     return Opaque(_ARRAY if kind == "numpy.memmap" else kind)
 
 
-def _array_from_state(state: Any) -> InlineArray | Ready | None:
+def _array_from_state(state: Any) -> InlineArray | EncodedNode | None:
     """The array, if its elements are numbers (a leaf) or texts (a value)."""
     if type(state) is not tuple or len(state) != 5 or type(state[2]) is not _NumpyDtype:
         return None
@@ -456,7 +456,7 @@ def _array_from_state(state: Any) -> InlineArray | Ready | None:
     shape = _lengths(state[1])
     dtype = DType.of_numpy(kind)
     if dtype is None or not kind.isnative:
-        return Ready(array_node(np.frombuffer(data, kind).reshape(shape, order="F" if state[3] else "C")))
+        return EncodedNode(array_node(np.frombuffer(data, kind).reshape(shape, order="F" if state[3] else "C")))
     if math.prod(shape) * dtype.itemsize != len(data):
         raise PickleError(f"a NumPy array of shape {shape!s:.80} over {len(data)} bytes")
     stride = tuple(reversed(contiguous_strides(shape[::-1]))) if state[3] else contiguous_strides(shape)
@@ -492,13 +492,13 @@ def _plain(kind: Callable[..., Any]) -> Callable[[TorchBuilder, tuple[Any, ...]]
 
 
 def _torch_size(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
-    return Ready({"torch.Size": list(_lengths(tuple(arguments[0]) if arguments else ()))})
+    return EncodedNode({"torch.Size": list(_lengths(tuple(arguments[0]) if arguments else ()))})
 
 
 def _torch_device(_: TorchBuilder, arguments: tuple[Any, ...]) -> Any:
     if not all(type(part) in (str, int) for part in arguments):
         return Opaque("torch.device", {"()": arguments})
-    return Ready({"torch.device": ":".join(str(part) for part in arguments)})
+    return EncodedNode({"torch.device": ":".join(str(part) for part in arguments)})
 
 
 _STORAGES: dict[str, DType] = {

@@ -28,7 +28,7 @@ from evergrad.formats.zip_archive import Archive
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class FileSignature:
     """A kind of file that is not read: its name in a sentence, and the next step as a sentence."""
 
     what: str
@@ -44,61 +44,66 @@ _NO_MODEL = "It holds no checkpoint."
 
 _GZIP, _XZ, _BZIP2 = b"\x1f\x8b", b"\xfd7zXZ\0", b"BZh"
 
-_STARTS: tuple[tuple[bytes, Signature], ...] = (
-    (b"GGUF", Signature("a GGUF model (llama.cpp)", "Open the safetensors or PyTorch files it was made from.", True)),
-    (b"version https://git-lfs", Signature("a Git LFS pointer", "Fetch the file itself: git lfs pull.")),
-    (b"/annex/objects/", Signature("a git-annex pointer", "Fetch the file itself: git annex get.")),
-    (_GZIP, Signature("a gzip file", "Unpack it: gunzip, or tar -xzf.")),
-    (b"\x28\xb5\x2f\xfd", Signature("a Zstandard file", "Unpack it: zstd -d.")),
-    (_XZ, Signature("an xz file", "Unpack it: xz -d.")),
-    (_BZIP2, Signature("a bzip2 file", "Unpack it: bunzip2.")),
-    (b"\x04\x22\x4d\x18", Signature("an LZ4 file", "Unpack it: lz4 -d.")),
-    (b"7z\xbc\xaf\x27\x1c", Signature("a 7z archive", _UNPACK)),
-    (b"Rar!\x1a\x07", Signature("a RAR archive", _UNPACK)),
-    (b"PAR1", Signature("a Parquet file", "It holds tables. " + _NO_MODEL)),
-    (b"ARROW1", Signature("an Arrow file", "It holds tables. " + _NO_MODEL)),
-    (b"SQLite format 3\0", Signature("an SQLite database", _NO_MODEL)),
-    (b"\x7fELF", Signature("an ELF program or library", _NO_MODEL)),
-    (b"%PDF-", Signature("a PDF document", _NO_MODEL)),
-    (b"\x89PNG\r\n\x1a\n", Signature("a PNG image", _NO_MODEL)),
-    (b"\xff\xd8\xff", Signature("a JPEG image", _NO_MODEL)),
+_STARTS: tuple[tuple[bytes, FileSignature], ...] = (
+    (
+        b"GGUF",
+        FileSignature("a GGUF model (llama.cpp)", "Open the safetensors or PyTorch files it was made from.", True),
+    ),
+    (b"version https://git-lfs", FileSignature("a Git LFS pointer", "Fetch the file itself: git lfs pull.")),
+    (b"/annex/objects/", FileSignature("a git-annex pointer", "Fetch the file itself: git annex get.")),
+    (_GZIP, FileSignature("a gzip file", "Unpack it: gunzip, or tar -xzf.")),
+    (b"\x28\xb5\x2f\xfd", FileSignature("a Zstandard file", "Unpack it: zstd -d.")),
+    (_XZ, FileSignature("an xz file", "Unpack it: xz -d.")),
+    (_BZIP2, FileSignature("a bzip2 file", "Unpack it: bunzip2.")),
+    (b"\x04\x22\x4d\x18", FileSignature("an LZ4 file", "Unpack it: lz4 -d.")),
+    (b"7z\xbc\xaf\x27\x1c", FileSignature("a 7z archive", _UNPACK)),
+    (b"Rar!\x1a\x07", FileSignature("a RAR archive", _UNPACK)),
+    (b"PAR1", FileSignature("a Parquet file", "It holds tables. " + _NO_MODEL)),
+    (b"ARROW1", FileSignature("an Arrow file", "It holds tables. " + _NO_MODEL)),
+    (b"SQLite format 3\0", FileSignature("an SQLite database", _NO_MODEL)),
+    (b"\x7fELF", FileSignature("an ELF program or library", _NO_MODEL)),
+    (b"%PDF-", FileSignature("a PDF document", _NO_MODEL)),
+    (b"\x89PNG\r\n\x1a\n", FileSignature("a PNG image", _NO_MODEL)),
+    (b"\xff\xd8\xff", FileSignature("a JPEG image", _NO_MODEL)),
     (
         b"MATLAB 5.0 MAT-file",
-        Signature("a MATLAB file", "Load it with scipy.io.loadmat and save it with numpy.savez.", True),
+        FileSignature("a MATLAB file", "Load it with scipy.io.loadmat and save it with numpy.savez.", True),
     ),
     (
         (0x112).to_bytes(8, "little"),
-        Signature("an MXNet parameter file", "Load it with mxnet.nd.load and save it with numpy.savez.", True),
+        FileSignature("an MXNet parameter file", "Load it with mxnet.nd.load and save it with numpy.savez.", True),
     ),
     *(
-        (magic, Signature("a GGML model (llama.cpp before GGUF)", "Open the PyTorch files it was made from.", True))
+        (magic, FileSignature("a GGML model (llama.cpp before GGUF)", "Open the PyTorch files it was made from.", True))
         for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
     ),
 )
-_LITE = Signature("a TensorFlow Lite model", "Open the SavedModel or Keras file it was made from.", True)
-_ONNX = Signature("an ONNX model", _SAVE_STATE, True)
-_CORE_ML = Signature("a Core ML model", _SAVE_STATE, True)
-_CORE_ML_PACKAGE = Signature("a Core ML package", _SAVE_STATE)
-_GRAPH = Signature("the graph of a SavedModel", "Open the folder that holds it: its variables/ has the tensors.", True)
-_JOBLIB = Signature(
+_LITE = FileSignature("a TensorFlow Lite model", "Open the SavedModel or Keras file it was made from.", True)
+_ONNX = FileSignature("an ONNX model", _SAVE_STATE, True)
+_CORE_ML = FileSignature("a Core ML model", _SAVE_STATE, True)
+_CORE_ML_PACKAGE = FileSignature("a Core ML package", _SAVE_STATE)
+_GRAPH = FileSignature(
+    "the graph of a SavedModel", "Open the folder that holds it: its variables/ has the tensors.", True
+)
+_JOBLIB = FileSignature(
     "a joblib pickle", "Load it with joblib.load where you trust it, and save its arrays with numpy.savez.", True
 )
 _JOBLIB_PACKED = "as joblib writes it with compress="
 _JOBLIB_STATE = "Load it with joblib.load where you trust it, and save its state uncompressed, with torch.save."
-_ZLIB = Signature("zlib-compressed data", f"If joblib wrote it: {_JOBLIB_STATE[0].lower()}{_JOBLIB_STATE[1:]}")
-_PICKLE = Signature("a pickle", "Load it with pickle where you trust it, and save its state with torch.save.", True)
-_MSGPACK = Signature(
+_ZLIB = FileSignature("zlib-compressed data", f"If joblib wrote it: {_JOBLIB_STATE[0].lower()}{_JOBLIB_STATE[1:]}")
+_PICKLE = FileSignature("a pickle", "Load it with pickle where you trust it, and save its state with torch.save.", True)
+_MSGPACK = FileSignature(
     "a msgpack file, as Flax writes it",
     "Load it with flax.serialization.msgpack_restore and save it with safetensors.flax.save_file.",
     True,
 )
-_HTML = Signature("an HTML page", _DOWNLOAD)
-_XML = Signature("an XML document", _DOWNLOAD)
-_ZEROS = Signature("a file of zeros", "It was allotted and not written: take another copy.")
-_KERAS_JSON = Signature("a Keras architecture", "It holds no weights: open the .weights.h5 or .keras file.")
-_JSON = Signature("a JSON file", "It holds no tensors: open the weights beside it.")
-_OLD_TAR = Signature("PyTorch's tar format of 2016", "Load it with torch.load and save it again.", True)
-_EXPORT = Signature("a torch.export program", "Save its state_dict with torch.save.", True)
+_HTML = FileSignature("an HTML page", _DOWNLOAD)
+_XML = FileSignature("an XML document", _DOWNLOAD)
+_ZEROS = FileSignature("a file of zeros", "It was allotted and not written: take another copy.")
+_KERAS_JSON = FileSignature("a Keras architecture", "It holds no weights: open the .weights.h5 or .keras file.")
+_JSON = FileSignature("a JSON file", "It holds no tensors: open the weights beside it.")
+_OLD_TAR = FileSignature("PyTorch's tar format of 2016", "Load it with torch.load and save it again.", True)
+_EXPORT = FileSignature("a torch.export program", "Save its state_dict with torch.save.", True)
 _ARCHIVED = re.compile(r".*\.(safetensors|pt|pth|bin|ckpt|h5|hdf5|keras|npz|npy|pb|index)")
 _MSGPACK_MAP = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[\w./-]", re.DOTALL)
 # Protocols 2 to 5 say so; 1 and 0 begin with a container that is put into the memo, or with a global.
@@ -108,13 +113,13 @@ _START_BYTES = 64
 _LZMA_MEMORY = 1 << 27
 
 
-def named_as(path: Path, signature: Signature, inner: str = "") -> UnknownFormat:
+def unread_file_error(path: Path, signature: FileSignature, inner: str = "") -> UnknownFormat:
     """The error that names a file, or a folder by a file in it."""
     which = f"{inner} is" if inner else "is"
     return UnknownFormat(path, f"{which} {signature.what}, which is not read", hint=signature.instead)
 
 
-def signature_of(probe: Probe) -> Signature | None:
+def signature_of(probe: Probe) -> FileSignature | None:
     """The kind of a file or folder that no format recognises, if its first bytes tell."""
     if probe.is_folder:
         return _CORE_ML_PACKAGE if {"Manifest.json", "Data"} <= probe.names else None
@@ -135,7 +140,7 @@ def signature_of(probe: Probe) -> Signature | None:
     return _text(head) or _protobuf(probe) or _serialised(head)
 
 
-def _text(head: bytes) -> Signature | None:
+def _text(head: bytes) -> FileSignature | None:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:512].lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return _HTML
@@ -146,7 +151,7 @@ def _text(head: bytes) -> Signature | None:
     return None
 
 
-def _packed_pickle(head: bytes) -> Signature | None:
+def _packed_pickle(head: bytes) -> FileSignature | None:
     """A pickle that was compressed as a whole, by what its first bytes become; zlib also where it is none."""
     is_zlib = head[:2] in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
     kinds = {
@@ -167,18 +172,18 @@ def _packed_pickle(head: bytes) -> Signature | None:
             start = lzma.LZMADecompressor(memlimit=_LZMA_MEMORY).decompress(head, _START_BYTES)
     if _PICKLED.match(start):
         article = "an" if kind in ("xz", "lzma") else "a"
-        return Signature(f"{article} {kind}-compressed pickle, {_JOBLIB_PACKED}", _JOBLIB_STATE, True)
+        return FileSignature(f"{article} {kind}-compressed pickle, {_JOBLIB_PACKED}", _JOBLIB_STATE, True)
     return _ZLIB if is_zlib and start else None
 
 
-def _tar(head: bytes) -> Signature:
+def _tar(head: bytes) -> FileSignature:
     """A tar archive with its first file; what comes before it (longer names, Python's `PaxHeader`) is passed over."""
     at, longer = 0, b""
     while head[at + 257 : at + 262] == b"ustar":
         kind, name = head[at + 156 : at + 157], longer or head[at : at + 100].split(b"\0")[0]
         if kind not in b"xgLK" or not kind:
             text = name.decode("utf-8", "backslashreplace")
-            return _OLD_TAR if text == "sys_info" else Signature(f"a tar archive with {text}", _UNPACK)
+            return _OLD_TAR if text == "sys_info" else FileSignature(f"a tar archive with {text}", _UNPACK)
         digits = head[at + 124 : at + 136].strip(b"\0 ")
         size = int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else len(head)
         data = head[at + 512 : at + 512 + size]
@@ -187,31 +192,31 @@ def _tar(head: bytes) -> Signature:
         elif kind == b"x" and (told := re.search(rb"(?:^|\n)\d+ path=([^\n]+)\n", data)):
             longer = told[1]
         at += 512 + (size + 511) // 512 * 512
-    return Signature("a tar archive", _UNPACK)
+    return FileSignature("a tar archive", _UNPACK)
 
 
-def _zip(path: Path) -> Signature:
+def _zip(path: Path) -> FileSignature:
     try:
         archive = Archive.open(path)
     except FormatError:
-        return Signature("a zip archive", "It is damaged: take another copy.")
+        return FileSignature("a zip archive", "It is damaged: take another copy.")
     archive.close()
     names = list(archive.members)
     if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in names):
         return _EXPORT
     found = next((name for name in names if _ARCHIVED.fullmatch(name)), None)
     if found:
-        return Signature(f"a zip archive with {found}", _UNPACK, True)
-    return Signature("a zip archive", _NO_MODEL)
+        return FileSignature(f"a zip archive with {found}", _UNPACK, True)
+    return FileSignature("a zip archive", _NO_MODEL)
 
 
-def _serialised(head: bytes) -> Signature | None:
+def _serialised(head: bytes) -> FileSignature | None:
     if _PICKLED.match(head):
         return _JOBLIB if b"joblib.numpy_pickle" in head else _PICKLE
     return _MSGPACK if _MSGPACK_MAP.match(head) else None
 
 
-def _protobuf(probe: Probe) -> Signature | None:
+def _protobuf(probe: Probe) -> FileSignature | None:
     """ONNX, Core ML and SavedModel are protocol buffers, which have no magic number: their fields tell."""
     if not probe.head.startswith(b"\x08"):  # all three begin with a version in their field 1
         return None

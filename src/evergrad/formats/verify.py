@@ -15,7 +15,7 @@ import numpy.typing as npt
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError
 from evergrad.formats.bitcast import values
-from evergrad.formats.checkpoint import Bits, Checkpoint, Progress, blocks, choose
+from evergrad.formats.checkpoint import Bits, Checkpoint, ProgressCallback, block_ranges, resolve_selection
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import Check, Json, Role, TensorInfo
 from evergrad.state import Where
@@ -112,7 +112,7 @@ def examine(info: TensorInfo, read: Reader) -> Findings:
         return Findings(Check.UNKNOWN, "integers are not judged")
     scale = _scale(info.dtype)
     few = Findings(Check.UNKNOWN, "too few values to stand apart from") if info.numel <= _ENOUGH else Findings(Check.OK)
-    peak = max(_peak(read(start, stop), scale) for start, stop in blocks(info, _BLOCK_BYTES))
+    peak = max(_peak(read(start, stop), scale) for start, stop in block_ranges(info, _BLOCK_BYTES))
     two = scale.bias + 1 << scale.mantissa
     if peak < scale.floor + scale.bias << scale.mantissa and peak != two:
         return few
@@ -251,7 +251,7 @@ def _survey(info: TensorInfo, read: Reader, scale: _Scale, peak: int) -> _Survey
     possible = peak < scale.nonfinite
     survey = _Survey(np.zeros((scale.magnitude >> scale.mantissa) + 2, np.int64))
     parts = info.dtype.parts
-    for start, stop in blocks(info, _SURVEY_BYTES):
+    for start, stop in block_ranges(info, _SURVEY_BYTES):
         bits = read(start, stop).reshape(-1)
         magnitudes = bits & bits.dtype.type(scale.magnitude)
         if scale.nonfinite > scale.magnitude:
@@ -425,7 +425,7 @@ class Verification:
 
 
 def verify(
-    checkpoint: str | PathLike[str] | Checkpoint, *, where: Where = None, progress: Progress | None = None
+    checkpoint: str | PathLike[str] | Checkpoint, *, where: Where = None, progress: ProgressCallback | None = None
 ) -> Verification:
     """Check a checkpoint: checksums where the container has them, NaN, infinities and outliers everywhere.
 
@@ -439,7 +439,7 @@ def verify(
     """
     with ExitStack() as stack:
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else stack.enter_context(open_checkpoint(checkpoint))
-        names, unread = choose(opened, where)
+        names, unread = resolve_selection(opened, where)
         unread |= {name: opened.listed_only[name] for name in names if name in opened.listed_only}
         names = [name for name in names if name not in unread]
         total = sum(opened.tensors[name].nbytes for name in names)
@@ -496,7 +496,7 @@ def _reason(checksum: Check, found: Findings) -> str:
     return "; ".join(filter(None, ["the checksum does not hold", wrong]))
 
 
-def _told(progress: Progress | None, done: int, total: int) -> Callable[[int], None]:
+def _told(progress: ProgressCallback | None, done: int, total: int) -> Callable[[int], None]:
     return (lambda within: None) if progress is None else (lambda within: progress(done + within, total))
 
 

@@ -17,7 +17,7 @@ import xxhash
 from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, UnsupportedContent
 from evergrad.formats.checkpoint import Bits, Checkpoint, Format, Probe
-from evergrad.formats.data_file import close_all, rehearsing, xor_rows
+from evergrad.formats.data_file import close_all, current_dry_run, xor_rows
 from evergrad.formats.folders import CompositeCheckpoint, by_file
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint
 from evergrad.formats.safetensors import Safetensors
@@ -25,13 +25,13 @@ from evergrad.formats.unsupported_files import Beside
 from evergrad.formats.version_records import (
     COMMIT,
     MANIFEST,
-    Place,
-    Record,
-    Recorded,
-    believed,
+    DigestPlace,
+    HasRecords,
+    RecordFile,
     is_record,
+    parsed_or_none,
+    read_sound_record,
     shard_name,
-    sound,
 )
 from evergrad.records import Check
 
@@ -40,18 +40,18 @@ from evergrad.records import Check
 _NO_ELSEWHERE = b'"elsewhere": {}'
 
 
-def following(news: Mapping[Path, Mapping[str, str]]) -> list[Record]:
+def updated_records(news: Mapping[Path, Mapping[str, str]]) -> list[RecordFile]:
     """Every record that has to change, as it has to be, when tensors have other digests: by manifest, by stored name.
 
     They are read anew, for others may have changed them since. To be saved in this order, and after the tensors: a
     crash then leaves digests that do not hold, which a restore passes over.
     """
-    touched: dict[Path, Record] = {}
+    touched: dict[Path, RecordFile] = {}
     changes: dict[tuple[int, str], tuple[str, str]] = {}
     for path, digests in news.items():
-        if not digests or (manifest := sound(path)) is None:
+        if not digests or (manifest := read_sound_record(path)) is None:
             continue
-        for stored, place in (believed(manifest.digests) or {}).items():
+        for stored, place in (parsed_or_none(manifest.digests) or {}).items():
             if stored in digests:
                 manifest.put(place, digests[stored])
                 changes[manifest.number("rank"), stored] = place.digest, digests[stored]
@@ -59,17 +59,17 @@ def following(news: Mapping[Path, Mapping[str, str]]) -> list[Record]:
     if not changes:
         return []
     folder = next(iter(touched)).parent
-    for path in sharing(folder):
-        record = touched.get(path) or sound(path)
-        for stored, (holder, place) in ((believed(record.elsewhere) or {}) if record is not None else {}).items():
+    for path in manifests_that_share(folder):
+        record = touched.get(path) or read_sound_record(path)
+        for stored, (holder, place) in ((parsed_or_none(record.elsewhere) or {}) if record is not None else {}).items():
             before, after = changes.get((holder, stored), ("", ""))
             if record is not None and place.digest == before:
                 touched.setdefault(path, record).put(place, after)
     altered = [(old, new) for old in touched.values() if (new := old.altered) is not None]
-    commit = sound(folder / COMMIT)
+    commit = read_sound_record(folder / COMMIT)
     if commit is not None:
         manifests = {old.number("rank"): (old.digest, new.digest) for old, new in altered}
-        for entry in believed(commit.listed) or ():
+        for entry in parsed_or_none(commit.listed) or ():
             before, after = manifests.get(entry.rank, ("", ""))
             if entry.manifest.digest == before:
                 commit.put(entry.manifest, after)
@@ -77,15 +77,15 @@ def following(news: Mapping[Path, Mapping[str, str]]) -> list[Record]:
     return [*(new for _, new in altered), *([last] if last is not None else [])]
 
 
-def sharing(folder: Path) -> list[Path]:
+def manifests_that_share(folder: Path) -> list[Path]:
     """Manifests that name tensors as held by another rank."""
     beside = sorted(path for path in folder.iterdir() if MANIFEST.fullmatch(path.name))
     return [path for path in beside if _names_others(path)]
 
 
-def is_listed(commit: Record | None, manifest: Record) -> bool:
+def is_listed(commit: RecordFile | None, manifest: RecordFile) -> bool:
     """Whether `COMMIT.json` is sound, and lists this manifest as it is."""
-    entries = (believed(commit.listed) if commit is not None else None) or ()
+    entries = (parsed_or_none(commit.listed) if commit is not None else None) or ()
     return (manifest.number("rank"), manifest.digest) in {(entry.rank, entry.manifest.digest) for entry in entries}
 
 
@@ -111,7 +111,7 @@ UNVERIFIED = "digests were taken after a restart, with none from the time of the
 """The reason for which a version is unverified."""
 
 
-class ShardCheckpoint(AddressedCheckpoint, Recorded):
+class ShardCheckpoint(AddressedCheckpoint, HasRecords):
     """A shard that keeps its digests, and those above them, true when it is altered."""
 
     def __init__(self, inner: AddressedCheckpoint, manifest: Path) -> None:
@@ -128,7 +128,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
             check_other=inner.check_other,
         )
         self.manifest = manifest
-        self._digests: Mapping[str, Place] | None = None
+        self._digests: Mapping[str, DigestPlace] | None = None
         self._is_read = self._is_doubted = False
         self._follows = True
         self._seen: set[str] = set()
@@ -136,7 +136,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         """Stored tensors that were altered, each with a name by which it is found here."""
 
     def _xor_bits(self, name: str, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
-        noted = rehearsing()
+        noted = current_dry_run()
         if self._follows and not (noted is not None and noted.stale):
             self._will_change(name)
         return super()._xor_bits(name, indices, patterns)
@@ -154,7 +154,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         commit, manifest = self.path.with_name(COMMIT), self._manifest()
         checks = {"header": self.header_check(), self.manifest.name: Check.of(self._table() is not None)}
         if commit.exists():
-            checks[COMMIT] = Check.of(manifest is not None and is_listed(sound(commit), manifest))
+            checks[COMMIT] = Check.of(manifest is not None and is_listed(read_sound_record(commit), manifest))
         return checks
 
     def header_check(self) -> Check:
@@ -182,7 +182,7 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
 
     def records(self) -> list[Path]:
         """The manifest, those of ranks that share tensors of this one, and `COMMIT.json`."""
-        commit, others = self.path.with_name(COMMIT), set(sharing(self.path.parent)) - {self.manifest}
+        commit, others = self.path.with_name(COMMIT), set(manifests_that_share(self.path.parent)) - {self.manifest}
         return [self.manifest, *sorted(others), *([commit] if commit.exists() else [])]
 
     def leave_records(self) -> None:
@@ -195,12 +195,12 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
             news = self.news()
         finally:
             super().close()
-        for record in following({self.manifest: news}):
+        for record in updated_records({self.manifest: news}):
             record.save()
 
     def news(self) -> dict[str, str]:
         """The digests of tensors that were altered, by stored name, in a rehearsal as they would be; asked for once."""
-        noted, changed, self._changed = rehearsing(), self._changed, {}
+        noted, changed, self._changed = current_dry_run(), self._changed, {}
         rows = noted.of(self.path).rows if noted is not None and changed else []
         rows = sorted((row for row in rows if len(row[0])), key=_first)  # each is of one tensor, and none overlap
         found = {}
@@ -215,23 +215,23 @@ class ShardCheckpoint(AddressedCheckpoint, Recorded):
         stored = self._stored(name)
         if stored is None or stored in self._seen:
             return
-        if rehearsing() is None and not os.access(self.manifest.parent, os.W_OK, effective_ids=True):
+        if current_dry_run() is None and not os.access(self.manifest.parent, os.W_OK, effective_ids=True):
             raise FileAccessError(self.manifest, "cannot be replaced: permission denied")
         if self._holds(name, stored):
             self._changed[stored] = name
         self._seen.add(stored)
 
-    def _manifest(self) -> Record | None:
+    def _manifest(self) -> RecordFile | None:
         """The manifest, if it is sound and of this shard."""
-        found = sound(self.manifest)
+        found = read_sound_record(self.manifest)
         match = SHARD.fullmatch(self.path.name)
         return found if found is not None and match and found.number("rank") == int(match[2]) else None
 
-    def _table(self) -> Mapping[str, Place] | None:
+    def _table(self) -> Mapping[str, DigestPlace] | None:
         """The digests of the manifest; None if it cannot be believed."""
         if not self._is_read:
             manifest = self._manifest()
-            self._digests = believed(manifest.digests) if manifest is not None else None
+            self._digests = parsed_or_none(manifest.digests) if manifest is not None else None
             self._is_doubted = manifest is not None and bool(manifest.body.get("unverified"))
             self._is_read = True
         return self._digests
@@ -334,7 +334,7 @@ class VersionFolder(Format):
             raise
 
 
-class VersionCheckpoint(CompositeCheckpoint, Recorded):
+class VersionCheckpoint(CompositeCheckpoint, HasRecords):
     """The shards of a version as one checkpoint; those that are missing or damaged are listed as others."""
 
     def __init__(self, path: Path, parts: Parts, damaged: Mapping[str, str]) -> None:
@@ -387,7 +387,7 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
             news = {part.manifest: part.news() for part in self._sealed()}
         finally:
             super().close()
-        for record in following(news):
+        for record in updated_records(news):
             record.save()
 
     def container_checks(self) -> Mapping[str, Check]:
@@ -395,8 +395,8 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
         checks = {f"{stem}.safetensors/header": Check.FAILED for stem in self._damaged}
         for part in self._sealed():
             checks[f"{part.path.name}/header"] = part.header_check()
-        manifests = {path.name: sound(path) for path in self.records() if path.name != COMMIT}
-        commit = sound(self.path / COMMIT) if (self.path / COMMIT).exists() else None
+        manifests = {path.name: read_sound_record(path) for path in self.records() if path.name != COMMIT}
+        commit = read_sound_record(self.path / COMMIT) if (self.path / COMMIT).exists() else None
         whole = commit or next((found for found in manifests.values() if found is not None), None)
         for name, manifest in manifests.items():
             good = manifest is not None and whole is not None and self._fits(name, manifest, whole, commit, manifests)
@@ -412,10 +412,10 @@ class VersionCheckpoint(CompositeCheckpoint, Recorded):
     def _fits(
         self,
         name: str,
-        manifest: Record,
-        whole: Record,
-        commit: Record | None,
-        manifests: Mapping[str, Record | None],
+        manifest: RecordFile,
+        whole: RecordFile,
+        commit: RecordFile | None,
+        manifests: Mapping[str, RecordFile | None],
     ) -> bool:
         """Whether a manifest is of this version and rank, as it was committed, and agrees with those of other ranks."""
         try:
@@ -442,19 +442,19 @@ def _opened(shard: Path) -> AddressedCheckpoint:
     return open_shard(shard)
 
 
-def _identity(record: Record) -> tuple[Any, ...]:
+def _identity(record: RecordFile) -> tuple[Any, ...]:
     return tuple(record.body.get(member) for member in _OF_THE_VERSION)
 
 
-def _world_size(read: Callable[[Path], Record | None], records: list[Path]) -> int:
+def _world_size(read: Callable[[Path], RecordFile | None], records: list[Path]) -> int:
     """As the first record has it that is read in this way."""
     return next((max(found.number("world_size"), 0) for path in records if (found := read(path)) is not None), 0)
 
 
-def _readable(path: Path) -> Record | None:
+def _readable(path: Path) -> RecordFile | None:
     """A record whose digest may not hold, as a killed injection leaves it: names must not change with that."""
     try:
-        record = Record(path)
+        record = RecordFile(path)
         return record if record.body else None
     except FormatError:
         return None
@@ -465,7 +465,7 @@ def _expected(folder: Path, stems: set[str]) -> tuple[int, list[str]]:
     names = {child.name for child in folder.iterdir()}
     known = stems | {found[1] for name in names if (found := MANIFEST.fullmatch(name))}
     records = [folder / name for name in (COMMIT, *(f"{stem}.json" for stem in sorted(known)))]
-    world_size = _world_size(sound, records) or _world_size(_readable, records)
+    world_size = _world_size(read_sound_record, records) or _world_size(_readable, records)
     # What a record claims is believed within reason: a billion ranks are not all named.
     wanted = {shard_name(rank) for rank in range(min(world_size, len(known) + _MAX_MISSING))}
     missing = []

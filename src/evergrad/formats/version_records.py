@@ -20,7 +20,7 @@ import xxhash
 
 from evergrad._files import file_errors, open_file, replacing
 from evergrad.errors import DamagedFile, FormatError, LimitExceeded, said
-from evergrad.formats.data_file import rehearsing
+from evergrad.formats.data_file import current_dry_run
 
 COMMIT = "COMMIT.json"
 MANIFEST = re.compile(r"(rank-(\d{5,9}))\.json")
@@ -35,7 +35,7 @@ _SPACE = " \t\r\n"
 _HEX = set("0123456789abcdef")
 
 
-class Recorded(ABC):
+class HasRecords(ABC):
     """A checkpoint with records that follow when its bytes change."""
 
     @abstractmethod
@@ -47,22 +47,22 @@ class Recorded(ABC):
         """Let the records be from here on: for whoever only asks where bytes lie, and need not wait for digests."""
 
 
-class Place(NamedTuple):
+class DigestPlace(NamedTuple):
     """A digest in a record: what it says, and the byte at which it stands."""
 
     digest: str
     offset: int
 
 
-class Listed(NamedTuple):
+class ListedShard(NamedTuple):
     """A shard as `COMMIT.json` lists it."""
 
     rank: int
     name: str
-    manifest: Place
+    manifest: DigestPlace
 
 
-class Record:
+class RecordFile:
     """One record as it is or, in a rehearsal, as it would be by now; changed in memory until `save`."""
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class Record:
             if size > MAX_RECORD_BYTES:
                 raise LimitExceeded(path, "record", expected=f"at most {MAX_RECORD_BYTES} bytes", found=size)
             data = bytearray(file.read())
-        noted = rehearsing()
+        noted = current_dry_run()
         if noted is not None and path in noted.files:
             for offset, new in noted.files[path].puts.items():
                 data[offset : offset + len(new)] = new
@@ -82,7 +82,7 @@ class Record:
     @cached_property
     def holds(self) -> bool:
         """Whether the digest that it begins with is that of the rest."""
-        return is_as_written(self.data)
+        return has_own_digest(self.data)
 
     @cached_property
     def body(self) -> Mapping[str, Any]:
@@ -110,18 +110,18 @@ class Record:
         found = self.body.get(member)
         return found if type(found) is int and found >= 0 else -1
 
-    def digests(self) -> dict[str, Place]:
+    def digests(self) -> dict[str, DigestPlace]:
         """Of a manifest: the digest of every stored tensor."""
         return self._named("digests")
 
-    def elsewhere(self) -> dict[str, tuple[int, Place]]:
+    def elsewhere(self) -> dict[str, tuple[int, DigestPlace]]:
         """Of a manifest: tensors that another rank's shard holds, with that rank."""
         if not self.table("elsewhere"):  # the common case, and no need to look for places
             return {}
         ranks = {path: place[0] for path, place in self.table("elsewhere").items() if isinstance(place, list) and place}
         return {path: (ranks[path], place) for path, place in self._named("elsewhere").items() if path in ranks}
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[ListedShard]:
         """Of `COMMIT.json`: the shards that the version consists of."""
         found = []
         for at in _items(self._text, self._at("shards")):
@@ -130,28 +130,28 @@ class Record:
             place = self._digest_at(members["manifest"]) if "manifest" in members else None
             if place is None or type(entry.get("rank")) is not int:
                 raise DamagedFile(self.path, "lists a shard without rank and manifest", found=f"{entry!s:.80}")
-            found.append(Listed(entry["rank"], str(entry.get("name", "")), place))
+            found.append(ListedShard(entry["rank"], str(entry.get("name", "")), place))
         return found
 
-    def put(self, place: Place, digest: str) -> None:
+    def put(self, place: DigestPlace, digest: str) -> None:
         """Put another digest there; nothing is written yet."""
         if digest != place.digest:
             self._puts[place.offset] = digest.encode()
 
     @property
-    def altered(self) -> Record | None:
+    def altered(self) -> RecordFile | None:
         """The record with what was put, and its own digest if that held; None if nothing was."""
         if not self._puts:
             return None
         if self.holds:
             self._puts[len(PREFIX)] = _hex(self._patched()[_BODY:])
-        new = object.__new__(Record)
+        new = object.__new__(RecordFile)
         new.path, new.data, new._puts = self.path, self._patched(), self._puts
         return new
 
     def save(self) -> None:
         """Replace the file in one step; in a rehearsal, note what would change."""
-        noted = rehearsing()
+        noted = current_dry_run()
         if noted is not None:
             noted.of(self.path).puts.update(self._puts)
             return
@@ -169,7 +169,7 @@ class Record:
             data[offset : offset + len(new)] = new
         return bytes(data)
 
-    def _named(self, member: str) -> dict[str, Place]:
+    def _named(self, member: str) -> dict[str, DigestPlace]:
         """The digests in a table, by name."""
         found = {}
         for name, at in _members(self._text, self._at(member)):
@@ -184,13 +184,13 @@ class Record:
         assert self.body is not None, "only what was read as JSON is walked"
         return dict(_members(self._text, 0)).get(member, len(self._text))
 
-    def _digest_at(self, at: int) -> Place | None:
+    def _digest_at(self, at: int) -> DigestPlace | None:
         """The last text of the value that begins there, if it is a digest."""
         _, end = _DECODER.raw_decode(self._text, at)
         offset = self._text.rfind('"', at, self._text.rfind('"', at, end)) + 1
         digest = self._text[offset : offset + _DIGITS]
         is_one = offset > at and set(digest) <= _HEX and self._text[offset + _DIGITS : offset + _DIGITS + 1] == '"'
-        return Place(digest, offset) if is_one else None
+        return DigestPlace(digest, offset) if is_one else None
 
 
 def record_bytes(body: Mapping[str, Any]) -> bytes:
@@ -199,7 +199,7 @@ def record_bytes(body: Mapping[str, Any]) -> bytes:
     return PREFIX + _hex(text) + b'", ' + text
 
 
-def is_as_written(data: bytes) -> bool:
+def has_own_digest(data: bytes) -> bool:
     """Whether a record begins with the digest of the rest of it."""
     claimed = data[len(PREFIX) : len(PREFIX) + _DIGITS]
     return data.startswith(PREFIX) and claimed == _hex(data[_BODY:])
@@ -213,7 +213,7 @@ def read_record(data: bytes) -> dict[str, Any]:
     >>> read_record(record_bytes({"id": "r50"}))["id"], read_record(b'{"id": "r50"}')["id"]
     ('r50', 'r50')
     """
-    if data.startswith(PREFIX) and not is_as_written(data):
+    if data.startswith(PREFIX) and not has_own_digest(data):
         raise ValueError("it is not as it was written")
     try:
         found = json.loads(data)
@@ -239,16 +239,16 @@ def shard_rank(stem: str) -> int | None:
     return int(number) if number != stem and number.isascii() and number.isdigit() else None
 
 
-def sound(path: Path) -> Record | None:
+def read_sound_record(path: Path) -> RecordFile | None:
     """The record at a path if its digest holds and it is JSON; None if not, or if there is none."""
     try:
-        record = Record(path)
+        record = RecordFile(path)
         return record if record.holds and record.body is not None else None
     except FormatError:
         return None
 
 
-def believed(read: Callable[[], T]) -> T | None:
+def parsed_or_none(read: Callable[[], T]) -> T | None:
     """What a record lists; None if it makes no sense."""
     try:
         return read()

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from evergrad._files import file_errors, replacing
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
 from evergrad.formats.checksums import CRC32
-from evergrad.formats.data_file import Bytes, DataFile, closed_on_error, xor_rows
-from evergrad.formats.region import Seal, check_seal
+from evergrad.formats.data_file import ByteSource, DataFile, closed_on_error, xor_rows
+from evergrad.formats.region import StoredChecksum, check_stored_checksum
 from evergrad.records import Check
 
 # The directory of a zip file: its members, where they lie, and what they claim, checked before it is believed.
@@ -40,7 +40,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 
 
 @dataclass(slots=True)
-class Member:
+class ZipMember:
     """One file in the archive, as its directory describes it."""
 
     name: str
@@ -53,10 +53,10 @@ class Member:
     entry: int  # where its directory entry is
 
 
-def read_directory(file: Bytes) -> tuple[dict[str, Member], int]:
+def read_directory(file: ByteSource) -> tuple[dict[str, ZipMember], int]:
     """The members by name, and where the directory begins; `DamagedFile` if there is none, or if it points outside."""
     start, length, count = _find_directory(file)
-    members: dict[str, Member] = {}
+    members: dict[str, ZipMember] = {}
     for member in _entries(file, start, length, count):
         if member.name in members:  # which of the two is meant depends on who reads
             raise DamagedFile(file.path, f"two zip members are called {member.name!r}")
@@ -65,7 +65,7 @@ def read_directory(file: Bytes) -> tuple[dict[str, Member], int]:
     return members, start
 
 
-def data_offset(file: Bytes, member: Member, directory: int) -> int:
+def data_offset(file: ByteSource, member: ZipMember, directory: int) -> int:
     """Where a member's bytes begin, which end before the directory."""
     header = _LOCAL.unpack(file.read(member.header, _LOCAL.size))
     if header[0] != b"PK\x03\x04":
@@ -90,7 +90,7 @@ def first_name(head: bytes) -> str:
     return head[_LOCAL.size : _LOCAL.size + length].decode("utf-8", "replace")
 
 
-def _find_directory(file: Bytes) -> tuple[int, int, int]:
+def _find_directory(file: ByteSource) -> tuple[int, int, int]:
     """Start, length and number of entries of the central directory."""
     tail_size = min(file.size, 65535 + _END.size)
     tail = file.read(file.size - tail_size, tail_size)
@@ -114,7 +114,7 @@ def _find_directory(file: Bytes) -> tuple[int, int, int]:
     return start, length, count
 
 
-def _entries(file: Bytes, start: int, length: int, count: int) -> Iterator[Member]:
+def _entries(file: ByteSource, start: int, length: int, count: int) -> Iterator[ZipMember]:
     directory = file.read(start, length)
     position = 0
     for number in range(count):
@@ -132,13 +132,13 @@ def _entries(file: Bytes, start: int, length: int, count: int) -> Iterator[Membe
         except UnicodeDecodeError:
             raise DamagedFile(file.path, f"zip directory entry {number} has a name that is not text") from None
         sizes = _zip64(directory[name_end:extra_end], size=fields[9], stored=fields[8], header=fields[16])
-        member = Member(name, fields[4], fields[3], fields[7], sizes[1], sizes[0], sizes[2], start + position)
+        member = ZipMember(name, fields[4], fields[3], fields[7], sizes[1], sizes[0], sizes[2], start + position)
         _check_member(file, member, start)
         yield member
         position = extra_end + fields[12]
 
 
-def _check_member(file: Bytes, member: Member, directory: int) -> None:
+def _check_member(file: ByteSource, member: ZipMember, directory: int) -> None:
     if member.flags & 0x01:
         raise UnsupportedContent(file.path, f"{member.name!r} is encrypted")
     if member.method not in (_STORED, _DEFLATED):
@@ -156,7 +156,7 @@ def _check_member(file: Bytes, member: Member, directory: int) -> None:
         )
 
 
-def _check_no_overlap(file: Bytes, members: Iterable[Member]) -> None:
+def _check_no_overlap(file: ByteSource, members: Iterable[ZipMember]) -> None:
     """Members that lie in each other let a small file stand for a huge one."""
     reach, before = 0, ""
     for start, end, name in sorted((m.header, m.header + _LOCAL.size + m.stored_size, m.name) for m in members):
@@ -199,10 +199,10 @@ _BLOCK = 1 << 22
 class Archive:
     """A zip file's directory; nothing is decompressed or read before it is asked for."""
 
-    file: Bytes
-    members: Mapping[str, Member]
+    file: ByteSource
+    members: Mapping[str, ZipMember]
     directory: int
-    inflated: dict[str, Inflated] = field(default_factory=dict)
+    inflated: dict[str, InflatedMember] = field(default_factory=dict)
     verified: dict[str, bool] = field(default_factory=dict)
     closed: bool = False
 
@@ -213,15 +213,15 @@ class Archive:
             return cls.over(file)
 
     @classmethod
-    def over(cls, file: Bytes) -> Archive:
+    def over(cls, file: ByteSource) -> Archive:
         """The archive that these bytes are; they may be a part of a larger file."""
         return cls(file, *read_directory(file))
 
-    def data_offset(self, member: Member) -> int:
+    def data_offset(self, member: ZipMember) -> int:
         """Where a stored member's bytes begin in the file."""
         return data_offset(self.file, member, self.directory)
 
-    def read(self, member: Member, limit: int) -> bytes:
+    def read(self, member: ZipMember, limit: int) -> bytes:
         """A whole member, decompressed; `LimitExceeded` if it is larger than `limit` bytes."""
         if member.size > limit:
             raise LimitExceeded(
@@ -231,10 +231,10 @@ class Archive:
             return self.file.read(self.data_offset(member), member.size)
         return bytes(self.inflate(member).view())
 
-    def inflate(self, member: Member) -> Inflated:
+    def inflate(self, member: ZipMember) -> InflatedMember:
         """A compressed member in memory; one object a member, so that changes add up."""
         if member.name not in self.inflated:
-            self.inflated[member.name] = Inflated(self, member)
+            self.inflated[member.name] = InflatedMember(self, member)
         return self.inflated[member.name]
 
     def forget_unchanged(self) -> None:
@@ -243,18 +243,18 @@ class Archive:
             if not data.changed:
                 data.forget()
 
-    def seal(self, member: Member) -> Seal | None:
+    def seal(self, member: ZipMember) -> StoredChecksum | None:
         """The checksums to keep right when a member is altered.
 
         None where the writer left them out: torch can be told to, and then writes 0.
         """
         if not member.crc:
             return None
-        return InflatedSeal(self, member) if member.method else ZipSeal(self, member, self.data_offset(member))
+        return InflatedChecksum(self, member) if member.method else ZipChecksum(self, member, self.data_offset(member))
 
-    def check(self, members: Iterable[Member]) -> dict[str, Check]:
+    def check(self, members: Iterable[ZipMember]) -> dict[str, Check]:
         """Whether these members have the checksum that the directory says; `unknown` where it says none."""
-        return {member.name: check_seal(self.seal(member) if member.size else None) for member in members}
+        return {member.name: check_stored_checksum(self.seal(member) if member.size else None) for member in members}
 
     def close(self) -> None:
         """Make changes durable: rewrite the archive if compressed members were altered, and close."""
@@ -271,10 +271,10 @@ class Archive:
             _rewrite(self.file.path, changed)
 
 
-class ZipSeal:
+class ZipChecksum:
     """The CRC of a stored member, in the directory and in its local header or data descriptor."""
 
-    def __init__(self, archive: Archive, member: Member, data_offset: int) -> None:
+    def __init__(self, archive: Archive, member: ZipMember, data_offset: int) -> None:
         self._archive, self._member, self._data = archive, member, data_offset
 
     def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
@@ -307,10 +307,10 @@ class ZipSeal:
         return self._archive.verified[self._member.name]
 
 
-class InflatedSeal:
+class InflatedChecksum:
     """The CRC of a compressed member: over what it decompresses to, and written anew with it."""
 
-    def __init__(self, archive: Archive, member: Member) -> None:
+    def __init__(self, archive: Archive, member: ZipMember) -> None:
         self._archive, self._member = archive, member
 
     def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
@@ -321,7 +321,7 @@ class InflatedSeal:
         return crc32(self._archive.inflate(self._member).view().data) == self._member.crc
 
 
-class Inflated:
+class InflatedMember:
     """A compressed member; in memory while it is the last one used or has been altered.
 
     Changes are written back when the archive is closed.
@@ -329,7 +329,7 @@ class Inflated:
 
     in_place = False
 
-    def __init__(self, archive: Archive, member: Member) -> None:
+    def __init__(self, archive: Archive, member: ZipMember) -> None:
         self.path = archive.file.path
         self.size = member.size
         self.changed = False
@@ -417,7 +417,7 @@ class Inflated:
             raise DamagedFile(self.path, f"{self._member.name!r} does not decompress: {error}") from None
 
 
-def _rewrite(path: Path, changed: Mapping[str, Inflated]) -> None:
+def _rewrite(path: Path, changed: Mapping[str, InflatedMember]) -> None:
     """Write the archive anew, members in the same order, with the altered ones compressed again."""
     with replacing(path) as temporary, file_errors(path, "cannot be rewritten"):
         try:

@@ -30,7 +30,7 @@ from evergrad.injection.log import InjectionLog
 from evergrad.injection.published_settings import PublishedSettings
 from evergrad.injection.replay import replay
 from evergrad.injection.rng import Draws
-from evergrad.injection.undo import Undone, Was, undo
+from evergrad.injection.undo import FoundState, UndoResult, undo
 
 __all__ = [
     "BitFlip",
@@ -38,6 +38,7 @@ __all__ = [
     "Column",
     "Draws",
     "Fault",
+    "FoundState",
     "Hit",
     "InjectionLog",
     "LiveInjection",
@@ -45,8 +46,7 @@ __all__ = [
     "Scale",
     "SetValue",
     "StuckAt",
-    "Undone",
-    "Was",
+    "UndoResult",
     "comm_faults",
     "inject",
     "inject_live",

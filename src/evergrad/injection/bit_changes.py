@@ -22,7 +22,7 @@ from evergrad.formats.bitcast import finite, values
 from evergrad.formats.checkpoint import Bits
 from evergrad.injection.faults import Fault, field_of, width
 from evergrad.injection.rng import Draws, Integers
-from evergrad.injection.sampling import Population, Sampling, Sites, split
+from evergrad.injection.sampling import FaultSites, Population, Sampling, locate_sites
 from evergrad.records import Json, TensorInfo
 
 # What was done to one tensor, in columns; and to one number, in a person's words.
@@ -181,7 +181,7 @@ _SITE_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class InjectionPlan:
     """The columns of every tensor that is hit, and what they come to."""
 
     columns: list[Column]
@@ -204,18 +204,18 @@ class _Batch:
     tried: Integers  # places that leave no choice, counted through all tensors
 
 
-def plan(
+def plan_injection(
     ck: Checkpoint,
     population: Population,
-    sites: Sites,
+    sites: FaultSites,
     fault: Fault,
     draws: Draws,
     *,
     sampling: Sampling = "element",
     allow_nonfinite: bool = True,
-) -> Plan:
+) -> InjectionPlan:
     """Draw the bits, read what is there, and say what becomes of it."""
-    maker = _Maker(ck, population, fault, draws, sampling, allow_nonfinite)
+    maker = _Planner(ck, population, fault, draws, sampling, allow_nonfinite)
     types = np.array([list(DType).index(info.dtype) for info in population.tensors], np.int64)
     kinds = types[sites.tensors]
     batches = [maker.make(list(DType)[kind], sites, kinds == kind) for kind in _in_order(kinds)]
@@ -224,10 +224,10 @@ def plan(
     columns.sort(key=lambda column: place[column.tensor])
     changed = sum(int((batch.old != batch.new).any(axis=1).sum()) for batch in batches)
     nonfinite = sum(int((~_finite(batch.new.reshape(-1), batch.dtype)).sum()) for batch in batches)
-    return Plan(columns, len(sites), changed, nonfinite)
+    return InjectionPlan(columns, len(sites), changed, nonfinite)
 
 
-class _Maker:
+class _Planner:
     """One injection's plan in the making."""
 
     def __init__(
@@ -247,7 +247,7 @@ class _Maker:
         numbers = np.array([info.numel * info.dtype.parts for info in population.tensors], np.int64)
         self.bases = np.cumsum(numbers) - numbers
 
-    def make(self, dtype: DType, sites: Sites, mine: npt.NDArray[np.bool_]) -> _Batch:
+    def make(self, dtype: DType, sites: FaultSites, mine: npt.NDArray[np.bool_]) -> _Batch:
         """The faults on tensors of one type, with what they meet and what they leave."""
         count = int(mine.sum())
         aim = self._draw(dtype, count)
@@ -273,7 +273,7 @@ class _Maker:
             numbers = self.population.numbers(tensor, batch.places[rows])[:, None] + self.run
             batch.keys[rows] = numbers + self.bases[tensor]
             info = self.population.tensors[tensor]
-            batch.old[rows] = present(self.ck, info, numbers.reshape(-1)).reshape(numbers.shape)
+            batch.old[rows] = read_numbers(self.ck, info, numbers.reshape(-1)).reshape(numbers.shape)
         batch.new = np.empty_like(batch.old)
         if self.sampling == "element" and len(self.run) == 1:  # no number comes twice
             return self._happen(batch, np.arange(len(batch.tensors)))
@@ -282,7 +282,7 @@ class _Maker:
         present_bits = np.empty(len(unique), batch.dtype.bits)
         present_bits[cells] = batch.old
         stuck = []
-        for step in levels(cells, len(unique)):
+        for step in conflict_free_batches(cells, len(unique)):
             batch.old[step] = present_bits[cells[step]]
             stuck.append(self._happen(batch, step))
             present_bits[cells[step]] = batch.new[step]
@@ -340,7 +340,7 @@ class _Maker:
                     f"{self.ck.path}: no place is left where the bits that are allowed leave a finite value "
                     f"(the last tried: {where}). Allow non-finite values, or choose other bits."
                 )
-            moved = split(sizes, 0, self.draws.others(total, taken, len(stuck)))
+            moved = locate_sites(sizes, 0, self.draws.others(total, taken, len(stuck)))
             batch.tensors[stuck], batch.places[stuck] = moved.tensors, moved.places
         else:
             among = np.flatnonzero(alike)
@@ -366,11 +366,11 @@ class _Maker:
         tensor = int(batch.tensors[row])
         number = self.population.numbers(tensor, batch.places[row : row + 1])
         info = self.population.tensors[tensor]
-        value = values(present(self.ck, info, number), info.dtype)[0]
+        value = values(read_numbers(self.ck, info, number), info.dtype)[0]
         return f"{info.name}, element {int(number[0]) // info.dtype.parts} = {value:.6g}"
 
 
-def present(ck: Checkpoint, info: TensorInfo, numbers: Integers) -> Bits:
+def read_numbers(ck: Checkpoint, info: TensorInfo, numbers: Integers) -> Bits:
     """The bits of single numbers: of elements, or of parts of complex elements."""
     parts = info.dtype.parts
     if parts == 1:
@@ -378,7 +378,7 @@ def present(ck: Checkpoint, info: TensorInfo, numbers: Integers) -> Bits:
     return ck.bits_at(info.name, numbers // parts)[np.arange(len(numbers)), numbers % parts]
 
 
-def levels(cells: Integers, count: int) -> list[Integers]:
+def conflict_free_batches(cells: Integers, count: int) -> list[Integers]:
     """Rows in an order in which those that share a cell follow each other, gathered into as few steps as possible."""
     uses = np.bincount(cells.reshape(-1), minlength=count)
     crowded = np.flatnonzero((uses[cells] > 1).any(axis=1))

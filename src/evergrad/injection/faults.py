@@ -30,7 +30,7 @@ from evergrad.formats.bitcast import encode, values
 from evergrad.formats.checkpoint import Bits
 from evergrad.injection.rng import Draws
 from evergrad.records import Json
-from evergrad.wording import checked_choice, meant, shown
+from evergrad.wording import checked_choice, did_you_mean, short_repr
 
 # Which bits of a number are meant: by number, 0 the sign, as the literature counts, or by field.
 #
@@ -67,10 +67,10 @@ def check_bits(bits: object) -> Bitspec:
     if isinstance(bits, range) and bits and all(0 <= end < 64 for end in (bits[0], bits[-1])):
         return bits
     expected = f"a number from 0 (the sign) to 63, a range such as 1-8, or one of {', '.join(FIELDS)}"
-    raise UsageError(f"bits {asked!r:.60}: expected {expected}.{meant(str(asked), FIELDS)}")
+    raise UsageError(f"bits {asked!r:.60}: expected {expected}.{did_you_mean(str(asked), FIELDS)}")
 
 
-def places(bits: Bitspec, dtype: DType, burst: int = 1) -> list[int]:
+def burst_positions(bits: Bitspec, dtype: DType, burst: int = 1) -> list[int]:
     """Where a burst of adjacent bits may begin in a number of this type; none if the bits mean nothing there.
 
     A range or a field holds the whole burst; a single bit is where it begins.
@@ -173,17 +173,17 @@ class _Pattern(Fault):
     def fits(self, dtype: DType) -> bool:
         """Where the bits exist, and room for the pattern; fields mean floats."""
         _, size, bits = self._pattern()
-        return bool(places(bits, dtype, size))
+        return bool(burst_positions(bits, dtype, size))
 
     def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
         """One of the places where the pattern may begin, all alike; one place takes no draw."""
         pattern, size, bits = self._pattern()
-        starts = places(bits, dtype, size)
+        starts = burst_positions(bits, dtype, size)
         shifted = np.array([pattern << (width(dtype) - size - start) for start in starts], dtype.bits)
         return shifted[draws.below(len(starts), count)] if len(starts) > 1 else np.full(count, shifted[0])
 
 
-class _Whole(Fault):
+class _WholeNumber(Fault):
     """All bits of a number."""
 
     def draw(self, dtype: DType, count: int, draws: Draws) -> Bits:
@@ -267,7 +267,7 @@ class StuckAt(_Pattern):
 
 
 @dataclass(frozen=True)
-class Scale(_Whole):
+class Scale(_WholeNumber):
     """Multiply numbers; the nearest number that the type has. Integers are rounded and stay within their range."""
 
     factor: float
@@ -293,7 +293,7 @@ class Scale(_Whole):
 
 
 @dataclass(frozen=True)
-class SetValue(_Whole):
+class SetValue(_WholeNumber):
     """Replace numbers by one value; NaN and infinities too. The nearest number that the type has."""
 
     value: float
@@ -421,7 +421,7 @@ def fault_of(text: str | None, bits: str | int | range | None = None) -> Fault:
     if text is None:
         return FAULTS["bitflip"](bits=check_bits(bits))  # type: ignore[call-arg]
     if not isinstance(text, str) or not text.isprintable() or " " in text:
-        raise UsageError(f"fault: expected words such as scale:factor=4500, found {shown(text)}")
+        raise UsageError(f"fault: expected words such as scale:factor=4500, found {short_repr(text)}")
     if bits is not None:
         raise UsageError(f"bits={bits}: expected within the fault, as in fault=stuckat:value=1,bits=exponent")
     name, colon, rest = text.partition(":")
@@ -432,7 +432,9 @@ def fault_of(text: str | None, bits: str | int | range | None = None) -> Fault:
         key, equals, value = word.partition("=")
         if key not in takes or not equals or key in settings:
             expected = ", ".join(f"{one}=…" for one in takes)
-            raise UsageError(f"fault={name}: expected {expected}, each once, found {shown(word)}.{meant(key, takes)}")
+            raise UsageError(
+                f"fault={name}: expected {expected}, each once, found {short_repr(word)}.{did_you_mean(key, takes)}"
+            )
         settings[key] = _read(name, key, value)
     if name in _NEEDS and (needed := _NEEDS[name]).partition("=")[0] not in settings:
         raise UsageError(f"fault={text}: expected a setting as in fault={name}:{needed}, found none")
@@ -459,4 +461,4 @@ def _read(name: str, key: str, value: str) -> Any:
         return float(value) if key in _REAL else value
     except ValueError:
         what = "a whole number" if key in _WHOLE or name == "stuckat" else "a number"
-        raise UsageError(f"fault={name}: {key}: expected {what}, found {shown(value)}") from None
+        raise UsageError(f"fault={name}: {key}: expected {what}, found {short_repr(value)}") from None

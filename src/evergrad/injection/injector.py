@@ -29,18 +29,18 @@ from evergrad._files import (
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
-from evergrad.formats.checkpoint import Progress
-from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, rehearsal
-from evergrad.formats.version_records import Recorded
-from evergrad.injection.bit_changes import Column, Plan, plan
+from evergrad.formats.checkpoint import ProgressCallback
+from evergrad.formats.data_file import DryRun, FileEdits, NeedsRewrite, record_dry_run
+from evergrad.formats.version_records import HasRecords
+from evergrad.injection.bit_changes import Column, InjectionPlan, plan_injection
 from evergrad.injection.faults import Fault
-from evergrad.injection.log import FileChange, InjectionLog, default_place, existing, logs_of
-from evergrad.injection.patches import Patch, rewritten, sha256
+from evergrad.injection.log import FileChange, InjectionLog, default_log_path, log_exists_error, logs_of
+from evergrad.injection.patches import Patch, diff_rewritten_file, sha256
 from evergrad.injection.rng import GENERATOR, Draws
 from evergrad.injection.sampling import Amount, Sampling, population, sample
 from evergrad.records import Json, Role
 from evergrad.state.selection import Where
-from evergrad.wording import checked_choice, meant
+from evergrad.wording import checked_choice, did_you_mean
 
 # Where an injection takes place: in the files themselves, or in a copy that appears whole or not at all.
 #
@@ -51,7 +51,7 @@ _COPY_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Workplace:
+class CheckpointFiles:
     """The files of one checkpoint: by which path they are known, and the folder in which their names count."""
 
     path: Path
@@ -61,11 +61,11 @@ class Workplace:
     """Files with digests of the others: replaced in one step, and left behind when a single file is copied."""
 
     @classmethod
-    def of(cls, ck: Checkpoint, given: Path) -> Workplace:
+    def of(cls, ck: Checkpoint, given: Path) -> CheckpointFiles:
         """The place of an open checkpoint that was named by this path."""
         path = given if given.is_dir() else ck.path
         files = tuple(dict.fromkeys(file for file in ck.files() if file.is_file()))
-        records = tuple(ck.records()) if isinstance(ck, Recorded) else ()
+        records = tuple(ck.records()) if isinstance(ck, HasRecords) else ()
         return cls(path, path if path.is_dir() else path.parent, files, records)
 
     @property
@@ -108,7 +108,7 @@ class Workplace:
             raise UsageError(f"{out}: lies within the folder that is to be copied")
 
     @contextmanager
-    def copied(self, beside: Path, progress: Progress | None = None) -> Iterator[Workplace]:
+    def copied(self, beside: Path, progress: ProgressCallback | None = None) -> Iterator[CheckpointFiles]:
         """A copy of everything under a temporary name beside a path; what is left of it goes in the end."""
         place = temporary_name(beside)
         done, total = 0, sum(file.stat().st_size for file in self.files)
@@ -133,7 +133,7 @@ class Workplace:
             path = place if self.single or self.path.is_dir() else place / self.path.name
             root = place if not self.single else place.parent
             files = (place,) if self.single else tuple(place / self.name(file) for file in self.files)
-            yield Workplace(path, root, files)
+            yield CheckpointFiles(path, root, files)
         finally:
             if place.is_dir() and not place.is_symlink():
                 shutil.rmtree(place, ignore_errors=True)
@@ -246,7 +246,7 @@ Digest = Literal["blocks", "full"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OutputSettings:
     """Where the result goes, and how: a copy at `out`, or the file itself."""
 
     out: Path | None = None
@@ -269,12 +269,12 @@ class Outcome:
             )
         checked_choice("digest", self.digest, ("blocks", "full"))
 
-    def check(self, place: Workplace) -> None:
+    def check(self, place: CheckpointFiles) -> None:
         """Refuse, before anything is written, what cannot be."""
         if self.log is not None:
             with file_errors(self.log, "cannot be written"):
                 if os.path.lexists(self.log):
-                    raise existing(self.log)
+                    raise log_exists_error(self.log)
                 if not self.log.parent.is_dir():
                     raise UsageError(f"{self.log}: there is no folder {str(self.log.parent)!r}")
                 if self.out is not None and self.out.resolve() == self.log.resolve():
@@ -285,17 +285,17 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Job:
+class PreparedInjection:
     """What is going to happen, all found out and nothing done."""
 
-    place: Workplace
-    noted: Rehearsal
+    place: CheckpointFiles
+    noted: DryRun
     patched: bool
     """Whether everything has a place of its own; else the files are rewritten."""
     log: InjectionLog
-    outcome: Outcome
+    outcome: OutputSettings
 
-    def carry_out(self, progress: Progress | None = None) -> InjectionLog:
+    def carry_out(self, progress: ProgressCallback | None = None) -> InjectionLog:
         """Do it. Call it outside of the rehearsal."""
         outcome, place = self.outcome, self.place
         if outcome.dry_run:
@@ -309,25 +309,25 @@ class Job:
             return _rewrite(self.log, place, work, outcome)
 
 
-def prepare(
+def prepare_injection(
     ck: Checkpoint,
-    noted: Rehearsal,
+    noted: DryRun,
     given: Path,
-    plan: Plan,
-    outcome: Outcome,
+    plan: InjectionPlan,
+    outcome: OutputSettings,
     *,
     attempts: int,
     fault: Mapping[str, Json],
     settings: Mapping[str, Json],
     left_out: Mapping[str, list[str]],
-) -> Job:
+) -> PreparedInjection:
     """Find out what a plan does to the files of a checkpoint that was opened within the rehearsal `noted`."""
-    place = Workplace.of(ck, given)
+    place = CheckpointFiles.of(ck, given)
     outcome.check(place)
     columns = tuple(plan.columns)
     patched = True
     try:
-        alter(ck, columns)
+        apply_columns(ck, columns)
     except NeedsRewrite:
         patched = False
         if outcome.stale_checksum:
@@ -354,29 +354,31 @@ def prepare(
         files=(),
         left_out={reason: tuple(names) for reason, names in left_out.items()},
     )
-    return Job(place, noted, patched, log, outcome)
+    return PreparedInjection(place, noted, patched, log, outcome)
 
 
-def alter(ck: Checkpoint, columns: tuple[Column, ...]) -> None:
+def apply_columns(ck: Checkpoint, columns: tuple[Column, ...]) -> None:
     """Alter what the columns say; within a rehearsal, nothing is."""
     for column in columns:
         ends = column.ends()
         ck.xor(column.tensor, *ends.elements(ends.old ^ ends.new))
 
 
-def _patch(log: InjectionLog, place: Workplace, work: Workplace, noted: Rehearsal, outcome: Outcome) -> InjectionLog:
+def _patch(
+    log: InjectionLog, place: CheckpointFiles, work: CheckpointFiles, noted: DryRun, outcome: OutputSettings
+) -> InjectionLog:
     patches: list[Patch] = []
     files: list[FileChange] = []
     for file, changes in noted.files.items():
         if place.single and outcome.out is not None and file in place.records:
             continue  # they stay with the original
         name = place.name(file)
-        patch, change = _prepare(work.file(name), name, changes, outcome)
+        patch, change = _prepare_patch(work.file(name), name, changes, outcome)
         patch.whole = outcome.in_place and file in place.records
         patches.append(patch)
         files.append(change)
-    log = _keep(replace(log, files=tuple(files)), place, outcome)
-    with _undone_or_told(log, work, outcome):
+    log = _save_log(replace(log, files=tuple(files)), place, outcome)
+    with _undo_on_error(log, work, outcome):
         for patch in patches:
             patch.write()
         if outcome.out is not None:
@@ -384,9 +386,9 @@ def _patch(log: InjectionLog, place: Workplace, work: Workplace, noted: Rehearsa
     return log
 
 
-def _prepare(path: Path, name: str, changes: Changes, outcome: Outcome) -> tuple[Patch, FileChange]:
+def _prepare_patch(path: Path, name: str, changes: FileEdits, outcome: OutputSettings) -> tuple[Patch, FileChange]:
     """The patch of one file with the bytes it will have, and what the log says of it."""
-    kept = Changes(changes.rows, {} if outcome.stale_checksum else changes.puts)
+    kept = FileEdits(changes.rows, {} if outcome.stale_checksum else changes.puts)
     patch = Patch.read(path, kept)
     full = sha256(path) if outcome.digest == "full" else ""
     before = patch.digest()
@@ -408,14 +410,14 @@ def _prepare(path: Path, name: str, changes: Changes, outcome: Outcome) -> tuple
     return patch, change
 
 
-def _rewrite(log: InjectionLog, place: Workplace, work: Workplace, outcome: Outcome) -> InjectionLog:
+def _rewrite(log: InjectionLog, place: CheckpointFiles, work: CheckpointFiles, outcome: OutputSettings) -> InjectionLog:
     """Alter a copy by the format's own means, and find out what that did to its files."""
     with open_checkpoint(work.path) as ck:
-        alter(ck, log.columns)  # for real: no rehearsal is under way here
-    changes = [(file, rewritten(file, work.file(place.name(file)), place.name(file))) for file in place.files]
+        apply_columns(ck, log.columns)  # for real: no rehearsal is under way here
+    changes = [(file, diff_rewritten_file(file, work.file(place.name(file)), place.name(file))) for file in place.files]
     kept = [(file, change) for file, change in changes if change is not None]
-    log = _keep(replace(log, files=tuple(change for _, change in kept)), place, outcome)
-    with _undone_or_told(log, work, outcome):
+    log = _save_log(replace(log, files=tuple(change for _, change in kept)), place, outcome)
+    with _undo_on_error(log, work, outcome):
         if outcome.out is not None:
             work.appear_as(outcome.out, overwrite=outcome.overwrite)
         else:
@@ -424,16 +426,16 @@ def _rewrite(log: InjectionLog, place: Workplace, work: Workplace, outcome: Outc
     return log
 
 
-def _keep(log: InjectionLog, place: Workplace, outcome: Outcome) -> InjectionLog:
+def _save_log(log: InjectionLog, place: CheckpointFiles, outcome: OutputSettings) -> InjectionLog:
     """Make the log durable: from here on, whatever happens can be undone."""
     target = outcome.out if outcome.out is not None else place.path
     if outcome.in_place:
         log = replace(log, follows=tuple(known.digest for known in logs_of(place.path, outcome.log)))
-    return log.kept_at(outcome.log or default_place(target), numbered=outcome.log is None)
+    return log.kept_at(outcome.log or default_log_path(target), numbered=outcome.log is None)
 
 
 @contextmanager
-def _undone_or_told(log: InjectionLog, work: Workplace, outcome: Outcome) -> Iterator[None]:
+def _undo_on_error(log: InjectionLog, work: CheckpointFiles, outcome: OutputSettings) -> Iterator[None]:
     """An error once the log is there: without its copy it is of no use, in place it undoes what has happened."""
     try:
         yield
@@ -477,7 +479,7 @@ def inject(
     digest: Digest = "blocks",
     overwrite: bool = False,
     dry_run: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> InjectionLog:
     """Put faults into a checkpoint of any format, and return the log of what was done.
 
@@ -501,7 +503,7 @@ def inject(
     types = None if dtypes is None else dtypes_of(dtypes)
     items = items_of(where)
     given = Path(path)
-    outcome = Outcome(
+    outcome = OutputSettings(
         out=None if out is None else Path(out),
         in_place=in_place,
         log=None if log is None else Path(log),
@@ -512,14 +514,16 @@ def inject(
     )
     draws = Draws(seed)
     with ExitStack() as locks:
-        with rehearsal(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
+        with record_dry_run(stale=stale_checksum) as noted, open_checkpoint(given) as ck:
             if in_place:
-                locks.enter_context(exclusive(Workplace.of(ck, given).locked))
+                locks.enter_context(exclusive(CheckpointFiles.of(ck, given).locked))
             chosen = population(ck, fault, items, types)
             sites = sample(chosen, amount, sampling, draws)
-            planned = plan(ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite)
-            settings = settings_told(amount, items, types, sampling, allow_nonfinite, seed)
-            job = prepare(
+            planned = plan_injection(
+                ck, chosen, sites, fault, draws, sampling=sampling, allow_nonfinite=allow_nonfinite
+            )
+            settings = settings_to_json(amount, items, types, sampling, allow_nonfinite, seed)
+            job = prepare_injection(
                 ck,
                 noted,
                 given,
@@ -545,7 +549,7 @@ def dtypes_of(names: Iterable[str]) -> list[DType]:
     asked = [names] if isinstance(names, str) else list(names)
     found = [DType.named(name) for name in asked]
     if not found or None in found:
-        hint = f".{meant(str(asked[found.index(None)]), [*DType])}" if None in found else ""
+        hint = f".{did_you_mean(str(asked[found.index(None)]), [*DType])}" if None in found else ""
         raise UsageError(f"dtypes {names!r:.100}: expected one or more of {', '.join(DType)}{hint}")
     return [kind for kind in found if kind is not None]
 
@@ -561,7 +565,7 @@ def items_of(where: Where) -> Selection | None:
     return list(where)
 
 
-def selection_told(where: Selection | None) -> Json:
+def selection_to_json(where: Selection | None) -> Json:
     """The selection as text that selects the same again."""
     if where is None:
         return None
@@ -575,7 +579,7 @@ def selection_told(where: Selection | None) -> Json:
     return told
 
 
-def settings_told(
+def settings_to_json(
     amount: Amount,
     where: Selection | None,
     types: Sequence[DType] | None,
@@ -586,7 +590,7 @@ def settings_told(
     """What the log says of a drawn injection: enough to draw the same again."""
     return {
         "amount": amount.to_json(),
-        "where": selection_told(where),
+        "where": selection_to_json(where),
         **({"dtypes": [str(kind) for kind in types]} if types is not None else {}),
         "sampling": sampling,
         "allow_nonfinite": allow_nonfinite,

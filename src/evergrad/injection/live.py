@@ -10,22 +10,22 @@ from weakref import WeakSet
 
 from evergrad.errors import EvergradError, UsageError
 from evergrad.injection.faults import Fault
-from evergrad.injection.injector import Selection, checked_seed, dtypes_of, items_of, selection_told
-from evergrad.injection.live_faults import Again, Drawn, Order, mixed
+from evergrad.injection.injector import Selection, checked_seed, dtypes_of, items_of, selection_to_json
+from evergrad.injection.live_faults import DrawnFaults, LiveFaults, ReplayedFaults, derived_seed
 from evergrad.injection.live_targets import (
     ActivationTarget,
     GradientTarget,
-    PassingTarget,
+    LiveTarget,
     StateTarget,
-    Target,
-    inside,
+    TransientTarget,
     is_wrapped,
+    unwrap_model,
 )
 from evergrad.injection.log import InjectionLog
 from evergrad.injection.sampling import Amount, Sampling, checked_sampling
 from evergrad.records import Json, Role, TensorInfo
 from evergrad.state import Where
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class LiveInjection:
     happened by then; that is an error if the step has gone by.
     """
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
+    def __init__(self, schedule: LiveSchedule | None = None) -> None:
         """None where nothing is to happen: on another rank."""
         self._schedule = schedule
 
@@ -81,12 +81,12 @@ class LiveInjection:
         return f"<LiveInjection: {state}, {faults} faults>"
 
 
-class Schedule:
+class LiveSchedule:
     """One target, its step, and the hooks that tell when that is."""
 
     def __init__(
         self,
-        target: Target,
+        target: LiveTarget,
         model: nn.Module,
         step: int,
         *,
@@ -171,7 +171,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class FaultyRanks:
     """The ranks that are hit, None for all; and this process among them."""
 
     chosen: tuple[int, ...] | None
@@ -180,7 +180,7 @@ class Ranks:
     """How many there are; None if nobody has said."""
 
     @classmethod
-    def of(cls, chosen: Sequence[int] | None, own: int | None) -> Ranks:
+    def of(cls, chosen: Sequence[int] | None, own: int | None) -> FaultyRanks:
         """Checked; a process that is told nothing asks torch.distributed, and is rank 0 of one without it."""
         from torch import distributed
 
@@ -189,14 +189,14 @@ class Ranks:
         if own is None:
             own = distributed.get_rank() if joined else 0
         elif not _is_rank(own):
-            raise UsageError(f"rank: expected this process's rank, from 0 on, found {shown(own)}")
+            raise UsageError(f"rank: expected this process's rank, from 0 on, found {short_repr(own)}")
         if chosen is None:
             return cls(None, own, world)
         if not isinstance(chosen, (list, tuple, range, set, frozenset)) or not chosen:
-            raise UsageError(f"ranks: expected a list of ranks such as [1], found {shown(chosen)}")
+            raise UsageError(f"ranks: expected a list of ranks such as [1], found {short_repr(chosen)}")
         for rank in chosen:
             if not _is_rank(rank):
-                raise UsageError(f"ranks: expected ranks from 0 on, found {shown(rank)}")
+                raise UsageError(f"ranks: expected ranks from 0 on, found {short_repr(rank)}")
             if world is not None and rank >= world:
                 there = "this process is the only one" if world == 1 else f"there are 0 to {world - 1}"
                 raise UsageError(f"ranks: rank {rank} is not there: {there}")
@@ -209,7 +209,7 @@ class Ranks:
 
     def seed(self, seed: int) -> int:
         """Each rank's draws are its own. One rank alone has those of a file, and so have all where none are named."""
-        return seed if self.chosen is None or len(self.chosen) == 1 else mixed(seed, "rank", self.own)
+        return seed if self.chosen is None or len(self.chosen) == 1 else derived_seed(seed, "rank", self.own)
 
     def refuse_erased(self, model: nn.Module, *, is_state: bool, bare: bool) -> None:
         """Refuse what wrapping the model would erase."""
@@ -279,15 +279,15 @@ def comm_faults(hook: Hook) -> Hook:
     return pass_on
 
 
-class BucketTarget(PassingTarget):
+class BucketTarget(TransientTarget):
     """The gradients in a bucket: what this rank sends, or what it receives."""
 
     what = "communication"
 
-    def __init__(self, order: Order, model: nn.Module, *, received: bool) -> None:
+    def __init__(self, order: LiveFaults, model: nn.Module, *, received: bool) -> None:
         super().__init__(order)
         self.received = received
-        self.parameters = frozenset(id(parameter) for parameter in inside(model).parameters())
+        self.parameters = frozenset(id(parameter) for parameter in unwrap_model(model).parameters())
         self._model = model
         self._error: EvergradError | None = None
 
@@ -377,7 +377,7 @@ def _reduce(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 TARGETS = ("weights", "buffers", "optimizer", "gradients", "activations", "communication", "state")
-_PASSING = ("gradients", "activations", "communication")
+_TRANSIENT = ("gradients", "activations", "communication")
 
 
 def inject_live(
@@ -431,18 +431,18 @@ def inject_live(
     """
     _check_things(model, optimizer, fault, clock)
     _check_steps(step, now, clock)
-    present = now if clock is None else _present(clock)
+    present = now if clock is None else _checked_clock(clock)
     if step < present:
         raise UsageError(f"step {step}: has gone by, step {present} comes next. Choose that one or a later one.")
-    place = Ranks.of(ranks, rank)
+    place = FaultyRanks.of(ranks, rank)
     items = items_of(where)
     settings: dict[str, Json] = {"step": step, "rank": place.own}
-    order: Order
+    order: LiveFaults
     if isinstance(fault, InjectionLog):
         given = [count, fraction, rate, probability, dtypes, items]
         if any(one is not None for one in given):
             raise UsageError("a log says itself how many faults happen, and where: leave count, where and the like out")
-        target, order = _target_of(fault), Again(fault)
+        target, order = _target_of(fault), ReplayedFaults(fault)
     else:
         checked_choice("target", target, TARGETS)
         checked_seed(seed)
@@ -450,7 +450,7 @@ def inject_live(
         checked_sampling(sampling)
         types = None if dtypes is None else dtypes_of(dtypes)
         selected = None if target == "activations" else items  # there it selects modules, not tensors
-        order = Drawn(fault, amount, selected, types, sampling, allow_nonfinite, place.seed(seed))
+        order = DrawnFaults(fault, amount, selected, types, sampling, allow_nonfinite, place.seed(seed))
         if place.seed(seed) != seed:
             settings["common_seed"] = seed
     if received and target != "communication":
@@ -458,29 +458,35 @@ def inject_live(
     if optimizer is None:
         _check_unneeded(target, order, counts=clock is None and step > present)
     hit = _target(target, order, model, optimizer, items, received=received)
-    place.refuse_erased(model, is_state=target not in _PASSING, bare=bare)
+    place.refuse_erased(model, is_state=target not in _TRANSIENT, bare=bare)
     place.refuse_shared(model, hit.check(now=step == present))
     if not place.is_hit:
         return LiveInjection()
     settings["target"] = target
     if target == "activations" and items is not None:
-        settings["where"] = selection_told(items)
+        settings["where"] = selection_to_json(items)
     if received:
         settings["received"] = True
-    schedule = Schedule(hit, model, step, now=present, clock=clock, settings=settings)
+    schedule = LiveSchedule(hit, model, step, now=present, clock=clock, settings=settings)
     schedule.begin(optimizer)
     return LiveInjection(schedule)
 
 
 def _target(
-    target: str, order: Order, model: nn.Module, optimizer: Optimizer | None, where: Selection | None, *, received: bool
-) -> Target:
+    target: str,
+    order: LiveFaults,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    where: Selection | None,
+    *,
+    received: bool,
+) -> LiveTarget:
     if target == "gradients":
         assert optimizer is not None
         return GradientTarget(order, model, optimizer)
     if target == "activations":
         names = None
-        if isinstance(order, Again):
+        if isinstance(order, ReplayedFaults):
             names = frozenset(column.tensor for column in order.source.columns)
         return ActivationTarget(order, model, where, names)
     if target == "communication":
@@ -491,7 +497,7 @@ def _target(
 def _target_of(log: InjectionLog) -> str:
     """What the names of a log are names of."""
     found = {column.tensor.partition("/")[0] for column in log.columns}
-    passing = [kind for kind in _PASSING if kind in found]
+    passing = [kind for kind in _TRANSIENT if kind in found]
     if passing and len(found) > 1:
         raise UsageError(f"the log has faults in {', '.join(sorted(found))}, which do not happen at the same moment")
     return passing[0] if passing else "state"
@@ -502,34 +508,34 @@ def _check_things(model: object, optimizer: object, fault: object, clock: object
     from torch.optim import Optimizer
 
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model: expected a module, found {shown(model)}")
+        raise UsageError(f"model: expected a module, found {short_repr(model)}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer: expected an optimizer or None, found {shown(optimizer)}")
+        raise UsageError(f"optimizer: expected an optimizer or None, found {short_repr(optimizer)}")
     if not isinstance(fault, (Fault, InjectionLog)):
         raise UsageError(f"fault {fault!r:.80}: expected a fault such as BitFlip(bits='exponent'), or an injection log")
     if clock is not None and not callable(clock):
-        raise UsageError(f"clock: expected a function that tells the present step's number, found {shown(clock)}")
+        raise UsageError(f"clock: expected a function that tells the present step's number, found {short_repr(clock)}")
 
 
 def _check_steps(step: object, now: object, clock: object) -> None:
     for name, value in (("step", step), ("now", now)):
         if type(value) is not int or value < 0:
-            raise UsageError(f"{name}: expected the number of a step, from 0 on, found {shown(value)}")
+            raise UsageError(f"{name}: expected the number of a step, from 0 on, found {short_repr(value)}")
     if clock is not None and now:
         raise UsageError("now and clock are two ways to say which step comes next: choose one")
 
 
-def _present(clock: Callable[[], int]) -> int:
+def _checked_clock(clock: Callable[[], int]) -> int:
     found: object = clock()
     if type(found) is not int or found < 0:
-        raise UsageError(f"clock: expected the number of the present step, found {shown(found)}")
+        raise UsageError(f"clock: expected the number of the present step, found {short_repr(found)}")
     return found
 
 
-def _check_unneeded(target: str, order: Order, *, counts: bool) -> None:
+def _check_unneeded(target: str, order: LiveFaults, *, counts: bool) -> None:
     """Whether it goes without an optimizer."""
     needed = target in ("optimizer", "gradients", "state")
-    if isinstance(order, Again) and target == "state":
+    if isinstance(order, ReplayedFaults) and target == "state":
         needed = any(column.tensor.startswith("optimizer/") for column in order.source.columns)
     if needed:
         raise UsageError(f"target {target}: needs the optimizer, and it is None")

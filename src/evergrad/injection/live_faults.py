@@ -22,11 +22,11 @@ from evergrad.dtypes import DType
 from evergrad.formats import Checkpoint
 from evergrad.formats.checkpoint import Bits
 from evergrad.formats.offset_checkpoint import describe
-from evergrad.injection.bit_changes import Hit, Plan, plan
+from evergrad.injection.bit_changes import Hit, InjectionPlan, plan_injection
 from evergrad.injection.faults import Fault
-from evergrad.injection.injector import Selection, alter, settings_told
+from evergrad.injection.injector import Selection, apply_columns, settings_to_json
 from evergrad.injection.log import InjectionLog
-from evergrad.injection.replay import aimed_at, repeated
+from evergrad.injection.replay import map_column, plan_replay
 from evergrad.injection.rng import Draws
 from evergrad.injection.sampling import Amount, Sampling, population, sample
 from evergrad.records import Json, Role, TensorInfo
@@ -50,22 +50,22 @@ def flip(
     model/fc.weight[3] bit 0 (sign): 1 → -1
     (None, [1.0, 1.0, 1.0, -1.0])
     """
-    planned = Aim(LiveState(state), fault, where).hit(count, seed)
+    planned = PreparedFault(LiveState(state), fault, where).hit(count, seed)
     return [hit for column in planned.columns for hit in column.hits()]
 
 
-class Aim:
+class PreparedFault:
     """A fault and what it may hit, worked out once for many injections into the same live tensors."""
 
     def __init__(self, live: LiveState, fault: Fault, where: Where = None) -> None:
         self._live, self._fault = live, fault
         self.population = population(live, fault, where)
 
-    def hit(self, count: int, seed: int) -> Plan:
+    def hit(self, count: int, seed: int) -> InjectionPlan:
         """Let this many faults happen; what was done."""
         draws = Draws(seed)
         sites = sample(self.population, Amount(count=count), "element", draws)
-        planned = plan(self._live, self.population, sites, self._fault, draws)
+        planned = plan_injection(self._live, self.population, sites, self._fault, draws)
         for column in planned.columns:
             ends = column.ends()
             self._live.xor(column.tensor, *ends.elements(ends.old ^ ends.new))
@@ -152,11 +152,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 @dataclass
-class Happened:
+class InjectedFaults:
     """What has happened so far, of how many attempts."""
 
     attempts: int = 0
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[InjectionPlan] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -165,7 +165,7 @@ class Happened:
         return sum(done.injected for done in self.plans)
 
 
-class Order(ABC):
+class LiveFaults(ABC):
     """What is to happen; says nothing of when."""
 
     needs_sizes: bool
@@ -176,15 +176,15 @@ class Order(ABC):
         """The tensors of these that may be hit; `UsageError` if there are none, or too few elements."""
 
     @abstractmethod
-    def happen(self, live: LiveState) -> Happened:
+    def happen(self, live: LiveState) -> InjectedFaults:
         """Let all of it happen to these tensors."""
 
     @abstractmethod
-    def shares(self, seen: Seen) -> tuple[Happened, dict[str, int]]:
+    def shares(self, seen: ObservedTensors) -> tuple[InjectedFaults, dict[str, int]]:
         """How many faults each of what passes by gets, and what is known beforehand."""
 
     @abstractmethod
-    def happen_in(self, live: LiveState, name: str, share: int) -> Plan:
+    def happen_in(self, live: LiveState, name: str, share: int) -> InjectionPlan:
         """Let a tensor's share happen to it."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class Order(ABC):
     def fault_told(self) -> Mapping[str, Json]:
         """The fault, as the log says it."""
 
-    def log(self, happened: Happened, more: Mapping[str, Json]) -> InjectionLog:
+    def log(self, happened: InjectedFaults, more: Mapping[str, Json]) -> InjectionLog:
         """What has happened, as a log like that of a file."""
         return InjectionLog(
             file="live state",
@@ -215,7 +215,7 @@ class Order(ABC):
 
 
 @dataclass(frozen=True)
-class Drawn(Order):
+class DrawnFaults(LiveFaults):
     """A fault, drawn from a seed."""
 
     fault: Fault
@@ -234,36 +234,40 @@ class Drawn(Order):
         sample(found, self.amount, self.sampling, Draws(self.seed))
         return found.tensors
 
-    def happen(self, live: LiveState) -> Happened:
+    def happen(self, live: LiveState) -> InjectedFaults:
         """Population, sites and bits from one stream of draws, as in a file."""
         draws = Draws(self.seed)
         found = population(live, self.fault, self.where, self.types)
         sites = sample(found, self.amount, self.sampling, draws)
-        done = plan(live, found, sites, self.fault, draws, sampling=self.sampling, allow_nonfinite=self.allow_nonfinite)
-        alter(live, tuple(done.columns))
-        return Happened(sites.attempts, [done], found.left_out)
+        done = plan_injection(
+            live, found, sites, self.fault, draws, sampling=self.sampling, allow_nonfinite=self.allow_nonfinite
+        )
+        apply_columns(live, tuple(done.columns))
+        return InjectedFaults(sites.attempts, [done], found.left_out)
 
-    def shares(self, seen: Seen) -> tuple[Happened, dict[str, int]]:
+    def shares(self, seen: ObservedTensors) -> tuple[InjectedFaults, dict[str, int]]:
         """Drawn as sites are; of each only the tensor counts."""
         found = population(seen, self.fault, self.where, self.types)
         sites = sample(found, self.amount, self.sampling, Draws(self.seed))
         counts = np.bincount(sites.tensors, minlength=len(found.tensors)).tolist()
         shares = {info.name: count for info, count in zip(found.tensors, counts, strict=True) if count}
-        return Happened(sites.attempts, [], found.left_out), shares
+        return InjectedFaults(sites.attempts, [], found.left_out), shares
 
-    def happen_in(self, live: LiveState, name: str, share: int) -> Plan:
+    def happen_in(self, live: LiveState, name: str, share: int) -> InjectionPlan:
         """From a seed of the tensor's own; of a tensor that has become smaller than its share, every element."""
-        draws = Draws(mixed(self.seed, name))
+        draws = Draws(derived_seed(self.seed, name))
         found = population(live, self.fault, None, self.types)
         room = int(found.sizes.sum()) if self.sampling == "element" else share
         sites = sample(found, Amount(count=min(share, room)), self.sampling, draws)
-        done = plan(live, found, sites, self.fault, draws, sampling=self.sampling, allow_nonfinite=self.allow_nonfinite)
-        alter(live, tuple(done.columns))
+        done = plan_injection(
+            live, found, sites, self.fault, draws, sampling=self.sampling, allow_nonfinite=self.allow_nonfinite
+        )
+        apply_columns(live, tuple(done.columns))
         return done
 
     def settings(self) -> dict[str, Json]:
         """As `eg.inject` writes them."""
-        return settings_told(self.amount, self.where, self.types, self.sampling, self.allow_nonfinite, self.seed)
+        return settings_to_json(self.amount, self.where, self.types, self.sampling, self.allow_nonfinite, self.seed)
 
     def fault_told(self) -> Mapping[str, Json]:
         """The fault itself."""
@@ -271,7 +275,7 @@ class Drawn(Order):
 
 
 @dataclass(frozen=True)
-class Again(Order):
+class ReplayedFaults(LiveFaults):
     """The faults of a log: the same elements and bits, nothing drawn."""
 
     source: InjectionLog
@@ -280,17 +284,17 @@ class Again(Order):
 
     def chosen(self, live: Checkpoint) -> list[TensorInfo]:
         """Those that the log names, if they are what they were."""
-        return [live.tensors[aimed_at(live, column, None).tensor] for column in self.source.columns]
+        return [live.tensors[map_column(live, column, None).tensor] for column in self.source.columns]
 
-    def happen(self, live: LiveState) -> Happened:
+    def happen(self, live: LiveState) -> InjectedFaults:
         """Every column, wherever its tensor is now."""
-        return Happened(self.source.attempts, [self._repeated(live, self.source)])
+        return InjectedFaults(self.source.attempts, [self._repeated(live, self.source)])
 
-    def shares(self, seen: Seen) -> tuple[Happened, dict[str, int]]:
+    def shares(self, seen: ObservedTensors) -> tuple[InjectedFaults, dict[str, int]]:
         """What the log says, whatever was seen."""
-        return Happened(self.source.attempts), {column.tensor: len(column) for column in self.source.columns}
+        return InjectedFaults(self.source.attempts), {column.tensor: len(column) for column in self.source.columns}
 
-    def happen_in(self, live: LiveState, name: str, share: int) -> Plan:
+    def happen_in(self, live: LiveState, name: str, share: int) -> InjectionPlan:
         """The log's column of that tensor."""
         mine = tuple(column for column in self.source.columns if column.tensor == name)
         return self._repeated(live, replace(self.source, columns=mine))
@@ -303,13 +307,13 @@ class Again(Order):
         """The log's."""
         return self.source.fault
 
-    def _repeated(self, live: LiveState, log: InjectionLog) -> Plan:
-        done = repeated(live, log, {})
-        alter(live, tuple(done.columns))
+    def _repeated(self, live: LiveState, log: InjectionLog) -> InjectionPlan:
+        done = plan_replay(live, log, {})
+        apply_columns(live, tuple(done.columns))
         return done
 
 
-class Seen(Checkpoint):
+class ObservedTensors(Checkpoint):
     """What has passed by: how large it was and of which type, without what it held."""
 
     format = LiveState.format
@@ -337,7 +341,7 @@ class Seen(Checkpoint):
         raise AssertionError(f"{name} has passed by")
 
 
-def mixed(seed: int, *what: str | int) -> int:
+def derived_seed(seed: int, *what: str | int) -> int:
     """A seed of its own for a part of what is drawn."""
     text = "|".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from evergrad.dtypes import DType
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.injection.injector import Selection
-from evergrad.injection.live_faults import Happened, LiveState, Order, Seen
+from evergrad.injection.live_faults import InjectedFaults, LiveFaults, LiveState, ObservedTensors
 from evergrad.records import Role, TensorInfo
 from evergrad.state import escape, flatten, select
 from evergrad.state.paths import ROOT
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ROLES = {"weights": Role.MODEL, "buffers": Role.BUFFER, "optimizer": Role.OPTIMIZER}
 
 
-class Target(ABC):
+class LiveTarget(ABC):
     """What is hit in a step, and at which moment of it.
 
     `watch` comes before the passes of the step before, if the target wants that, `strike` before those of the step
@@ -42,9 +42,9 @@ class Target(ABC):
     failed: Callable[[], None]
     """The same after an error: nothing more will."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: LiveFaults) -> None:
         self.order = order
-        self.happened: Happened | None = None
+        self.happened: InjectedFaults | None = None
         self.handles: list[Any] = []
 
     @abstractmethod
@@ -78,10 +78,10 @@ class Target(ABC):
             raise
 
 
-class StateTarget(Target):
+class StateTarget(LiveTarget):
     """Weights, buffers, optimizer state, or all of them: hit right before a forward pass."""
 
-    def __init__(self, order: Order, target: str, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def __init__(self, order: LiveFaults, target: str, model: nn.Module, optimizer: Optimizer | None) -> None:
         super().__init__(order)
         self._target, self._model, self._optimizer = target, model, optimizer
 
@@ -112,7 +112,7 @@ class StateTarget(Target):
         )
 
     def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Role]]:
-        found = dict(_model_state(inside(self._model)))
+        found = dict(_model_state(unwrap_model(self._model)))
         if self._optimizer is not None and self._target in ("optimizer", "state"):
             found.update((path, (tensor, Role.OPTIMIZER)) for path, tensor in _optimizer_state(self._optimizer).items())
         wanted = _ROLES.get(self._target)
@@ -120,10 +120,10 @@ class StateTarget(Target):
         return {path: one[0] for path, one in found.items()}, {path: one[1] for path, one in found.items()}
 
 
-class GradientTarget(Target):
+class GradientTarget(LiveTarget):
     """The gradients of parameters: hit right before the optimizer's step."""
 
-    def __init__(self, order: Order, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, order: LiveFaults, model: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(order)
         self._model, self._optimizer = model, optimizer
         self._is_acting = False
@@ -163,7 +163,7 @@ class GradientTarget(Target):
             self._is_acting = False
 
 
-def inside(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model itself, without what synchronises its gradients."""
     while is_wrapped(model):
         found: Any = model.module
@@ -207,7 +207,7 @@ def _within(value: object) -> Iterator[torch.Tensor]:
 
 
 def _live(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -> LiveState:
-    named = inside(model).named_parameters()
+    named = unwrap_model(model).named_parameters()
     found = {f"gradients/{escape(name)}": of(one) for name, one in named if one.requires_grad}
     state = {path: one for path, one in found.items() if one is not None}
     return LiveState(state, dict.fromkeys(state, Role.MODEL))
@@ -219,14 +219,14 @@ def _live(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -
 # each gets; every one is then hit when it passes by in the step itself, once.
 
 
-class PassingTarget(Target):
+class TransientTarget(LiveTarget):
     """Tensors that are met one by one in a pass."""
 
     watches = True
     what: str
     """What they are called."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: LiveFaults) -> None:
         super().__init__(order)
         self._seen: dict[str, tuple[DType, tuple[int, ...]]] = {}
         self._shares: dict[str, int] | None = None
@@ -249,7 +249,7 @@ class PassingTarget(Target):
         with self.ending():
             if self.order.needs_sizes and not self._seen:
                 raise self.unseen()
-            self.happened, self._shares = self.order.shares(Seen(self._seen))
+            self.happened, self._shares = self.order.shares(ObservedTensors(self._seen))
         if not self._shares:  # a rate may come to nothing
             self.over()
 
@@ -279,17 +279,17 @@ class PassingTarget(Target):
         return self._shares or {}
 
 
-class ActivationTarget(PassingTarget):
+class ActivationTarget(TransientTarget):
     """What modules give, in training mode: altered in the very memory that the next operation reads."""
 
     what = "activations"
 
     def __init__(
-        self, order: Order, model: nn.Module, where: Selection | None, names: Iterable[str] | None = None
+        self, order: LiveFaults, model: nn.Module, where: Selection | None, names: Iterable[str] | None = None
     ) -> None:
         """`where` chooses modules, by default those without modules below them; `names` are those of a log."""
         super().__init__(order)
-        self._root = inside(model)
+        self._root = unwrap_model(model)
         self._modules = _modules(self._root, where)
         if names is not None:
             wanted = {name.removeprefix("activations/") for name in names}

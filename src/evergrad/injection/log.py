@@ -42,7 +42,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class SavedBytes:
     """Bytes of a rewritten file as they were before."""
 
     offset: int
@@ -65,7 +65,7 @@ class FileChange:
     """Checksums of the container: offset, before, after."""
     rewritten: bool = False
     size_after: int | None = None
-    images: tuple[Image, ...] = ()
+    images: tuple[SavedBytes, ...] = ()
     full_before: str = ""
     full_after: str = ""
 
@@ -140,7 +140,7 @@ class InjectionLog:
                 return replace(self, path=place, digest=digest)
             except FileExistsError:
                 continue
-        raise existing(path)
+        raise log_exists_error(path)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> InjectionLog:
@@ -190,7 +190,7 @@ class InjectionLog:
 _BITS = (("bits", "aim"), ("old", "old"), ("new", "new"))
 
 
-def default_place(target: str | PathLike[str]) -> Path:
+def default_log_path(target: str | PathLike[str]) -> Path:
     """Where the log of an injection into this file or folder is kept: `<target>.faults.jsonl`."""
     path = Path(os.path.abspath(target)) if Path(target).name in ("", "..") else Path(os.path.normpath(target))
     return path.with_name(f"{path.name}.faults.jsonl")
@@ -210,7 +210,7 @@ def _hex(bits: Bits) -> str:
 
 def _parse(path: Path, text: bytes) -> InjectionLog:
     if not text.startswith(MAGIC):
-        beside = default_place(path)
+        beside = default_log_path(path)
         hint = f"Did you mean {str(beside)!r}?" if beside.exists() else "evergrad inject writes one: OUT.faults.jsonl."
         raise DamagedFile(path, "is no injection log", expected=f"a first line that begins {MAGIC.decode()}", hint=hint)
     place = text.rfind(END)
@@ -228,11 +228,11 @@ def _parse(path: Path, text: bytes) -> InjectionLog:
     if header["schema_version"] != SCHEMA_VERSION:
         what = f"is of schema version {header['schema_version']!r}"
         raise UsageError(f"{path}: {what} (expected {SCHEMA_VERSION}): written by a newer Evergrad?")
-    images: dict[int, list[Image]] = {}
+    images: dict[int, list[SavedBytes]] = {}
     for line in lines[1:]:
         if "image" in line:
             images.setdefault(int(line["image"]), []).append(
-                Image(int(line["offset"]), base64.b64decode(line["old"], validate=True))
+                SavedBytes(int(line["offset"]), base64.b64decode(line["old"], validate=True))
             )
     return InjectionLog(
         file=str(header["file"]),
@@ -270,7 +270,7 @@ def _column(line: dict[str, Any]) -> Column:
     return Column(str(line["tensor"]), dtype, shape, numbers, *patterns)
 
 
-def _file(told: dict[str, Any], images: tuple[Image, ...]) -> FileChange:
+def _file(told: dict[str, Any], images: tuple[SavedBytes, ...]) -> FileChange:
     name = str(told["name"])
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"a file {name!r} outside the checkpoint")
@@ -291,7 +291,7 @@ def _file(told: dict[str, Any], images: tuple[Image, ...]) -> FileChange:
     )
 
 
-def existing(path: Path) -> FileAccessError:
+def log_exists_error(path: Path) -> FileAccessError:
     """What to say of a log that is already there."""
     return FileAccessError(path, "exists already, and a log is never written over", hint="Choose another name.")
 
@@ -305,7 +305,7 @@ _TAIL = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class LogSummary:
     """A log as its first and last lines tell it."""
 
     path: Path
@@ -314,23 +314,23 @@ class Known:
     undone: bool
 
 
-def logs_of(target: Path, log: Path | None = None) -> list[Known]:
+def logs_of(target: Path, log: Path | None = None) -> list[LogSummary]:
     """The logs beside a checkpoint, and beside a given log, of injections whose result it is; each once.
 
     What cannot be read is no log.
     """
-    default = default_place(target)
+    default = default_log_path(target)
     stem = default.name.removesuffix(".jsonl")
     named = sorted(path for path in _jsonl(default.parent) if path.name.startswith(f"{stem}."))
     others = [path for path in _jsonl(log.parent) if path not in named] if log is not None else []
-    found: dict[str, Known] = {}
+    found: dict[str, LogSummary] = {}
     for path in [*named, *others]:
         with suppress(OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
             header, digest, undone = _ends(path)
             if path in named or Path(header["out"]).resolve() == target.resolve():
                 before = found.get(digest)
                 undone = undone or (before is not None and before.undone)
-                found[digest] = Known(before.path if before else path, digest, tuple(header["follows"]), undone)
+                found[digest] = LogSummary(before.path if before else path, digest, tuple(header["follows"]), undone)
     return list(found.values())
 
 

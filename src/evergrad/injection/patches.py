@@ -19,8 +19,8 @@ import numpy.typing as npt
 from evergrad import _files
 from evergrad._files import file_errors, open_file, replacing
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.data_file import Changes
-from evergrad.injection.log import FileChange, Image
+from evergrad.formats.data_file import FileEdits
+from evergrad.injection.log import FileChange, SavedBytes
 from evergrad.injection.rng import Integers
 
 BLOCK = 64
@@ -53,7 +53,7 @@ class Patch:
     """Whether the file is replaced in one step, and not written into: someone may read it, or hold a link to it."""
 
     @classmethod
-    def read(cls, path: Path, changes: Changes) -> Patch:
+    def read(cls, path: Path, changes: FileEdits) -> Patch:
         """Read the blocks that these changes touch, and the witnesses."""
         with file_errors(path), open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -186,7 +186,7 @@ def _write_mapped(fd: int, size: int, blocks: Integers, images: Octets) -> None:
         del data
 
 
-def _touched(changes: Changes) -> Integers:
+def _touched(changes: FileEdits) -> Integers:
     pieces = []
     for addresses, rows in changes.rows:
         first, last = addresses // BLOCK, (addresses + (rows.shape[1] - 1)) // BLOCK
@@ -212,9 +212,9 @@ _BYTES = 1 << 22
 _GAP = 256  # ranges that are closer than this are kept as one
 
 
-def rewritten(old: Path, new: Path, name: str) -> FileChange | None:
+def diff_rewritten_file(old: Path, new: Path, name: str) -> FileChange | None:
     """What became of a file: the bytes that changed, as they were; None if it is the same."""
-    images: list[Image] = []
+    images: list[SavedBytes] = []
     before, after = hashlib.sha256(), hashlib.sha256()
     size = size_after = 0
     with file_errors(old), old.open("rb") as first, new.open("rb") as second:
@@ -243,7 +243,7 @@ def rewritten(old: Path, new: Path, name: str) -> FileChange | None:
     )
 
 
-def restored(path: Path, change: FileChange) -> None:
+def restore_bytes(path: Path, change: FileChange) -> None:
     """Bring the bytes of a copy back to what they were; `DamagedFile` if that does not give the old file."""
     with file_errors(path, "cannot be written"), path.open("r+b") as file:
         file.truncate(change.size)
@@ -255,7 +255,7 @@ def restored(path: Path, change: FileChange) -> None:
         raise DamagedFile(path, "cannot be brought back", expected=change.before, found=found)
 
 
-def _differences(a: bytes, b: bytes, offset: int) -> list[Image]:
+def _differences(a: bytes, b: bytes, offset: int) -> list[SavedBytes]:
     """The ranges of `a` that `b` has not, with small gaps closed."""
     common = min(len(a), len(b))
     here = np.frombuffer(a, np.uint8, common) != np.frombuffer(b, np.uint8, common)
@@ -267,4 +267,4 @@ def _differences(a: bytes, b: bytes, offset: int) -> list[Image]:
     cuts = np.flatnonzero(np.diff(places) > _GAP)
     starts = places[np.append(0, cuts + 1)]
     stops = places[np.append(cuts, len(places) - 1)] + 1
-    return [Image(offset + int(s), a[int(s) : int(e)]) for s, e in zip(starts, stops, strict=True)]
+    return [SavedBytes(offset + int(s), a[int(s) : int(e)]) for s, e in zip(starts, stops, strict=True)]

@@ -16,11 +16,11 @@ from evergrad._files import exclusive
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, Match, match, open_checkpoint
 from evergrad.formats.bitcast import finite, values
-from evergrad.formats.checkpoint import Bits, Progress
-from evergrad.formats.data_file import rehearsal
-from evergrad.injection.bit_changes import Column, Plan, levels, present
+from evergrad.formats.checkpoint import Bits, ProgressCallback
+from evergrad.formats.data_file import record_dry_run
+from evergrad.injection.bit_changes import Column, InjectionPlan, conflict_free_batches, read_numbers
 from evergrad.injection.faults import Fault
-from evergrad.injection.injector import Digest, Outcome, Workplace, prepare
+from evergrad.injection.injector import CheckpointFiles, Digest, OutputSettings, prepare_injection
 from evergrad.injection.log import InjectionLog
 from evergrad.records import TensorInfo
 
@@ -42,7 +42,7 @@ def replay(
     digest: Digest = "blocks",
     overwrite: bool = False,
     dry_run: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> InjectionLog:
     """Let the faults of a log happen in another checkpoint: the same elements, the same bits aimed at.
 
@@ -53,7 +53,7 @@ def replay(
     """
     log = log if isinstance(log, InjectionLog) else InjectionLog.load(log)
     given = Path(other)
-    outcome = Outcome(
+    outcome = OutputSettings(
         out=None if out is None else Path(out),
         in_place=in_place,
         log=None if log_to is None else Path(log_to),
@@ -63,11 +63,11 @@ def replay(
         dry_run=dry_run,
     )
     with ExitStack() as locks:
-        with rehearsal(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
+        with record_dry_run(stale=outcome.stale_checksum) as noted, open_checkpoint(given) as ck:
             if in_place:
-                locks.enter_context(exclusive(Workplace.of(ck, given).locked))
-            planned = repeated(ck, log, _names(log, ck, rename, source))
-            job = prepare(
+                locks.enter_context(exclusive(CheckpointFiles.of(ck, given).locked))
+            planned = plan_replay(ck, log, _names(log, ck, rename, source))
+            job = prepare_injection(
                 ck,
                 noted,
                 given,
@@ -109,7 +109,7 @@ def _names(
     return {a: b if isinstance(b, Match) else Match(a, b) for a, b in rename.items()}
 
 
-def aimed_at(ck: Checkpoint, column: Column, pair: Match | None) -> Column:
+def map_column(ck: Checkpoint, column: Column, pair: Match | None) -> Column:
     """The column with the name and the numbers that it has here."""
     name = pair.b if pair is not None else column.tensor
     info = ck.tensors.get(name)
@@ -189,25 +189,25 @@ def _joined(name: str, parts: list[Column]) -> Column:
     return Column(name, first.dtype, first.shape, *(np.concatenate(pieces) for pieces in rows))
 
 
-def repeated(ck: Checkpoint, log: InjectionLog, names: Mapping[str, Match]) -> Plan:
+def plan_replay(ck: Checkpoint, log: InjectionLog, names: Mapping[str, Match]) -> InjectionPlan:
     """What the faults of a log come to here; `names` are of tensors that are called or laid out otherwise."""
     fault = log.known_fault()
     elements: object = fault.elements if fault is not None else log.fault.get("elements", 1)
-    aimed = [aimed_at(ck, column, names.get(column.tensor)) for column in log.columns]
+    aimed = [map_column(ck, column, names.get(column.tensor)) for column in log.columns]
     columns = [_repeated(ck, column, fault) for column in _each_byte_once(ck, aimed)]
     if type(elements) is not int or elements < 1 or any(len(column) % elements for column in columns):
         raise UsageError(f"{log.path}: its faults are not runs of {elements!r:.60} elements, as it says")
     changed = sum(int((column.old != column.new).reshape(-1, elements).any(axis=1).sum()) for column in columns)
     lost = sum(int((~finite(values(column.new, column.dtype))).sum()) for column in columns)
-    return Plan(columns, sum(len(column) for column in columns) // elements, changed, lost)
+    return InjectionPlan(columns, sum(len(column) for column in columns) // elements, changed, lost)
 
 
 def _repeated(ck: Checkpoint, column: Column, fault: Fault | None) -> Column:
     """What the numbers hold here, and what becomes of that."""
     cells, rows = np.unique(column.numbers, return_inverse=True)
-    now = present(ck, ck.tensors[column.tensor], cells)
+    now = read_numbers(ck, ck.tensors[column.tensor], cells)
     old, new = np.empty_like(column.old), np.empty_like(column.new)
-    for step in levels(rows.reshape(-1, 1), len(cells)):
+    for step in conflict_free_batches(rows.reshape(-1, 1), len(cells)):
         old[step] = now[rows[step]]
         new[step] = _altered(column, step, old[step], fault)
         now[rows[step]] = new[step]

@@ -112,7 +112,7 @@ def _each_byte_once(ck: Checkpoint, infos: list[TensorInfo], span: int) -> Itera
             chains.setdefault(id(info.neighbours), []).append(info)
     settled: dict[str, Starts | None] = {}
     for members in chains.values():
-        settled.update(_settle(ck, members, span))
+        settled.update(_assign_shared_bytes(ck, members, span))
     for info in infos:
         if info.place is not None:
             yield info, settled[info.name]
@@ -122,7 +122,7 @@ def _each_byte_once(ck: Checkpoint, infos: list[TensorInfo], span: int) -> Itera
             yield info, _room(info, span)
 
 
-def _settle(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, Starts | None]:
+def _assign_shared_bytes(ck: Checkpoint, members: list[TensorInfo], span: int) -> dict[str, Starts | None]:
     """Of tensors that are the same or lie within each other, the largest has it all; anything else byte by byte."""
     members = sorted(members, key=lambda info: -info.nbytes)
     owners: list[tuple[int, int]] = []
@@ -288,7 +288,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Sites:
+class FaultSites:
     """Where faults begin: the tensor of each, as its number in the population, and the place in it.
 
     By element, ascending and all different; by tensor, grouped by tensor, in the order drawn.
@@ -302,7 +302,7 @@ class Sites:
         return len(self.tensors)
 
 
-def sample(population: Population, amount: Amount, sampling: Sampling, draws: Draws) -> Sites:
+def sample(population: Population, amount: Amount, sampling: Sampling, draws: Draws) -> FaultSites:
     """Draw the sites of all faults that come about."""
     sizes = population.sizes
     total = int(sizes.sum())
@@ -311,7 +311,7 @@ def sample(population: Population, amount: Amount, sampling: Sampling, draws: Dr
     if alone and sampling == "element":
         assert amount.probability is not None
         _check_memory(total * amount.probability)
-        return split(sizes, total, draws.hits(total, amount.probability))
+        return locate_sites(sizes, total, draws.hits(total, amount.probability))
     _check_memory(total if alone else 0)
     attempts = total if alone else _attempts(amount, population, total, draws)
     if sampling == "element":
@@ -323,14 +323,14 @@ def sample(population: Population, amount: Amount, sampling: Sampling, draws: Dr
         chosen = draws.subset(total, attempts)
         if amount.probability is not None:
             chosen = chosen[draws.chance(amount.probability, attempts)]
-        return split(sizes, attempts, chosen)
+        return locate_sites(sizes, attempts, chosen)
     tensors = draws.below(len(sizes), attempts) if attempts else np.empty(0, np.int64)
     places = draws.below(sizes[tensors]) if attempts else tensors
     if amount.probability is not None:
         happens = draws.chance(amount.probability, attempts)
         tensors, places = tensors[happens], places[happens]
     order = np.argsort(tensors, kind="stable")
-    return Sites(attempts, tensors[order], places[order])
+    return FaultSites(attempts, tensors[order], places[order])
 
 
 def checked_sampling(sampling: object) -> None:
@@ -338,11 +338,11 @@ def checked_sampling(sampling: object) -> None:
     checked_choice("sampling", sampling, ("element", "tensor"))
 
 
-def split(sizes: Integers, attempts: int, chosen: Integers) -> Sites:
+def locate_sites(sizes: Integers, attempts: int, chosen: Integers) -> FaultSites:
     """From numbers counted through all tensors to tensors and places in them."""
     ends = np.cumsum(sizes)
     tensors = np.searchsorted(ends, chosen, side="right")
-    return Sites(attempts, tensors, chosen - (ends - sizes)[tensors])
+    return FaultSites(attempts, tensors, chosen - (ends - sizes)[tensors])
 
 
 def _attempts(amount: Amount, population: Population, total: int, draws: Draws) -> int:

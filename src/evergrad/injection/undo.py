@@ -19,17 +19,17 @@ import numpy as np
 from evergrad._files import exclusive, file_errors, replace_file
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
-from evergrad.formats.checkpoint import Bits, Progress
-from evergrad.formats.data_file import Changes, NeedsRewrite, Rehearsal, rehearsal
-from evergrad.formats.version_records import Recorded
+from evergrad.formats.checkpoint import Bits, ProgressCallback
+from evergrad.formats.data_file import DryRun, FileEdits, NeedsRewrite, record_dry_run
+from evergrad.formats.version_records import HasRecords
 from evergrad.injection.bit_changes import Column
-from evergrad.injection.injector import Workplace, check_writable
+from evergrad.injection.injector import CheckpointFiles, check_writable
 from evergrad.injection.log import FileChange, InjectionLog, logs_of, mark_undone
-from evergrad.injection.patches import Patch, restored, sha256
+from evergrad.injection.patches import Patch, restore_bytes, sha256
 from evergrad.records import Json
 
 
-class Was(StrEnum):
+class FoundState(StrEnum):
     """In which state an injection's files were found."""
 
     INJECTED = "injected"
@@ -38,11 +38,11 @@ class Was(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Undone:
+class UndoResult:
     """What `undo` did: to which file or folder, and what it found there."""
 
     path: Path
-    was: Was
+    was: FoundState
     elements: int
     """How many elements have their old bits again; 0 if they had them already."""
 
@@ -55,8 +55,8 @@ def undo(
     log: InjectionLog | str | PathLike[str],
     file: str | PathLike[str] | None = None,
     *,
-    progress: Progress | None = None,
-) -> Undone:
+    progress: ProgressCallback | None = None,
+) -> UndoResult:
     """Bring a file back, byte for byte, to what it was before an injection; `file` if it has moved since.
 
     Several injections into the same file are undone newest first. A file that has changed since is refused, and
@@ -65,11 +65,11 @@ def undo(
     log = log if isinstance(log, InjectionLog) else InjectionLog.load(log)
     target = _target(log, file)
     with open_checkpoint(target) as ck:
-        files = Workplace.of(ck, target).locked
+        files = CheckpointFiles.of(ck, target).locked
     with exclusive(files):
         _refuse_unless_last(log, target)
-        place, found, patches = _look(log, target)
-        if found is not Was.CLEAN:
+        place, found, patches = _inspect_files(log, target)
+        if found is not FoundState.CLEAN:
             changed = [_file(place, change) for change in log.files]
             check_writable(changed, replaced=any(change.rewritten for change in log.files))
             check_writable([file for file in changed if file in place.records], replaced=True)
@@ -80,8 +80,8 @@ def undo(
                     _restore(place, change, progress)
         if log.path is not None and _is_its_own(log, target):
             mark_undone(log.path)
-    restored = sum(_changed(column) for column in log.columns) if found is not Was.CLEAN else 0
-    return Undone(target, found, restored)
+    restored = sum(_changed(column) for column in log.columns) if found is not FoundState.CLEAN else 0
+    return UndoResult(target, found, restored)
 
 
 def _changed(column: Column) -> int:
@@ -113,14 +113,14 @@ def _is_its_own(log: InjectionLog, target: Path) -> bool:
     return not out.exists() or out.resolve() == target.resolve()
 
 
-def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]:
+def _inspect_files(log: InjectionLog, target: Path) -> tuple[CheckpointFiles, FoundState, list[Patch]]:
     """In which state the files are; and, for those that are patched, the blocks with their old bytes."""
     if any(change.rewritten for change in log.files):
         with open_checkpoint(target) as ck:
-            place = Workplace.of(ck, target)
+            place = CheckpointFiles.of(ck, target)
         states = [_state_of_rewritten(_file(place, change), change) for change in log.files]
         return place, _together(log.files, states), []
-    kinds: list[Rehearsal] = []
+    kinds: list[DryRun] = []
     # The same addresses three times: which bytes were meant, what stood there, and what stands there now.
     for pick in (_mask, lambda column: column.old, lambda column: column.new):
         place, noted = _rehearsed(log, target, pick)
@@ -130,7 +130,7 @@ def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]
         path = _file(place, change)
         masks, olds, news = ([rows for _, rows in kind.of(path).rows] for kind in kinds)
         addresses = [where for where, _ in kinds[0].of(path).rows]
-        changes = Changes(list(zip(addresses, masks, strict=True)), {at: old for at, old, _ in change.seals})
+        changes = FileEdits(list(zip(addresses, masks, strict=True)), {at: old for at, old, _ in change.seals})
         patch, state = _restored(path, change, changes, olds, news)
         patch.whole = path in place.records
         states.append(state)
@@ -138,9 +138,9 @@ def _look(log: InjectionLog, target: Path) -> tuple[Workplace, Was, list[Patch]]
     return place, _together(log.files, states), patches
 
 
-def _rehearsed(log: InjectionLog, target: Path, pick: Callable[[Column], Bits]) -> tuple[Workplace, Rehearsal]:
-    with rehearsal(stale=bool(log.settings.get("stale_checksum"))) as noted, open_checkpoint(target) as ck:
-        if isinstance(ck, Recorded):
+def _rehearsed(log: InjectionLog, target: Path, pick: Callable[[Column], Bits]) -> tuple[CheckpointFiles, DryRun]:
+    with record_dry_run(stale=bool(log.settings.get("stale_checksum"))) as noted, open_checkpoint(target) as ck:
+        if isinstance(ck, HasRecords):
             ck.leave_records()  # the log knows what stood there
         for column in log.columns:
             _check_tensor(ck, column)
@@ -149,7 +149,7 @@ def _rehearsed(log: InjectionLog, target: Path, pick: Callable[[Column], Bits]) 
                 ck.xor(column.tensor, *ends.elements(pick(ends)))
             except NeedsRewrite:
                 raise _other(target, f"{column.tensor} is stored in another way") from None
-        return Workplace.of(ck, target), noted
+        return CheckpointFiles.of(ck, target), noted
 
 
 def _mask(column: Column) -> Bits:
@@ -157,8 +157,8 @@ def _mask(column: Column) -> Bits:
 
 
 def _restored(
-    path: Path, change: FileChange, changes: Changes, olds: list[Bits], news: list[Bits]
-) -> tuple[Patch, Was]:
+    path: Path, change: FileChange, changes: FileEdits, olds: list[Bits], news: list[Bits]
+) -> tuple[Patch, FoundState]:
     """The touched blocks of a file with their old bytes, if putting them back gives the digest from before."""
     patch = Patch.read(path, changes)
     if patch.size != change.size:
@@ -177,26 +177,32 @@ def _restored(
         raise _other(path, f"has changed since (digest {found[:12]}…, expected {change.after[:12]}…)")
     if change.full_before and (whole := sha256(path, patch)) != change.full_before:
         raise _other(path, f"has changed since (without the faults sha256 {whole}, expected {change.full_before})")
-    state = Was.CLEAN if found == change.before else Was.INJECTED if found == change.after else Was.PARTLY
+    state = (
+        FoundState.CLEAN
+        if found == change.before
+        else FoundState.INJECTED
+        if found == change.after
+        else FoundState.PARTLY
+    )
     return patch, state
 
 
-def _state_of_rewritten(path: Path, change: FileChange) -> Was:
+def _state_of_rewritten(path: Path, change: FileChange) -> FoundState:
     found = sha256(path)
     if found not in (change.before, change.after):
         raise _other(path, f"has changed since (sha256 {found}, expected {change.after[:12]}…)")
-    return Was.CLEAN if found == change.before else Was.INJECTED
+    return FoundState.CLEAN if found == change.before else FoundState.INJECTED
 
 
-def _restore(place: Workplace, change: FileChange, progress: Progress | None) -> None:
+def _restore(place: CheckpointFiles, change: FileChange, progress: ProgressCallback | None) -> None:
     path = _file(place, change)
     kept = sum(len(image.old) for image in change.images)
     if change.size > path.stat().st_size + kept or any(i.offset + len(i.old) > change.size for i in change.images):
         raise _other(path, "cannot have been what the log says")
-    if _state_of_rewritten(path, change) is Was.INJECTED:
-        alone = Workplace(path, path.parent, (path,))
+    if _state_of_rewritten(path, change) is FoundState.INJECTED:
+        alone = CheckpointFiles(path, path.parent, (path,))
         with alone.copied(path, progress) as work:
-            restored(work.path, change)
+            restore_bytes(work.path, change)
             replace_file(work.path, path)
 
 
@@ -214,7 +220,7 @@ def _refuse_unless_last(log: InjectionLog, target: Path) -> None:
 def _is_in_effect(path: Path, target: Path) -> bool:
     """Whether the file is as that injection left it: the last of those in effect is always known by that."""
     try:
-        return _look(InjectionLog.load(path), target)[1] is not Was.CLEAN
+        return _inspect_files(InjectionLog.load(path), target)[1] is not FoundState.CLEAN
     except EvergradError:
         return False
 
@@ -228,7 +234,7 @@ def _check_tensor(ck: Checkpoint, column: Column) -> None:
         raise _other(ck.path, f"{column.tensor} is {found} (expected {expected})")
 
 
-def _file(place: Workplace, change: FileChange) -> Path:
+def _file(place: CheckpointFiles, change: FileChange) -> Path:
     path = place.file(change.name)
     if not path.is_file():
         raise _other(place.path, f"has no file {change.name!r}")
@@ -241,7 +247,7 @@ def _other(path: Path, what: str) -> UsageError:
     )
 
 
-def _together(files: Sequence[FileChange], states: Sequence[Was]) -> Was:
+def _together(files: Sequence[FileChange], states: Sequence[FoundState]) -> FoundState:
     """The state of all files together; what did not change at all tells nothing."""
     telling = {state for change, state in zip(files, states, strict=True) if change.before != change.after}
-    return telling.pop() if len(telling) == 1 else Was.PARTLY if telling else Was.CLEAN
+    return telling.pop() if len(telling) == 1 else FoundState.PARTLY if telling else FoundState.CLEAN

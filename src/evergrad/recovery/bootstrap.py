@@ -17,34 +17,34 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from evergrad.recovery.data_position import Window
-from evergrad.recovery.guard.guard import Guarding
-from evergrad.recovery.job_checkpoints import Saves
-from evergrad.recovery.membership import Point, Report
+from evergrad.recovery.data_position import StepBatches
+from evergrad.recovery.guard.guard import JobGuard
+from evergrad.recovery.job_checkpoints import JobCheckpoints
+from evergrad.recovery.membership import PointKind, SurvivorReport
 from evergrad.recovery.process_group import GroupBroken
-from evergrad.recovery.rank_state import Trained
-from evergrad.recovery.step_barrier import Engine
-from evergrad.recovery.worker import Departure, Launched
+from evergrad.recovery.rank_state import RankState
+from evergrad.recovery.step_barrier import StepBarrier
+from evergrad.recovery.worker import ElasticWorker, SigtermHandler
 
 _ANY_ORDER = 2
 """As many ranks have the same sum in whatever order."""
 
 
 @dataclass(slots=True)
-class Arrival:
+class Bootstrap:
     """One process's."""
 
-    engine: Engine
-    trained: Trained
-    window: Window
-    saves: Saves | None
-    departure: Departure
+    engine: StepBarrier
+    trained: RankState
+    window: StepBatches
+    saves: JobCheckpoints | None
+    departure: SigtermHandler
     tell: Callable[..., None]
     is_spare: bool
     seed: int
     let_go: Callable[[], None]
     """Called before this process becomes another program."""
-    guarding: Guarding | None = None
+    guarding: JobGuard | None = None
     is_over: bool = False
     """Whether this process has arrived."""
     has_yielded: bool = False
@@ -71,7 +71,7 @@ class Arrival:
             return
         engine, crew = self.engine, self.engine.crew
         if self.is_spare:
-            assert isinstance(crew, Launched)
+            assert isinstance(crew, ElasticWorker)
             _warm_up()
             if crew.await_call(meanwhile=self.trained.look_for_optimizers) is None:
                 crew.close()
@@ -84,7 +84,7 @@ class Arrival:
                 if crew.uid in plan.joiners and plan.source is not None:
                     self._take_over(*engine.arrive())
                     break
-                if isinstance(crew, Launched) and plan.generation == 0:
+                if isinstance(crew, ElasticWorker) and plan.generation == 0:
                     crew.await_spares()
                 crew.group()
                 engine.is_settled = True
@@ -94,7 +94,9 @@ class Arrival:
             except GroupBroken as error:
                 why = str(error)
             point = plan.point if plan.joiners else 0
-            report = Report(crew.uid, crew.rank, plan.generation, point, plan.kind, 0, reason=why, has_state=False)
+            report = SurvivorReport(
+                crew.uid, crew.rank, plan.generation, point, plan.kind, 0, reason=why, has_state=False
+            )
             with self.departure.suspended():
                 plan = crew.next_plan(report)
             if plan.relaunch:
@@ -140,7 +142,7 @@ class Arrival:
         is_held = is_of_an_end and course.epoch == call and course.step == step and trained.is_held
         if in_process and (found is None or course.epoch != call or (is_of_an_end and not is_held)):
             why = "the newest checkpoint is of another epoch" if found else "there is no checkpoint yet"
-            engine.recover(Point.JOIN, why, back_to=version)
+            engine.recover(PointKind.JOIN, why, back_to=version)
             self.begin_again(why)
         if found is None:
             return
@@ -155,7 +157,7 @@ class Arrival:
     def begin_again(self, why: str) -> NoReturn:
         """Be a new program, of the same number, in the present generation: the script from its beginning."""
         crew = self.engine.crew
-        assert isinstance(crew, Launched)
+        assert isinstance(crew, ElasticWorker)
         generation = crew.plan.generation
         self.tell("process_restarted", reason=why, generation=generation)
         self.let_go()

@@ -23,17 +23,25 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from evergrad._forkserver import describe_exit
 from evergrad._wire import Forged, Secret
 from evergrad.errors import UsageError
-from evergrad.recovery.decide import STRATEGIES, Stop, Strategy, decide, is_exact, relaunched
+from evergrad.recovery.decide import STRATEGIES, StopDecision, Strategy, decide, is_exact, with_relaunched_members
 from evergrad.recovery.launch.summary import NO_FINGERPRINT, NOTHING_TO_COMPARE
-from evergrad.recovery.membership import LEFT_TOGETHER, Fingerprint, Keys, Plan, Report, Verdict, first_difference
-from evergrad.recovery.store import PREFIX, Sealed
-from evergrad.wording import meant
+from evergrad.recovery.membership import (
+    EXIT_ALL_LEFT,
+    Fingerprint,
+    MembershipPlan,
+    StoreKeys,
+    SurvivorReport,
+    Verdict,
+    first_difference,
+)
+from evergrad.recovery.store import PREFIX, SignedStore
+from evergrad.wording import did_you_mean
 
 # Every process of a job as its coordinator counts them: who lives, who is out, and what became of those.
 
 
 @dataclass(slots=True)
-class Roster:
+class ProcessTable:
     """By uid; it only grows. Whoever changes it, or reads more than one thing of it, holds the coordinator's lock."""
 
     uids: list[int] = field(default_factory=list)
@@ -45,9 +53,9 @@ class Roster:
     left: set[int] = field(default_factory=set)
     """Those who have left in good order, before the job's end."""
 
-    def copy(self) -> Roster:
+    def copy(self) -> ProcessTable:
         """As it is now."""
-        return Roster(list(self.uids), dict(self.codes), dict(self.hows), set(self.left))
+        return ProcessTable(list(self.uids), dict(self.codes), dict(self.hows), set(self.left))
 
     def count_out(self, uid: int, code: int, how: str) -> bool:
         """Note that a process is out; whether that is news."""
@@ -72,24 +80,24 @@ class Roster:
         """Whether all of these are out, with this code."""
         return all(self.codes.get(uid) == code for uid in members)
 
-    def fate(self, plan: Plan, uid: int) -> str:
+    def fate(self, plan: MembershipPlan, uid: int) -> str:
         """What became of a process, by the rank that it had."""
         return f"rank {plan.rank_of(uid)} {self.hows[uid]}"
 
-    def fates(self, plan: Plan, uids: Collection[int]) -> str:
+    def fates(self, plan: MembershipPlan, uids: Collection[int]) -> str:
         """The same of several."""
         return ", ".join(self.fate(plan, uid) for uid in sorted(uids))
 
 
 # How often a job tries again before it is given up: what comes back every time is no accident.
 
-_FUTILE = 20
+_MAX_FUTILE_GENERATIONS = 20
 """So many generations in a row that lose nobody and come to no point are enough."""
-_RETURNS = 5
+_MAX_RETURNS_TO_VERSION = 5
 """So often a job goes back to the same version."""
 
 
-class Endurance:
+class RetryLimits:
     """One job's."""
 
     def __init__(self, max_restarts: int) -> None:
@@ -107,18 +115,21 @@ class Endurance:
         """The job is relaunched."""
         self._restarts += 1
 
-    def objection(self, before: Plan, after: Plan) -> str:
+    def objection(self, before: MembershipPlan, after: MembershipPlan) -> str:
         """What speaks against going on from one plan to the next, which counts as tried; empty if nothing does."""
         if after.dead or after.left or after.joiners or after.point > before.point:
             self._futile = 0
         else:
             self._futile += 1
-            if self._futile >= _FUTILE:
+            if self._futile >= _MAX_FUTILE_GENERATIONS:
                 return f"{self._futile} generations in a row came to no point; the last"
         if after.version:
             self._returns[after.version] += 1
-            if self._returns[after.version] > _RETURNS:
-                return f"the job has gone back {_RETURNS} times to {after.version}, and its ranks differ again"
+            if self._returns[after.version] > _MAX_RETURNS_TO_VERSION:
+                return (
+                    f"the job has gone back {_MAX_RETURNS_TO_VERSION} times to {after.version}, "
+                    "and its ranks differ again"
+                )
         return ""
 
 
@@ -130,108 +141,108 @@ class Endurance:
 _LEAVE = -1
 
 
-class Notices:
+class CoordinatorStore:
     """Of one job, by generation and uid."""
 
-    def __init__(self, store: Sealed) -> None:
+    def __init__(self, store: SignedStore) -> None:
         self._store = store
 
     def ask(self) -> None:
         """Ask anything, and return when there is an answer."""
-        self._store.store.check([Keys.fatal])
+        self._store.store.check([StoreKeys.fatal])
 
     def fatal(self) -> str | None:
         """Why nobody shall go on, if a rank says so."""
-        return self._store.find(Keys.fatal)
+        return self._store.find(StoreKeys.fatal)
 
     def misuse(self) -> str | None:
         """Which calls the script leaves out, if a rank says so when it has finished."""
-        return self._store.find(Keys.misuse)
+        return self._store.find(StoreKeys.misuse)
 
     def progress(self) -> int:
         """How many steps were applied, as far as ranks have told."""
-        progress = self._store.find(Keys.progress)
+        progress = self._store.find(StoreKeys.progress)
         return 0 if progress is None else int(json.loads(progress).get("step", 0))
 
     def has_joined(self, uid: int) -> bool:
         """Whether this process has called `eg.join`."""
-        return self._store.has(Keys.joined(uid))
+        return self._store.has(StoreKeys.joined(uid))
 
     def has_waited(self, uid: int) -> bool:
         """Return True if this process has come to its first `job.batches` as a spare."""
-        return self._store.has(Keys.waiting(uid))
+        return self._store.has(StoreKeys.waiting(uid))
 
     def has_checkpointer(self, uid: int) -> bool:
         """Whether it has joined with something to restart from."""
-        joined = self._store.find(Keys.joined(uid))
+        joined = self._store.find(StoreKeys.joined(uid))
         return joined is not None and bool(json.loads(joined).get("checkpointer"))
 
     def can_be_called(self, uid: int) -> bool:
         """Whether this spare waits, and nobody has called it."""
-        return self._store.has(Keys.waiting(uid)) and not self._store.has(Keys.called(uid))
+        return self._store.has(StoreKeys.waiting(uid)) and not self._store.has(StoreKeys.called(uid))
 
-    def is_broken(self, plan: Plan) -> bool:
+    def is_broken(self, plan: MembershipPlan) -> bool:
         """Whether somebody knows that this generation is over."""
-        return self._store.has(Keys.broken(plan.generation))
+        return self._store.has(StoreKeys.broken(plan.generation))
 
-    def reason(self, plan: Plan) -> str:
+    def reason(self, plan: MembershipPlan) -> str:
         """Why it is over, as the first who knew said; empty if nobody has."""
         return str(json.loads(self._broken(plan)).get("reason", ""))
 
-    def report(self, plan: Plan, uid: int) -> Report | None:
+    def report(self, plan: MembershipPlan, uid: int) -> SurvivorReport | None:
         """What a survivor saw of it, once it has told."""
-        text = self._store.find(Keys.report(plan.generation, uid))
-        return None if text is None else Report.from_json(text)
+        text = self._store.find(StoreKeys.report(plan.generation, uid))
+        return None if text is None else SurvivorReport.from_json(text)
 
     def diverged(self) -> str:
         """The first difference between ranks after a process joined, unless it has been healed since."""
-        return self._store.find(Keys.diverged) or ""
+        return self._store.find(StoreKeys.diverged) or ""
 
     def fingerprint(self, uid: int) -> Fingerprint | None:
         """The fingerprint of what a process has trained, once it has ended its training."""
-        text = self._store.find(Keys.fingerprint(uid))
+        text = self._store.find(StoreKeys.fingerprint(uid))
         return None if text is None else Fingerprint.from_json(text)
 
-    def publish(self, plan: Plan) -> None:
+    def publish(self, plan: MembershipPlan) -> None:
         """Say what the next generation is."""
-        self._store.set(Keys.plan(plan.generation), plan.to_json())
+        self._store.set(StoreKeys.plan(plan.generation), plan.to_json())
 
-    def break_off(self, plan: Plan, uid: int, reason: str) -> None:
+    def break_off(self, plan: MembershipPlan, uid: int, reason: str) -> None:
         """Say that a generation is over because of a member, or of nobody (-1); unless that is known already."""
         text = json.dumps({"uid": uid, "reason": reason})
-        self._store.claim(Keys.broken(plan.generation), text)
+        self._store.claim(StoreKeys.broken(plan.generation), text)
         self._wake(plan, text)
 
-    def spread_break(self, plan: Plan) -> None:
+    def spread_break(self, plan: MembershipPlan) -> None:
         """Let all members know of what one of them has said."""
         self._wake(plan, self._broken(plan))
 
-    def ask_for_change(self, plan: Plan, waiting: Sequence[int]) -> None:
+    def ask_for_change(self, plan: MembershipPlan, waiting: Sequence[int]) -> None:
         """Ask everyone to stop before the next step: these wait to be let in."""
-        self._store.set(Keys.change(plan.generation), json.dumps({"uids": list(waiting)}))
+        self._store.set(StoreKeys.change(plan.generation), json.dumps({"uids": list(waiting)}))
 
     def note_end(self, uid: int) -> None:
         """Tell those who wait for this process between two epochs that it has ended its script."""
-        self._store.set(Keys.ended(uid), "1")
+        self._store.set(StoreKeys.ended(uid), "1")
 
     def call(self, uid: int, generation: int) -> None:
         """Call a spare into a generation."""
-        self._store.set(Keys.called(uid), str(generation))
+        self._store.set(StoreKeys.called(uid), str(generation))
 
     def dismiss(self, uid: int) -> None:
         """Let a spare leave: the job has ended without a need for it."""
-        self._store.set(Keys.called(uid), str(_LEAVE))
+        self._store.set(StoreKeys.called(uid), str(_LEAVE))
 
     def forbid(self, message: str) -> None:
         """Let nobody go on."""
-        self._store.set(Keys.fatal, message)  # whatever is there: it may not be ours
+        self._store.set(StoreKeys.fatal, message)  # whatever is there: it may not be ours
 
-    def _broken(self, plan: Plan) -> str:
-        return self._store.find(Keys.broken(plan.generation)) or "{}"
+    def _broken(self, plan: MembershipPlan) -> str:
+        return self._store.find(StoreKeys.broken(plan.generation)) or "{}"
 
-    def _wake(self, plan: Plan, text: str) -> None:
+    def _wake(self, plan: MembershipPlan, text: str) -> None:
         """Every member that may be waiting for someone who will never come."""
-        self._store.set_all({Keys.news(uid, plan.generation): text for uid in plan.members})
+        self._store.set_all({StoreKeys.news(uid, plan.generation): text for uid in plan.members})
 
 
 _log = logging.getLogger(__name__)
@@ -242,11 +253,11 @@ _LATE_S = 10.0
 _PATIENCE_S = 10.0
 _LOST = -9
 """As a code: it will be killed, or cannot be."""
-_EXIT_CODES = {"finished": 0, "failed": 1, "fatal": 2, "too-few": 4, "diverged": 6, "left": LEFT_TOGETHER}
+_EXIT_CODES = {"finished": 0, "failed": 1, "fatal": 2, "too-few": 4, "diverged": 6, "left": EXIT_ALL_LEFT}
 _Ending = Literal["finished", "failed", "fatal", "too-few", "diverged", "left"]
 
 
-class Tell(Protocol):
+class RecordEvent(Protocol):
     """Takes an event for the timeline; called from more than one thread."""
 
     def __call__(self, event: str, /, **fields: object) -> None: ...
@@ -263,7 +274,7 @@ class SpawnRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How the job ended."""
 
     kind: _Ending
@@ -289,25 +300,25 @@ class Coordinator:
         max_ranks: int | None = None,
         max_restarts: int = 3,
         secret: Secret | None = None,
-        tell: Tell,
+        tell: RecordEvent,
         spawn: Callable[[SpawnRequest], int] | None = None,
     ) -> None:
         if strategy not in STRATEGIES:
-            hint = meant(strategy, STRATEGIES)
+            hint = did_you_mean(strategy, STRATEGIES)
             raise UsageError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {strategy!r}.{hint}")
         if not 1 <= min_ranks <= num_ranks:
             raise UsageError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, found {min_ranks}")
         self._num_ranks, self._strategy, self._min_ranks = num_ranks, strategy, min_ranks
         self._max_ranks = num_ranks if max_ranks is None else max_ranks
-        self._tell, self._spawn, self._endurance = tell, spawn, Endurance(max_restarts)
+        self._tell, self._spawn, self._endurance = tell, spawn, RetryLimits(max_restarts)
         # Not a client that can be cut: it would count connections of ranks, which end in this process, as its own.
         store = PrefixStore(PREFIX, TCPStore(host, port, None, False, timedelta(seconds=60), False))
-        self._notices = Notices(Sealed(store, secret))
+        self._notices = CoordinatorStore(SignedStore(store, secret))
         self._lock = threading.Lock()
         """Over plan, roster and outcome."""
-        self._plan: Plan | None = None
-        self._roster = Roster()
-        self._outcome: Outcome | None = None
+        self._plan: MembershipPlan | None = None
+        self._roster = ProcessTable()
+        self._outcome: JobOutcome | None = None
         self._ended = threading.Event()
         self._stir = threading.Event()
         """Somebody has exited, or the coordinator is to close."""
@@ -321,7 +332,7 @@ class Coordinator:
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> JobOutcome | None:
         """How the job ended; None while it goes on."""
         return self._outcome
 
@@ -367,7 +378,7 @@ class Coordinator:
         assert len(set(uids)) == len(uids) >= self._num_ranks, f"cannot begin with {uids}"
         with self._lock:
             self._roster.uids = list(uids)
-        self._install(Plan(0, tuple(uids[: self._num_ranks])))
+        self._install(MembershipPlan(0, tuple(uids[: self._num_ranks])))
         self._thread.start()
 
     def started(self, uid: int) -> None:
@@ -408,7 +419,7 @@ class Coordinator:
         """Return when the store has answered."""
         self._notices.ask()
 
-    def wait(self, timeout: float | None = None) -> Outcome | None:
+    def wait(self, timeout: float | None = None) -> JobOutcome | None:
         """The outcome, once there is one; None if that takes longer than this many seconds."""
         self._ended.wait(timeout)
         return self._outcome
@@ -431,7 +442,7 @@ class Coordinator:
             self._end("fatal", str(error))
         self._stir.set()
 
-    def _miss(self, uid: int, code: int, plan: Plan | None, goes_on: bool, fields: dict[str, str]) -> None:
+    def _miss(self, uid: int, code: int, plan: MembershipPlan | None, goes_on: bool, fields: dict[str, str]) -> None:
         rank = plan.rank_of(uid) if plan is not None else None
         if plan is None or rank is None or not goes_on:
             if self._outcome is None:
@@ -445,8 +456,8 @@ class Coordinator:
         elif code == 0:
             self._notices.note_end(uid)
             self._finish_if_all_have(plan)
-        elif code == LEFT_TOGETHER:
-            if self._have_all(plan, LEFT_TOGETHER):
+        elif code == EXIT_ALL_LEFT:
+            if self._have_all(plan, EXIT_ALL_LEFT):
                 self._end("left", "all ranks were asked to leave, and did so together. Start it again to go on there")
         else:
             can_go_on = plan.generation > 0 or self._notices.has_joined(uid)
@@ -469,7 +480,7 @@ class Coordinator:
                 _log.exception("the coordinator cannot go on")
                 self._end("failed", f"the coordinator cannot go on: {type(error).__name__}: {error}")
 
-    def _await_break(self, plan: Plan) -> bool:
+    def _await_break(self, plan: MembershipPlan) -> bool:
         """Whether this generation has broken; False if there is nothing more to do."""
         news_s = 0.0
         while self._goes_on():
@@ -483,12 +494,12 @@ class Coordinator:
             self._pause(_LOOK_S)
         return False
 
-    def _gather(self, plan: Plan) -> dict[int, Report] | None:
+    def _gather(self, plan: MembershipPlan) -> dict[int, SurvivorReport] | None:
         """What the members saw that neither died nor finished; None if the job ended meanwhile.
 
         A rank that neither reports nor exits is waited for: nobody else can say where it is.
         """
-        reports: dict[int, Report] = {}
+        reports: dict[int, SurvivorReport] = {}
         begun_s, is_said = time.monotonic(), False
         while self._goes_on():
             for uid in plan.members:
@@ -508,7 +519,7 @@ class Coordinator:
             self._pause(0.001 if waited_s < 1.0 else 0.02)
         return None
 
-    def _go_on(self, plan: Plan, reports: dict[int, Report]) -> None:
+    def _go_on(self, plan: MembershipPlan, reports: dict[int, SurvivorReport]) -> None:
         """Decide, and say so to everyone."""
         if self._is_fatal():
             return
@@ -529,7 +540,7 @@ class Coordinator:
             finished=roster.finished(plan.members),
             dead=roster.dead(plan.members),
         )
-        if isinstance(decision, Stop):
+        if isinstance(decision, StopDecision):
             self._stop(plan, roster, decision, hindrance)
             return
         if objection := self._endurance.objection(plan, decision):
@@ -538,17 +549,17 @@ class Coordinator:
         if decision.relaunch:
             self._endurance.restarted()
             start = partial(self._start, decision.generation)
-            decision = relaunched(decision, self._num_ranks, spares, start)
+            decision = with_relaunched_members(decision, self._num_ranks, spares, start)
         self._install(decision)
         for uid in decision.joiners:
             if plan.rank_of(uid) is None:
                 self._notices.call(uid, decision.generation)
 
-    def _end_if_nobody_is_left(self, plan: Plan, roster: Roster) -> bool:
+    def _end_if_nobody_is_left(self, plan: MembershipPlan, roster: ProcessTable) -> bool:
         """Whether every member is out, some of them in good order: then there is nothing to decide."""
         finished, dead = roster.finished(plan.members), roster.dead(plan.members)
-        if dead == set(plan.members) and LEFT_TOGETHER in roster.codes.values():
-            died = roster.fates(plan, [uid for uid in dead if roster.codes[uid] != LEFT_TOGETHER])
+        if dead == set(plan.members) and EXIT_ALL_LEFT in roster.codes.values():
+            died = roster.fates(plan, [uid for uid in dead if roster.codes[uid] != EXIT_ALL_LEFT])
             self._end("left", f"all ranks were asked to leave, and one died meanwhile ({died}): its work may be lost")
             return True
         if finished and finished | dead == set(plan.members):
@@ -558,7 +569,7 @@ class Coordinator:
             return True
         return False
 
-    def _stop(self, plan: Plan, roster: Roster, decision: Stop, hindrance: str) -> None:
+    def _stop(self, plan: MembershipPlan, roster: ProcessTable, decision: StopDecision, hindrance: str) -> None:
         """The job cannot go on, and cannot be relaunched."""
         if decision.is_mistake:
             self._end("fatal", f"{decision.reason}. {decision.advice}")
@@ -580,7 +591,7 @@ class Coordinator:
         self._tell("process_spawned", uid=uid, rank=rank, replaces=before, generation=generation)
         return uid
 
-    def _install(self, plan: Plan) -> None:
+    def _install(self, plan: MembershipPlan) -> None:
         """Make this the present generation."""
         self._notices.publish(plan)
         with self._lock:
@@ -613,14 +624,14 @@ class Coordinator:
                 self._break(plan, uid)
         self._finish_if_all_have(plan)
 
-    def _break(self, plan: Plan, uid: int) -> None:
+    def _break(self, plan: MembershipPlan, uid: int) -> None:
         """This generation is over because a member is out."""
         if self._broken_off == plan.generation:
             return  # every member knows: of many that die together, each would tell all the others again
         self._notices.break_off(plan, uid, self._roster.fate(plan, uid))
         self._broken_off = plan.generation
 
-    def _finish_if_all_have(self, plan: Plan) -> None:
+    def _finish_if_all_have(self, plan: MembershipPlan) -> None:
         if not self._have_all(plan, 0):
             return
         if (misuse := self._notices.misuse()) is not None:
@@ -643,7 +654,7 @@ class Coordinator:
         ranks = f"{plan.world_size} of {self._num_ranks} in the end"
         self._end("finished", f"all ranks have finished, {ranks}", uncompared=uncompared)
 
-    def _have_all(self, plan: Plan, code: int) -> bool:
+    def _have_all(self, plan: MembershipPlan, code: int) -> bool:
         """True if all members are out, with this code; asked once for each that exits, so counted before looked at."""
         return len(self._roster.codes) >= plan.world_size and self._roster.have_all(plan.members, code)
 
@@ -657,7 +668,7 @@ class Coordinator:
     def _note_progress(self) -> None:
         self._step = max(self._step, self._notices.progress())
 
-    def _look_for_news(self, plan: Plan) -> None:
+    def _look_for_news(self, plan: MembershipPlan) -> None:
         if self._is_fatal():
             return
         self._note_progress()
@@ -671,7 +682,7 @@ class Coordinator:
         if left is not None and joined:
             self._break(plan, left)
 
-    def _hindrance(self, plan: Plan) -> str:
+    def _hindrance(self, plan: MembershipPlan) -> str:
         """Why the job cannot be relaunched; empty if it can."""
         if self._spawn is None:
             return "no process can be started"
@@ -680,7 +691,7 @@ class Coordinator:
         self._has_checkpointer = self._has_checkpointer or any(map(self._notices.has_checkpointer, plan.members))
         return "" if self._has_checkpointer else "there is no checkpointer to restart from"
 
-    def _let_in(self, plan: Plan) -> None:
+    def _let_in(self, plan: MembershipPlan) -> None:
         """Where there are too few ranks and somebody waits: let all stop before their next step, to let it in."""
         if len(plan.members) >= self._max_ranks or plan.calls or self._changing == plan.generation:
             return
@@ -709,7 +720,7 @@ class Coordinator:
         with self._lock:
             if self._outcome is not None:
                 return
-            self._outcome = Outcome(kind, message, _EXIT_CODES[kind], self._survived, uncompared)
+            self._outcome = JobOutcome(kind, message, _EXIT_CODES[kind], self._survived, uncompared)
             spares = self._roster.spares(frozenset(self.membership[1]))
         with suppress(RuntimeError):  # the store may be what failed
             self._note_progress()

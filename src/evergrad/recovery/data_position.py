@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from evergrad.errors import StateError
-from evergrad.recovery.dataloader import Batches, Order, Source
-from evergrad.recovery.elastic_sampler import Balance, BatchMode, Epoch
-from evergrad.recovery.gradients import Layout
-from evergrad.recovery.local_state import Randomness
+from evergrad.recovery.dataloader import BatchIterator, BatchSource, SampleOrder
+from evergrad.recovery.elastic_sampler import BatchMode, ElasticEpoch, SampleCounts
+from evergrad.recovery.gradients import BucketLayout
+from evergrad.recovery.local_state import RngSnapshot
 from evergrad.recovery.process_group import Group
 
 OPENING = 4
@@ -25,7 +25,7 @@ OPENING = 4
 _NUMBERS = ("epoch", "index", "step", "point", "passes")
 
 
-class Course:
+class DataPosition:
     """The job's way through its data.
 
     An epoch is one call of `job.batches`. A step takes one batch, or several where gradients are accumulated; `index`
@@ -40,27 +40,27 @@ class Course:
         """Digests of the hyper-parameters of the job's first steps."""
         self.is_begun = False
         """Whether this epoch's first point has been passed."""
-        self.layout: Layout | None = None
+        self.layout: BucketLayout | None = None
         """How gradients lie in buckets: agreed by all ranks."""
-        self.deal: Epoch | None = None
+        self.deal: ElasticEpoch | None = None
         self.rank = 0
         """The rank that this process has in the deal."""
-        self._order: Order | None = None
+        self._order: SampleOrder | None = None
         self._is_shared = False
-        self._source: Source | None = None
-        self._batches: Batches | None = None
+        self._source: BatchSource | None = None
+        self._batches: BatchIterator | None = None
         self._fetched = 0
         self._loader_state: Any = None
         self._known_data: dict[str, str] = {}
         """Digests of the dataset of whoever gave this process the state."""
 
     @property
-    def source(self) -> Source:
+    def source(self) -> BatchSource:
         """The loader of this epoch."""
         assert self._source is not None
         return self._source
 
-    def open(self, source: Source, seed: int, rank: int, world_size: int) -> None:
+    def open(self, source: BatchSource, seed: int, rank: int, world_size: int) -> None:
         """Begin an epoch, or go on with one that this process has been told of."""
         self._source, self.rank = source, rank
         if source.opaque:
@@ -103,7 +103,7 @@ class Course:
             found = torch.from_numpy(ends.copy()) if is_mine and ends is not None else torch.empty(count).long()
             group.broadcast(found, root).wait()
             bounds = found.numpy()
-        self._order, self._is_shared = Order(indices.numpy(), bounds), True
+        self._order, self._is_shared = SampleOrder(indices.numpy(), bounds), True
         self._deal_afresh(group.size)
         self._look_ahead(keep_rng=True)
 
@@ -159,7 +159,7 @@ class Course:
         self.index += count
         self.step += 1
 
-    def close(self) -> Balance | None:
+    def close(self) -> SampleCounts | None:
         """This epoch is over; its books."""
         books = self.deal.books.summary() if self.deal is not None else None
         self._drop()
@@ -210,8 +210,8 @@ class Course:
         self.layout = state["layout"]
         self.opening = list(state.get("opening", []))  # versions of earlier releases have none of these two
         self._known_data = dict(state.get("data", {}))
-        self.deal = Epoch.from_state(state["deal"]) if state["deal"] is not None else None
-        self._order = Order.from_state(state["order"]) if state["order"] is not None else None
+        self.deal = ElasticEpoch.from_state(state["deal"]) if state["deal"] is not None else None
+        self._order = SampleOrder.from_state(state["order"]) if state["order"] is not None else None
         self._is_shared = self._order is not None and self.is_begun
         self._loader_state = state["loader"]
 
@@ -246,19 +246,19 @@ class Course:
 
 
 @dataclass(slots=True)
-class Given:
+class StepBatch:
     """A batch, and the generators as they were when it was given."""
 
     batch: Any
-    randomness: Randomness | None
+    randomness: RngSnapshot | None
 
 
 @dataclass(slots=True)
-class Window:
+class StepBatches:
     """One batch, or several where gradients are accumulated."""
 
-    given: list[Given] = field(default_factory=list)
-    again: deque[Given] = field(default_factory=deque)
+    given: list[StepBatch] = field(default_factory=list)
+    again: deque[StepBatch] = field(default_factory=deque)
     """Batches of a step that is redone, which come before any others."""
     reduced: int = 0
     """How many of the batches given have been reduced."""
@@ -273,12 +273,12 @@ class Window:
     def __bool__(self) -> bool:
         return bool(self.given)
 
-    def give(self, batch: Any, *, redoable: bool) -> Given:
+    def give(self, batch: Any, *, redoable: bool) -> StepBatch:
         """One more batch for the script."""
-        self.given.append(Given(batch, Randomness() if redoable else None))
+        self.given.append(StepBatch(batch, RngSnapshot() if redoable else None))
         return self.given[-1]
 
-    def give_again(self) -> Given | None:
+    def give_again(self) -> StepBatch | None:
         """The next batch of a step that is redone, with the generators as they were then; None if none is left."""
         if not self.again:
             return None

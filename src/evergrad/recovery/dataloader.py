@@ -40,7 +40,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery.elastic_sampler import Epoch
+from evergrad.recovery.elastic_sampler import ElasticEpoch
 
 # Batches come in the order of the books: `in_order` is left at its default, whatever the loader says.
 _PASSED_ON = (
@@ -63,7 +63,7 @@ _ADVICE = "Pass a DataLoader over a map-style dataset, or a loader with state_di
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleOrder:
     """Which samples the units of an epoch are, by position; two arrays at most, so that ranks can share it."""
 
     indices: npt.NDArray[np.int64]
@@ -87,7 +87,7 @@ class Order:
         return {"indices": self.indices, "ends": self.ends}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Order:
+    def from_state(cls, state: Mapping[str, Any]) -> SampleOrder:
         """The order that was saved; `StateError` if it is none."""
         try:
             indices, ends = np.asarray(state["indices"], np.int64), state["ends"]
@@ -99,7 +99,7 @@ class Order:
         return cls(indices, ends)
 
 
-class Batches(AbstractContextManager["Batches"], Iterator[Any]):
+class BatchIterator(AbstractContextManager["BatchIterator"], Iterator[Any]):
     """The batches of one `iterate`. Closing it ends its workers, unless they are persistent or an opaque loader's."""
 
     def __init__(self, iterator: Iterator[Any], *, keep_workers: bool = False) -> None:
@@ -159,17 +159,17 @@ class _Dealt(Iterable[Sequence[int]]):
         return iter(self.batches)
 
 
-class Source:
-    """A user's loader; `Source.of` makes one.
+class BatchSource:
+    """A user's loader; `BatchSource.of` makes one.
 
     - The loader itself is never iterated, unless it is opaque, and never changed.
-    - One `Source` serves every epoch, so that persistent workers persist. Not thread safe.
+    - One `BatchSource` serves every epoch, so that persistent workers persist. Not thread safe.
     """
 
     def __init__(
         self,
         loader: Any,
-        make: Callable[[int, int], Order] | None,
+        make: Callable[[int, int], SampleOrder] | None,
         *,
         must_share: bool = False,
         batch_size: int = 1,
@@ -192,7 +192,7 @@ class Source:
         return {} if self.opaque else data_digests(self.loader.dataset)
 
     @classmethod
-    def of(cls, loader: Any) -> Source:
+    def of(cls, loader: Any) -> BatchSource:
         """What this loader is; `UsageError` if its samples can be neither dealt nor found again."""
         kind = type(loader).__qualname__
         is_stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -220,13 +220,13 @@ class Source:
         if isinstance(sampler, DistributedSampler) and not _overrides(sampler, DistributedSampler, "__iter__"):
             return cls(loader, _distributed(sampler), pad=not sampler.drop_last, **settings)
         if type(sampler) is SequentialSampler:
-            return cls(loader, lambda epoch, seed: Order(np.arange(len(sampler), dtype=np.int64)), **settings)
+            return cls(loader, lambda epoch, seed: SampleOrder(np.arange(len(sampler), dtype=np.int64)), **settings)
         if _shuffles(sampler):
             return cls(loader, lambda epoch, seed: _shuffled(len(sampler), seed + epoch), **settings)
         _refuse_shards(sampler)
         return cls(loader, lambda epoch, seed: _samples_of(sampler), must_share=True, **settings)
 
-    def order(self, epoch: int, seed: int = 0) -> Order:
+    def order(self, epoch: int, seed: int = 0) -> SampleOrder:
         """The order of an epoch, numbered from 0. A `DistributedSampler` goes by its own seed, and by its own epoch
         once `set_epoch` has set one.
 
@@ -236,11 +236,11 @@ class Source:
         assert self._make is not None, "an opaque loader has no known order"
         return self._make(epoch, seed)
 
-    def deal(self, order: Order, world_size: int) -> Epoch:
+    def deal(self, order: SampleOrder, world_size: int) -> ElasticEpoch:
         """An epoch in this order, to be dealt to so many ranks."""
-        return Epoch(len(order), world_size, self.batch_size, pad=self.pad, drop_last=self.drop_last)
+        return ElasticEpoch(len(order), world_size, self.batch_size, pad=self.pad, drop_last=self.drop_last)
 
-    def iterate(self, batches: Iterable[Sequence[int]] | None = None, *, keep_rng: bool = False) -> Batches:
+    def iterate(self, batches: Iterable[Sequence[int]] | None = None, *, keep_rng: bool = False) -> BatchIterator:
         """Batches of these samples, as the loader makes them, or those of an opaque loader.
 
         `batches` are taken only as far ahead as the loader's workers prefetch. Making the iterator draws the workers'
@@ -259,7 +259,7 @@ class Source:
             if before is not None:
                 rng.load_state_dict(before)
             self._dealt.batches = ()
-        return Batches(iterator, keep_workers=self.opaque or loader.persistent_workers)
+        return BatchIterator(iterator, keep_workers=self.opaque or loader.persistent_workers)
 
     def close(self) -> None:
         """End persistent workers. Twice is fine; the next `iterate` starts them anew."""
@@ -291,17 +291,17 @@ def _shuffles(sampler: object) -> bool:
     return is_random and not known.replacement and known.num_samples == len(known.data_source)
 
 
-def _shuffled(count: int, seed: int) -> Order:
+def _shuffled(count: int, seed: int) -> SampleOrder:
     generator = torch.Generator()
     generator.manual_seed(seed)
-    return Order(torch.randperm(count, generator=generator).numpy())
+    return SampleOrder(torch.randperm(count, generator=generator).numpy())
 
 
-def _distributed(sampler: DistributedSampler[Any]) -> Callable[[int, int], Order]:
-    def make(epoch: int, seed: int) -> Order:
+def _distributed(sampler: DistributedSampler[Any]) -> Callable[[int, int], SampleOrder]:
+    def make(epoch: int, seed: int) -> SampleOrder:
         count = len(sampler.dataset)  # type: ignore[arg-type]
         if not sampler.shuffle:
-            return Order(np.arange(count, dtype=np.int64))
+            return SampleOrder(np.arange(count, dtype=np.int64))
         return _shuffled(count, sampler.seed + (sampler.epoch or epoch))
 
     return make
@@ -317,14 +317,14 @@ def _refuse_shards(sampler: object) -> None:
             )
 
 
-def _samples_of(sampler: Iterable[Any]) -> Order:
-    return Order(np.fromiter((_whole(index, sampler) for index in _all_of(sampler)), np.int64))
+def _samples_of(sampler: Iterable[Any]) -> SampleOrder:
+    return SampleOrder(np.fromiter((_whole(index, sampler) for index in _all_of(sampler)), np.int64))
 
 
-def _batches_of(sampler: Iterable[Iterable[Any]]) -> Order:
+def _batches_of(sampler: Iterable[Iterable[Any]]) -> SampleOrder:
     batches = [[_whole(index, sampler) for index in batch] for batch in _all_of(sampler)]
     ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
-    return Order(np.array([index for batch in batches for index in batch], np.int64), ends)
+    return SampleOrder(np.array([index for batch in batches for index in batch], np.int64), ends)
 
 
 def _all_of(sampler: Iterable[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ that is dealt is 0, 1, …, units-1, from the beginning again where it is padded
 and rank r of N takes r, r+N, … of the block. For equal blocks that are multiples of N this is what
 `torch.utils.data.DistributedSampler` gives, batch by batch:
 
-    >>> epoch = Epoch(10, world_size=2, batch_size=2)
+    >>> epoch = ElasticEpoch(10, world_size=2, batch_size=2)
     >>> [epoch.share(1, index).positions.tolist() for index in range(epoch.num_batches)]
     [[1, 3], [5, 7], [9]]
 
@@ -26,7 +26,7 @@ One byte a unit, written when a step has been applied and never before: a step t
 The books do not ask how units were dealt. They are told which places of the dealt sequence went into a step, and count
 for themselves, so that they can contradict the dealing.
 
-    >>> books = Books(5)
+    >>> books = SampleAccounting(5)
     >>> books.enter(0, 6)  # five units for two ranks: unit 0 comes again as padding
     >>> print(books.summary())
     5 units: 5 used once, 0 lost, 0 dropped, 0 unused; 1 padding, 0 idle, 0 twice
@@ -61,7 +61,7 @@ _UNUSED, _USED, _LOST, _DROPPED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class SampleCounts:
     """The books of an epoch in numbers. Every unit is in one of `used_once`, `lost`, `dropped`, `unused`."""
 
     units: int
@@ -102,7 +102,7 @@ class Balance:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     @classmethod
-    def from_json(cls, row: str | bytes | Mapping[str, Any]) -> Balance:
+    def from_json(cls, row: str | bytes | Mapping[str, Any]) -> SampleCounts:
         """Back from a row, or from its text."""
         fields: dict[str, Any] = dict(json.loads(row) if isinstance(row, str | bytes) else row)
         version = fields.pop("schema_version", None)
@@ -111,7 +111,7 @@ class Balance:
         return cls(**fields)
 
 
-class Books:
+class SampleAccounting:
     """The books of one epoch of `units`, of which all from `dropped_from` on are never dealt."""
 
     def __init__(self, units: int, dropped_from: int | None = None) -> None:
@@ -152,10 +152,10 @@ class Books:
         self._uses += count
         self._padding += count
 
-    def summary(self) -> Balance:
+    def summary(self) -> SampleCounts:
         """The books in numbers, as of now."""
         found = [int(np.count_nonzero(self._marks == mark)) for mark in range(4)]
-        return Balance(
+        return SampleCounts(
             units=len(self._marks),
             uses=self._uses,
             used_once=found[_USED],
@@ -196,7 +196,7 @@ _SETTINGS = ("units", "world_size", "batch_size", "pad", "drop_last", "booked")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShare:
     """What one rank runs in one batch."""
 
     positions: npt.NDArray[np.int64]
@@ -237,10 +237,10 @@ class _Deal:
         return max(1, min(self.world_size, (stop - begin) // least))
 
 
-class Epoch:
+class ElasticEpoch:
     """One epoch as it is dealt out, batch by batch, and its books.
 
-    - Every rank has its own `Epoch`, and all are equal: whatever is asked of one follows from the calls before.
+    - Every rank has its own `ElasticEpoch`, and all are equal: whatever is asked of one follows from the calls before.
     - Batches are numbered from 0 through the whole epoch, however often it is dealt again.
     - With `pad` the ranks' shares are made equal by repeats from the beginning, without it the tail is dropped: what
       `drop_last` means to `DistributedSampler`. `drop_last` is the DataLoader's, and drops incomplete batches.
@@ -267,7 +267,7 @@ class Epoch:
         self._deals = [_Deal(0, world_size, world_size * batch_size, 0, each * world_size)]
         self._booked = 0
         """Batches before this one are in the books, or never will be."""
-        self.books = Books(units, self._live)
+        self.books = SampleAccounting(units, self._live)
 
     @property
     def units(self) -> int:
@@ -284,17 +284,19 @@ class Epoch:
         """How many batches the epoch has, as it is dealt now."""
         return self._deals[-1].end
 
-    def share(self, rank: int, index: int) -> Share:
+    def share(self, rank: int, index: int) -> BatchShare:
         """What a rank runs in a batch; for a batch before the last re-deal, the rank it had then."""
         deal = self._deal(index)
         assert 0 <= rank < deal.world_size, f"rank {rank} of {deal.world_size}"
         (begin, stop), active, least = deal.places(index), self._active(deal, index), self._least(deal)
         if rank >= active or begin + rank >= stop:
-            return Share(self._at_least(np.arange(begin, min(begin + least, stop)), least) % self._units, idle=True)
+            return BatchShare(
+                self._at_least(np.arange(begin, min(begin + least, stop)), least) % self._units, idle=True
+            )
         places = np.arange(begin + rank, stop, active, dtype=np.int64)
         if len(places) < least:  # the last unit of all, alone
-            return Share(self._at_least(places, least) % self._units, least - len(places))
-        return Share(places % self._units, int(np.count_nonzero(places >= self._units)))
+            return BatchShare(self._at_least(places, least) % self._units, least - len(places))
+        return BatchShare(places % self._units, int(np.count_nonzero(places >= self._units)))
 
     def counts(self, index: int) -> npt.NDArray[np.int64]:
         """How many units each rank has in a batch: repeats count, idle ranks have none."""
@@ -372,7 +374,7 @@ class Epoch:
         """Become the saved epoch; `StateError`, before anything is changed, if it is none."""
         try:
             units, world_size, batch_size, pad, drop_last, booked = (state[name] for name in _SETTINGS)
-            found = Epoch(int(units), int(world_size), int(batch_size), pad=bool(pad), drop_last=bool(drop_last))
+            found = ElasticEpoch(int(units), int(world_size), int(batch_size), pad=bool(pad), drop_last=bool(drop_last))
             found._booked = int(booked)
             found._deals = [_Deal(*row) for row in np.asarray(state["deals"]).tolist()]
             found.books.load_state_dict(state["books"])
@@ -383,7 +385,7 @@ class Epoch:
         self.__dict__.update(found.__dict__)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Epoch:
+    def from_state(cls, state: Mapping[str, Any]) -> ElasticEpoch:
         """The epoch that was saved."""
         epoch = cls(0, 1, 1)
         epoch.load_state_dict(state)

@@ -37,7 +37,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest_labelled((f"{name}\0{one.dtype}\0{tuple(one.shape)}\0".encode(), one) for name, one in tensors)
 
 
-def tell_weights(model: nn.Module | None, tell: Callable[..., None], **about: int) -> None:
+def record_weights(model: nn.Module | None, tell: Callable[..., None], **about: int) -> None:
     """Record the digests of parameters (`weights`), and of parameters and buffers (`state`), if that is asked for."""
     if model is None or os.environ.get(RECORD_WEIGHTS) != "1":
         return

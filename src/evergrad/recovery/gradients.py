@@ -2,7 +2,8 @@
 
 DDP works on a group of one. Its comm hook hands every bucket to us; the reduction runs while backward goes on, and is
 waited for at its end, in the thread that called `backward()`: first ours, then DDP's own end of the pass, then `ended`,
-which may repair gradients before `backward()` returns. With an `Overlap` the optimizer updates a bucket's parameters
+which may repair gradients before `backward()` returns. With an `OptimizerOverlap` the optimizer updates a bucket's
+parameters
 once it is reduced: what has arrived when another bucket is ready, the rest at the end of the pass.
 
 The bucket layout decides the order of summation, and so the last bit. DDP makes its buckets anew after its first pass;
@@ -23,19 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from evergrad.errors import UsageError
-from evergrad.recovery.optimizer_overlap import Overlap
-from evergrad.recovery.process_group import Group, GroupBroken, Ticket, solitary
+from evergrad.recovery.optimizer_overlap import OptimizerOverlap
+from evergrad.recovery.process_group import CollectiveWork, Group, GroupBroken, solitary
 
 # Gradients in buckets: which parameters lie in which, and one bucket on its way through a reduction.
 
-Layout: TypeAlias = "tuple[tuple[int, ...], ...]"
+BucketLayout: TypeAlias = "tuple[tuple[int, ...], ...]"
 """The numbers of the parameters in each bucket, in order. The order of summation, so the last bit, depends on it."""
 
-Hook: TypeAlias = "Callable[[Any, Any], Future[torch.Tensor]]"
+CommHook: TypeAlias = "Callable[[Any, Any], Future[torch.Tensor]]"
 """What DDP calls a comm hook: (state, bucket) → a future of the bucket's reduced gradients."""
 
 
-class Bucket:
+class GradientBucket:
     """What a comm hook is given: as torch's own GradBucket, but it can be made, and be reduced a second time."""
 
     def __init__(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], is_last: bool) -> None:
@@ -68,7 +69,7 @@ class Bucket:
         return self._is_last
 
 
-class Part:
+class BucketReduction:
     """One bucket in one backward pass."""
 
     def __init__(self, index: int, numbers: tuple[int, ...], buffer: torch.Tensor, is_last: bool) -> None:
@@ -77,7 +78,7 @@ class Part:
         """This rank's own gradients, unscaled, as long as they may have to be reduced again."""
         self.promised: Future[torch.Tensor] = Future()
         """What DDP waits for."""
-        self.ticket: Ticket | None = None
+        self.ticket: CollectiveWork | None = None
         self.reduced: Future[torch.Tensor] | None = None
         """Completed when the collective is over; the hooks' own work hangs on it."""
         self.outcome: Future[torch.Tensor] | None = None
@@ -101,7 +102,7 @@ class Part:
         if result.data_ptr() != self.buffer.data_ptr():
             self.buffer.copy_(result)
 
-    def begin(self, ticket: Ticket, sent: torch.Tensor) -> Future[torch.Tensor]:
+    def begin(self, ticket: CollectiveWork, sent: torch.Tensor) -> Future[torch.Tensor]:
         """The collective is under way with this tensor; the future that hooks may hang their own work on."""
         self.ticket, self._sent = ticket, sent
         self.reduced = Future()
@@ -127,7 +128,7 @@ def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
 
-class Surroundings(Protocol):
+class ReductionContext(Protocol):
     """What a reduction has to know of the job."""
 
     def group(self) -> Group:
@@ -139,7 +140,7 @@ class Surroundings(Protocol):
     def passes(self) -> int:
         """How many passes the job has brought to their end. In the first two the layout is agreed anew each time."""
 
-    layout: Layout | None
+    layout: BucketLayout | None
     """What all ranks have agreed on."""
 
     def root(self) -> int:
@@ -158,23 +159,23 @@ class Surroundings(Protocol):
         """The pass is over: everything has been reduced here, or has failed."""
 
 
-class Gradients:
+class GradientReducer:
     """The reduction of one module's gradients.
 
     `keep` holds a copy of every bucket as this rank has computed it, until the next pass: without it nothing can be
     reduced again.
     """
 
-    overlap: Overlap | None = None
+    overlap: OptimizerOverlap | None = None
     """What updates parameters within the pass."""
 
     def __init__(
         self,
         module: nn.Module,
-        job: Surroundings,
+        job: ReductionContext,
         *,
         keep: bool,
-        hooks: Sequence[Callable[[Hook], Hook]] = (),
+        hooks: Sequence[Callable[[CommHook], CommHook]] = (),
         find_unused_parameters: bool = False,
         **options: Any,
     ) -> None:
@@ -188,17 +189,17 @@ class Gradients:
         )
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        self._chain: Hook = self._reduce
+        self._chain: CommHook = self._reduce
         for hook in hooks:
             self._chain = hook(self._chain)
         self.failed: str | None = None
         self.done: set[int] = set()
-        self._parts: list[Part] = []
+        self._parts: list[BucketReduction] = []
         self._copies: dict[tuple[int, int], torch.Tensor] = {}
         self._is_direct = self._is_gathered = False
         self._raised: BaseException | None = None
         self._misused: UsageError | None = None
-        self._known: dict[bool, Layout] = {}
+        self._known: dict[bool, BucketLayout] = {}
         self._used: set[int] | None = None
         if find_unused_parameters:
             self._used = set()
@@ -218,7 +219,7 @@ class Gradients:
         return tuple(sorted(self.done)) if self._is_settled() else ()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BucketLayout:
         """The layout of the last pass: DDP's own, or the agreed one if that was taken instead."""
         return tuple(part.numbers for part in self._parts)
 
@@ -306,7 +307,7 @@ class Gradients:
             self._raised = self._raised or UsageError("sparse gradients cannot be reduced: use sparse=False")
             self.failed = self.failed or "sparse gradients"
         numbers = tuple(self._numbers[id(parameter)] for parameter in bucket.parameters())
-        part = Part(index, numbers, buffer, bucket.is_last())
+        part = BucketReduction(index, numbers, buffer, bucket.is_last())
         self._parts.append(part)
         if self._is_direct:
             if self._keep:
@@ -367,7 +368,7 @@ class Gradients:
             "this rank did not use. Say job.wrap(model, find_unused_parameters=True)."
         )
 
-    def _start(self, part: Part) -> None:
+    def _start(self, part: BucketReduction) -> None:
         """Begin to reduce a bucket; after the first error none is begun any more."""
         if self.failed is not None:
             raise GroupBroken(self.failed)
@@ -390,7 +391,7 @@ class Gradients:
             buffer.zero_()  # what counts for nothing may still be infinite
         return bucket.part.begin(self._job.group().all_reduce(buffer), buffer)
 
-    def _complete(self, part: Part) -> None:
+    def _complete(self, part: BucketReduction) -> None:
         if part.ticket is None:
             return
         try:
@@ -401,7 +402,7 @@ class Gradients:
         self.done.add(part.index)
         self._visit(part.index, "after")
 
-    def _apply_arrived(self, overlap: Overlap) -> None:
+    def _apply_arrived(self, overlap: OptimizerOverlap) -> None:
         """Update what has been reduced meanwhile, in order, while later buckets are computed or on their way."""
         for part in self._parts[len(overlap.applied) :]:
             if self.failed is not None or not part.is_arrived:
@@ -409,7 +410,7 @@ class Gradients:
             self._complete(part)
             self._apply(part)
 
-    def _apply(self, part: Part) -> None:
+    def _apply(self, part: BucketReduction) -> None:
         """Within the pass: update a bucket's parameters, if it is reduced; after an error it waits for `settle`."""
         overlap = self.overlap
         if overlap is None or self.failed is not None or part.index not in self.done or part.index in overlap.applied:
@@ -429,7 +430,7 @@ class Gradients:
             self.failed = self.failed or str(error)
             raise GroupBroken(self.failed) from None
 
-    def _copy(self, part: Part) -> torch.Tensor:
+    def _copy(self, part: BucketReduction) -> torch.Tensor:
         key = part.index, part.buffer.numel()
         copy = self._copies.get(key)
         if copy is None:
@@ -447,7 +448,7 @@ class Gradients:
         parts = []
         for index, numbers in enumerate(self._job.layout):
             grads = torch.cat([self._gradient(self.parameters[number]) for number in numbers])
-            part = Part(index, numbers, grads, index + 1 == len(self._job.layout))
+            part = BucketReduction(index, numbers, grads, index + 1 == len(self._job.layout))
             if self._keep:
                 part.local = self._copy(part)
             parts.append(part)
@@ -493,8 +494,8 @@ class Gradients:
                 if number in others:
                     self.parameters[number].grad = piece
 
-    def _pieces(self, part: Part) -> list[torch.Tensor]:
-        return Bucket(0, part.buffer, [self.parameters[number] for number in part.numbers], False).gradients()
+    def _pieces(self, part: BucketReduction) -> list[torch.Tensor]:
+        return GradientBucket(0, part.buffer, [self.parameters[number] for number in part.numbers], False).gradients()
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -517,15 +518,15 @@ class Gradients:
             self.failed = str(error)
 
 
-class _Reducible(Bucket):
+class _Reducible(GradientBucket):
     """A bucket that knows which part of the pass it is."""
 
-    def __init__(self, part: Part, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, part: BucketReduction, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(part.index, part.buffer, parameters, part.is_last)
         self.part = part
 
 
-def _unannotated(hook: Hook) -> Any:
+def _unannotated(hook: CommHook) -> Any:
     """A hook without annotations: torch takes none but its own classes, and those not as texts."""
 
     def plain(state, bucket):  # type: ignore[no-untyped-def]

@@ -38,7 +38,7 @@ _NOT_THEIRS = (_HERE, _PYTHON, "/site-packages/", '"<frozen')
 
 
 @dataclass(frozen=True, slots=True)
-class Vital:
+class ProcessHealth:
     """What is known of a process, in durations: so that it can be told to another machine."""
 
     uid: int
@@ -59,7 +59,7 @@ class Vital:
     stack: str = ""
 
 
-class Page:
+class HeartbeatPage:
     """Memory of a process and of whoever watches it; one writes, the other reads."""
 
     def __init__(self, fd: int) -> None:
@@ -69,14 +69,14 @@ class Page:
         self._numbers = memoryview(self._memory)[:_STACK].cast("d")
 
     @classmethod
-    def make(cls) -> Page:
+    def make(cls) -> HeartbeatPage:
         """A new one; its descriptor is for the process that is to be started."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(fd, _BYTES)
         return cls(fd)
 
     @classmethod
-    def inherited(cls, number: str) -> Page | None:
+    def inherited(cls, number: str) -> HeartbeatPage | None:
         """What whoever started this process has left for it; None if that is not here, or is something else."""
         try:
             is_ours = os.readlink(f"/proc/self/fd/{int(number)}").startswith(f"/memfd:{_NAME}")
@@ -125,11 +125,11 @@ class Page:
         self._numbers[_BEATS_WHEN_ASKED] = self._numbers[_BEATS]
         self._numbers[_ASKS_SINCE] = time.monotonic() if begins else 0.0
 
-    def read(self, uid: int, pid: int) -> Vital:
+    def read(self, uid: int, pid: int) -> ProcessHealth:
         """What can be seen of the process, now."""
         now, numbers = time.monotonic(), self._numbers
         waits, asks = numbers[_WAITS_SINCE], numbers[_ASKS_SINCE]
-        return Vital(
+        return ProcessHealth(
             uid=uid,
             beats=int(numbers[_BEATS]),
             silent_s=now - numbers[_BEAT_AT],
@@ -152,13 +152,13 @@ class Page:
         return ""
 
 
-class Pulse:
+class HeartbeatThreads:
     """Two threads: one beats, the other asks the store whether anything is wanted of this process.
 
     So that a store that does not answer can be told from an interpreter that is not free: then nobody beats either.
     """
 
-    def __init__(self, page: Page, every_s: float, ask: Callable[[], None]) -> None:
+    def __init__(self, page: HeartbeatPage, every_s: float, ask: Callable[[], None]) -> None:
         """`ask` waits for the store's answer; a RuntimeError of it ends the asking: the store is gone."""
         self._page, self._every_s, self._ask = page, every_s, ask
         self._over = threading.Event()
@@ -235,7 +235,7 @@ _FEWEST_WAITS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LivenessTimeouts:
     """How long to wait for whom."""
 
     heartbeat_timeout_s: float = 1.0
@@ -269,7 +269,7 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LivenessFinding:
     """Something is wrong with a process."""
 
     uid: int
@@ -279,10 +279,10 @@ class Finding:
     is_lost: bool
 
 
-class Vigil:
+class LivenessRules:
     """Judges the processes of a job again and again; each thing is found once."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: LivenessTimeouts) -> None:
         self._patience = patience
         self._said: set[tuple[int, str, int]] = set()
         self._windows: dict[int, tuple[float, float, int]] = {}
@@ -290,8 +290,8 @@ class Vigil:
         self._generation = -1
 
     def judge(
-        self, vitals: Mapping[int, Vital], members: Collection[int], generation: int, now_s: float
-    ) -> list[Finding]:
+        self, vitals: Mapping[int, ProcessHealth], members: Collection[int], generation: int, now_s: float
+    ) -> list[LivenessFinding]:
         """What is wrong now, and was not before; `vitals` are those of processes that are not out."""
         found = []
         for vital in vitals.values():
@@ -307,26 +307,26 @@ class Vigil:
             found += self._straggling(present, now_s)
         return [finding for finding in found if finding.is_lost or self._is_new(finding, generation)]
 
-    def _is_new(self, finding: Finding, generation: int) -> bool:
+    def _is_new(self, finding: LivenessFinding, generation: int) -> bool:
         key = finding.uid, finding.kind, generation
         is_new = key not in self._said
         self._said.add(key)
         return is_new
 
-    def _alone(self, vital: Vital) -> Finding | None:
+    def _alone(self, vital: ProcessHealth) -> LivenessFinding | None:
         """What can be said of a process without knowing the others."""
         patience = self._patience
         if vital.silent_s >= patience.heartbeat_timeout_s and vital.is_stopped:
-            return Finding(vital.uid, "stopped", f"has been stopped for {vital.silent_s:.1f} s", True)
+            return LivenessFinding(vital.uid, "stopped", f"has been stopped for {vital.silent_s:.1f} s", True)
         # Counted in its own beats too: on a machine with too much to do, both the answer and the beats are late.
         asked_s = min(vital.asks_s, vital.asks_beats * patience.beat_s)
         if asked_s >= patience.heartbeat_timeout_s and not vital.is_stopped:
-            return Finding(vital.uid, "cut off", f"cannot reach the store for {vital.asks_s:.1f} s", True)
+            return LivenessFinding(vital.uid, "cut off", f"cannot reach the store for {vital.asks_s:.1f} s", True)
         if patience.hang_timeout_s and vital.silent_s >= patience.hang_timeout_s:
-            return Finding(vital.uid, "hung", f"has shown no sign of life for {vital.silent_s:.0f} s", True)
+            return LivenessFinding(vital.uid, "hung", f"has shown no sign of life for {vital.silent_s:.0f} s", True)
         return None
 
-    def _late(self, present: Mapping[int, Vital], num_members: int) -> list[Finding]:
+    def _late(self, present: Mapping[int, ProcessHealth], num_members: int) -> list[LivenessFinding]:
         longest = max((vital.waits_s for vital in present.values()), default=0.0)
         patience = self._patience
         is_lost = 0 < patience.hang_timeout_s <= longest
@@ -336,13 +336,17 @@ class Vigil:
         kind: Literal["hung", "late"] = "hung" if is_lost else "late"
         if late:
             why = f"has kept the others waiting for {longest:.1f} s"
-            return [Finding(uid, kind, why, is_lost) for uid in late]
+            return [LivenessFinding(uid, kind, why, is_lost) for uid in late]
         shortest = min(vital.waits_s for vital in present.values())
         if patience.hang_timeout_s and shortest >= patience.hang_timeout_s and len(present) == num_members:
-            return [Finding(-1, "deadlock", f"all ranks have been waiting for each other for {shortest:.0f} s", False)]
+            return [
+                LivenessFinding(
+                    -1, "deadlock", f"all ranks have been waiting for each other for {shortest:.0f} s", False
+                )
+            ]
         return []
 
-    def _straggling(self, present: Mapping[int, Vital], now_s: float) -> list[Finding]:
+    def _straggling(self, present: Mapping[int, ProcessHealth], now_s: float) -> list[LivenessFinding]:
         """Of the time since the window's beginning, a straggler waits little, and the others wait for it."""
         factor = self._patience.straggler_factor
         if not factor or len(present) < 2:
@@ -362,8 +366,8 @@ class Vigil:
             others = statistics.median(value for other, value in busy.items() if other != uid)
             if own >= factor * others:
                 why = f"takes {own / others:.1f} times as long for its part of a step as the others"
-                found.append(Finding(uid, "straggler", why, self._patience.replaces_stragglers))
+                found.append(LivenessFinding(uid, "straggler", why, self._patience.replaces_stragglers))
         return found if len(found) == 1 else []
 
-    def _begin_window(self, present: Mapping[int, Vital], now_s: float) -> None:
+    def _begin_window(self, present: Mapping[int, ProcessHealth], now_s: float) -> None:
         self._windows = {uid: (now_s, vital.waited_s, vital.waits) for uid, vital in present.items()}

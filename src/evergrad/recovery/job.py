@@ -23,26 +23,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
-from evergrad.recovery.bootstrap import Arrival
-from evergrad.recovery.data_position import Course, Window
-from evergrad.recovery.dataloader import SamplerRanks, Source
+from evergrad.recovery.bootstrap import Bootstrap
+from evergrad.recovery.data_position import DataPosition, StepBatches
+from evergrad.recovery.dataloader import BatchSource, SamplerRanks
 from evergrad.recovery.elastic_sampler import BatchMode
-from evergrad.recovery.failures.injector import Sites
+from evergrad.recovery.failures.injector import FailureSites
 from evergrad.recovery.failures.schedule import Phase
-from evergrad.recovery.fingerprints import compare_ranks, tell_weights
-from evergrad.recovery.gradients import Gradients, Hook, Layout
-from evergrad.recovery.guard.guard import Guarding
+from evergrad.recovery.fingerprints import compare_ranks, record_weights
+from evergrad.recovery.gradients import BucketLayout, CommHook, GradientReducer
+from evergrad.recovery.guard.guard import JobGuard
 from evergrad.recovery.guard.replicas import GuardSettings, Healing
-from evergrad.recovery.job_checkpoints import Saves
-from evergrad.recovery.local_state import Own, Snapshot, checked_tracked
-from evergrad.recovery.loop import Passage, Progress
-from evergrad.recovery.membership import Fingerprint, Keys, Point
-from evergrad.recovery.optimizer_overlap import Overlap, refuse_overlap
+from evergrad.recovery.job_checkpoints import JobCheckpoints
+from evergrad.recovery.local_state import LocalState, Snapshot, checked_tracked
+from evergrad.recovery.loop import ProgressReporter, TrainingLoop
+from evergrad.recovery.membership import Fingerprint, PointKind, StoreKeys
+from evergrad.recovery.optimizer_overlap import OptimizerOverlap, refuse_overlap
 from evergrad.recovery.process_group import Group, GroupBroken
-from evergrad.recovery.rank_state import Trained
-from evergrad.recovery.step_barrier import Engine
+from evergrad.recovery.rank_state import RankState
+from evergrad.recovery.step_barrier import StepBarrier
 from evergrad.recovery.tracebacks import keep_in_log
-from evergrad.recovery.untracked_state import KeptGradients, Untracked
+from evergrad.recovery.untracked_state import KeptGradients, UntrackedState
 from evergrad.recovery.usage_checks import (
     EpochBatches,
     OptimizerCalls,
@@ -50,26 +50,26 @@ from evergrad.recovery.usage_checks import (
     refuse_no_optimizers,
     refuse_options,
     refuse_parameters,
-    refuse_strangers,
+    refuse_unrelated_optimizers,
     refuse_untracked_scaler,
     refuse_without_gradients,
     refusing_wrong_arguments,
     unreduced,
     used_scalers,
 )
-from evergrad.recovery.worker import Crew, Departure, Launched
-from evergrad.wording import counted, first_line, shown
+from evergrad.recovery.worker import ElasticWorker, SigtermHandler, Worker
+from evergrad.wording import count_of, first_line, short_repr
 
 # What a wrapped model is, alone and among others, and what the reduction of its gradients sees of the job.
 
 
-class Around:
-    """The job, as `Gradients` sees it."""
+class JobReductionContext:
+    """The job, as `GradientReducer` sees it."""
 
     def __init__(
         self,
-        engine: Engine,
-        window: Window,
+        engine: StepBarrier,
+        window: StepBatches,
         site: Callable[..., None],
         ended: Callable[[], None],
     ) -> None:
@@ -95,12 +95,12 @@ class Around:
         return self._engine.course.passes
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> BucketLayout | None:
         """What all ranks have agreed on."""
         return self._engine.course.layout
 
     @layout.setter
-    def layout(self, layout: Layout | None) -> None:
+    def layout(self, layout: BucketLayout | None) -> None:
         self._engine.course.layout = layout
 
     def root(self) -> int:
@@ -136,7 +136,7 @@ class Around:
         self._ended()
 
 
-class Unwrapped(DistributedDataParallel):
+class SingleRankDDP(DistributedDataParallel):
     """A wrapped model without other ranks: a DDP to scripts that ask, which reduces nothing."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -177,34 +177,34 @@ class Job:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: Worker,
         *,
         strategy: str,
         batch_policy: BatchMode,
         num_ranks: int,
         is_spare: bool,
         keeps: bool,
-        saves: Saves | None,
-        sites: Sites,
+        saves: JobCheckpoints | None,
+        sites: FailureSites,
         tell: Callable[..., None],
         seed: int = 0,
         can_grow: bool = False,
     ) -> None:
         self._crew, self._strategy, self._batch_policy, self._num_ranks = crew, strategy, batch_policy, num_ranks
         self._saves, self._sites, self._tell, self._can_grow = saves, sites, tell, can_grow
-        self._course = Course(num_ranks, batch_policy)
-        self._engine = Engine(crew, tell, keeps=keeps and crew.survives, course=self._course, site=self._site)
-        if isinstance(crew, Launched):
+        self._course = DataPosition(num_ranks, batch_policy)
+        self._engine = StepBarrier(crew, tell, keeps=keeps and crew.survives, course=self._course, site=self._site)
+        if isinstance(crew, ElasticWorker):
             crew.reported = lambda: self._site(Phase.AGREEMENT)
             crew.position = lambda: (self._course.epoch, self._course.point, self._course.step)
-        self._trained, self._window, self._progress = Trained(), Window(), Progress()
-        self._departure = Departure(self._asked_to_leave)
-        self._arrival = Arrival(
+        self._trained, self._window, self._progress = RankState(), StepBatches(), ProgressReporter()
+        self._departure = SigtermHandler(self._asked_to_leave)
+        self._arrival = Bootstrap(
             self._engine, self._trained, self._window, saves, self._departure, tell, is_spare, seed, self._let_go
         )
-        self._untracked = Untracked(self._engine.note_unverified)
+        self._untracked = UntrackedState(self._engine.note_unverified)
         self._kept_gradients = KeptGradients(self._engine.note_unverified)
-        self._passage = Passage(
+        self._passage = TrainingLoop(
             self._engine, self._arrival, self._trained, self._window, saves, self._progress, self._site, tell,
             self._untracked, self._kept_gradients, joining=is_spare or saves is not None,
         )  # fmt: skip
@@ -213,7 +213,7 @@ class Job:
         self._has_said_size = False
         self._batch_index = -1
         self._calls = self._begun = 0
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, BatchSource] = {}
         self._earlier_scalers: list[Any] = []
 
     @property
@@ -267,7 +267,7 @@ class Job:
         self,
         model: nn.Module,
         *,
-        hooks: Sequence[Callable[[Hook], Hook]] = (),
+        hooks: Sequence[Callable[[CommHook], CommHook]] = (),
         find_unused_parameters: bool = False,
         optimizer: Optimizer | None = None,
         overlap: bool = False,
@@ -299,13 +299,13 @@ class Job:
         self._earlier_scalers = used_scalers()
         self._optimizer_calls.know(model, optimizer)
         buffers = list(model.buffers())
-        self._engine.own = Own(buffers)
+        self._engine.own = LocalState(buffers)
         if self._engine.keeps:
             self._engine.own.watch(model)
         trained.snapshot = Snapshot(buffers) if self._crew.survives else None
         self._kept_gradients.watch([each for each in model.parameters() if each.requires_grad])
         if self._num_ranks == 1 and not self._can_grow:
-            return Unwrapped(model)
+            return SingleRankDDP(model)
         return self._reduced(model, optimizer if overlap else None, hooks, find_unused_parameters, options)
 
     @refusing_wrong_arguments("job.guard", _stopping)
@@ -341,7 +341,7 @@ class Job:
             trained.snapshot = Snapshot(list(trained.model.buffers()))
         if trained.optimizers.overlap is not None:
             trained.optimizers.overlap.make_undoable()
-        passage.guarding = self._arrival.guarding = Guarding(settings, self._engine, trained.model, self._tell)
+        passage.guarding = self._arrival.guarding = JobGuard(settings, self._engine, trained.model, self._tell)
         self._tell("guard_enabled", **settings.to_json())
 
     @refusing_wrong_arguments("job.track", _stopping, "job.track(scheduler=scheduler): each thing by a name")
@@ -365,7 +365,7 @@ class Job:
         call, self._calls = self._calls, self._calls + 1
         with self._stopping():
             if id(loader) not in self._sources:  # one for each, so that persistent workers persist
-                self._sources[id(loader)] = Source.of(loader)
+                self._sources[id(loader)] = BatchSource.of(loader)
             self._optimizer_calls.refuse_direct("outside of job.batches")
         return EpochBatches(self._epoch(self._passage.epoch(self._sources[id(loader)], call)), self._stopping)
 
@@ -384,7 +384,7 @@ class Job:
         if engine.gradients is None:  # alone: no backward pass ends in a point
             with self._stopping():
                 refuse_without_gradients(optimizers)
-            engine.pass_point(Point.STEP)
+            engine.pass_point(PointKind.STEP)
         known = self._trained.optimizers.known
         self._untracked.before_step(course.step, course.epoch, course.opening, known, self._trained.tracked)
         self._site(Phase.OPTIMIZER)
@@ -426,7 +426,7 @@ class Job:
             is_member = not self._arrival.waits and self._crew.plan.rank_of(self._crew.uid) is not None
             if is_member:
                 about = {"rank": self.rank, "uid": self._crew.uid, "generation": self.generation, "steps": self.applied}
-                tell_weights(self._trained.model, self._tell, **about)
+                record_weights(self._trained.model, self._tell, **about)
                 self._passage.publish_fingerprint()
                 with suppress(RuntimeError):
                     self._untracked.end()
@@ -453,7 +453,7 @@ class Job:
         except UsageError as error:
             if not self._arrival.waits:
                 self._engine.stop(error)
-            elif isinstance(self._crew, Launched):  # the ranks may not make it
+            elif isinstance(self._crew, ElasticWorker):  # the ranks may not make it
                 keep_in_log(error, is_said=False)
             raise
 
@@ -478,7 +478,7 @@ class Job:
         if not self._course.step:
             refuse_untracked_scaler(optimizers, self._trained.tracked, self._earlier_scalers)
         if not self._course.index:  # once an epoch: some may be unfrozen there
-            refuse_strangers(optimizers, self._trained.model)
+            refuse_unrelated_optimizers(optimizers, self._trained.model)
             if self._engine.gradients is not None:
                 refuse_parameters(optimizers, self._engine.gradients.parameters)
 
@@ -506,7 +506,7 @@ class Job:
             return
         self._has_said_size = True
         if self.rank == 0:
-            kind, ranks = type(loader).__qualname__, counted(self.world_size, "rank")
+            kind, ranks = type(loader).__qualname__, count_of(self.world_size, "rank")
             why = (
                 f"a spare waits to join, and cannot: {kind} keeps its own place in the data, so the job cannot give a "
                 f"new rank a share of it. It stays at {ranks}; a spare still takes a dead rank's place. To grow, use a "
@@ -543,9 +543,9 @@ class Job:
         so whoever is later finds it.
         """
         crew, epoch = self._crew, self._begun
-        if not isinstance(crew, Launched) or self._arrival.waits or crew.plan.generation or crew.world_size == 1:
+        if not isinstance(crew, ElasticWorker) or self._arrival.waits or crew.plan.generation or crew.world_size == 1:
             return
-        mine, theirs = (Keys.wrapped, Keys.unwrapped) if wraps else (Keys.unwrapped, Keys.wrapped)
+        mine, theirs = (StoreKeys.wrapped, StoreKeys.unwrapped) if wraps else (StoreKeys.unwrapped, StoreKeys.wrapped)
         crew.client.set(mine(epoch), str(self.rank))
         if (other := crew.client.find(theirs(epoch))) is not None:
             with_it, without = (self.rank, int(other)) if wraps else (int(other), self.rank)
@@ -558,9 +558,9 @@ class Job:
     def _tell_misuse(self) -> None:
         """The script has come to its end without a step of the job: say so if optimizers were stepped all the same."""
         if why := self._optimizer_calls.unused(self._trained.model is not None):
-            if isinstance(self._crew, Launched):  # whose launcher says it
+            if isinstance(self._crew, ElasticWorker):  # whose launcher says it
                 with suppress(RuntimeError):
-                    self._crew.client.set(Keys.misuse, f"rank {self.rank}: {why}")
+                    self._crew.client.set(StoreKeys.misuse, f"rank {self.rank}: {why}")
             else:
                 print(f"evergrad: rank {self.rank}: {why}", file=sys.stderr)
 
@@ -568,15 +568,15 @@ class Job:
         self,
         model: nn.Module,
         overlapped: Optimizer | None,
-        hooks: Sequence[Callable[[Hook], Hook]],
+        hooks: Sequence[Callable[[CommHook], CommHook]],
         find_unused_parameters: bool,
         options: dict[str, Any],
     ) -> Any:
         """The model among others: under a DDP whose gradients this job reduces, and the same on all ranks."""
         trained, window = self._trained, self._window
-        around = Around(self._engine, window, self._site, self._passage.ended_backward)
+        around = JobReductionContext(self._engine, window, self._site, self._passage.ended_backward)
         try:
-            gradients = Gradients(
+            gradients = GradientReducer(
                 model,
                 around,
                 keep=self._strategy == "forward",
@@ -587,14 +587,14 @@ class Job:
         except (TypeError, ValueError) as error:
             if not options:
                 raise
-            given = ", ".join(f"{name}={shown(value)}" for name, value in options.items())
+            given = ", ".join(f"{name}={short_repr(value)}" for name, value in options.items())
             self._passage.stop(
                 UsageError(f"job.wrap({given}): DistributedDataParallel refuses that: {first_line(error)}")
             )
         self._engine.gradients = gradients
         gradients.module.register_forward_pre_hook(window.note_forward)
         if overlapped is not None:
-            gradients.overlap = Overlap(overlapped, gradients.parameters, undoable=self._crew.survives)
+            gradients.overlap = OptimizerOverlap(overlapped, gradients.parameters, undoable=self._crew.survives)
             trained.optimizers.meet((overlapped,))
             trained.optimizers.overlap = gradients.overlap
         self._sites.watch(gradients.module, self._site, lambda: bool(window))

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from evergrad.checkpoint import Checkpointer, rng_state
 from evergrad.checkpoint.pending import Pending
 from evergrad.errors import UsageError
-from evergrad.recovery.data_position import Course
+from evergrad.recovery.data_position import DataPosition
 
 
-class Later:
+class DeferredOptimizers:
     """Takes the place of optimizers that are not known yet, and keeps what they will have to load."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Later:
         return [self.state] if "param_groups" in self.state else list(self.state.values())
 
 
-class Saves:
+class JobCheckpoints:
     """Saves and restores model, optimizers, tracked things, generators and the place in the data, all together."""
 
     def __init__(self, checkpointer: Checkpointer, every: int | None) -> None:
@@ -61,7 +61,7 @@ class Saves:
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
         tracked: Mapping[str, Any],
-        course: Course,
+        course: DataPosition,
         *,
         now: bool = False,
     ) -> None:
@@ -69,7 +69,7 @@ class Saves:
         if self._saved != course.step:
             self._saved = course.step
             self._pending = self._checkpointer.save(
-                course.step, self._state(model, together(optimizers), tracked, course)
+                course.step, self._state(model, one_or_numbered(optimizers), tracked, course)
             )
         if now and self._pending is not None:
             self._pending.wait()
@@ -89,7 +89,7 @@ class Saves:
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
         tracked: Mapping[str, Any],
-        course: Course,
+        course: DataPosition,
         *,
         version: str = "",
     ) -> tuple[int, list[Any]] | None:
@@ -97,8 +97,8 @@ class Saves:
 
         The newest version, or this one. None if there is nothing to restore.
         """
-        later = Later()
-        known: Any = together(optimizers) if optimizers else later
+        later = DeferredOptimizers()
+        known: Any = one_or_numbered(optimizers) if optimizers else later
         state = self._state(model, known, tracked, course)
         step = self._checkpointer.restore(state, version=version or None, resize=_by_rank)
         if step is None:
@@ -116,7 +116,7 @@ class Saves:
         return self._checkpointer.restore_rank(state, rank, ["rng/**", *buffers])
 
     def _state(
-        self, model: nn.Module | None, optimizer: Any, tracked: Mapping[str, Any], course: Course
+        self, model: nn.Module | None, optimizer: Any, tracked: Mapping[str, Any], course: DataPosition
     ) -> dict[str, Any]:
         state: dict[str, Any] = {"rng": rng_state(), "job": course, "optimizer": optimizer}
         if model is not None:
@@ -126,7 +126,7 @@ class Saves:
         return state
 
 
-def together(optimizers: Sequence[Optimizer]) -> Any:
+def one_or_numbered(optimizers: Sequence[Optimizer]) -> Any:
     """One is itself; several are known by their numbers."""
     return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
 

@@ -31,20 +31,20 @@ from evergrad.checkpoint.ranks import Ranks, follow
 from evergrad.errors import UsageError
 from evergrad.recovery.decide import STRATEGIES
 from evergrad.recovery.elastic_sampler import BatchMode
-from evergrad.recovery.failures.injector import Sites
+from evergrad.recovery.failures.injector import FailureSites
 from evergrad.recovery.failures.schedule import Failures
-from evergrad.recovery.heartbeat import Page
+from evergrad.recovery.heartbeat import HeartbeatPage
 from evergrad.recovery.job import Job
-from evergrad.recovery.job_checkpoints import Saves
-from evergrad.recovery.membership import Keys
+from evergrad.recovery.job_checkpoints import JobCheckpoints
+from evergrad.recovery.membership import StoreKeys
 from evergrad.recovery.nccl import Transport
 from evergrad.recovery.process_group import Group
 from evergrad.recovery.store import StoreClient
 from evergrad.recovery.tracebacks import keep_in_log
 from evergrad.recovery.usage_checks import described, refusing_wrong_arguments
-from evergrad.recovery.worker import Crew, Launched, Solo, Static
+from evergrad.recovery.worker import ElasticWorker, SingleWorker, StaticWorker, Worker
 from evergrad.timeline import Recorder
-from evergrad.wording import meant, shown
+from evergrad.wording import did_you_mean, short_repr
 
 _MODES: tuple[BatchMode, ...] = get_args(BatchMode)
 _joined: Job | None = None
@@ -87,7 +87,7 @@ def join(
         _refuse_wrong_types(checkpointer, seed)
         if every is not None and checkpointer is None:
             raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
-        saves = Saves(checkpointer, every) if checkpointer is not None else None
+        saves = JobCheckpoints(checkpointer, every) if checkpointer is not None else None
         job = make(env, saves, _mode(env, batch_policy), operator.index(seed))
     _joined = job
     atexit.register(job.close)
@@ -96,7 +96,7 @@ def join(
 
 def _refuse_wrong_types(checkpointer: object, seed: object) -> None:
     if checkpointer is not None and not isinstance(checkpointer, Checkpointer):
-        folder = shown(os.fspath(checkpointer)) if isinstance(checkpointer, str | os.PathLike) else '"checkpoints"'
+        folder = short_repr(os.fspath(checkpointer)) if isinstance(checkpointer, str | os.PathLike) else '"checkpoints"'
         raise UsageError(
             f"eg.join: expected a Checkpointer, found {described(checkpointer)}. Make one of a folder: "
             f"eg.join(eg.Checkpointer({folder}), every=100)"
@@ -113,16 +113,16 @@ def _stop(env: Mapping[str, str], error: UsageError) -> None:
     secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
     keep_in_log(error, is_said=True)
     client = StoreClient(host, int(port), secret=secret)
-    client.set(Keys.fatal, str(error))
-    client.has(Keys.fatal)  # an answer: the launcher finds it there when it learns that this process has ended
+    client.set(StoreKeys.fatal, str(error))
+    client.has(StoreKeys.fatal)  # an answer: the launcher finds it there when it learns that this process has ended
 
 
-def _solo(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
+def _solo(env: Mapping[str, str], saves: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
     Transport.of(env)  # there is nobody to talk to; but what cannot be had is refused at once
-    return _job(Solo(), "rollback", mode, 1, saves, seed)
+    return _job(SingleWorker(), "rollback", mode, 1, saves, seed)
 
 
-def _static(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
+def _static(env: Mapping[str, str], saves: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
     if saves is None:
         raise UsageError(
             "eg.join: under torchrun a lost rank ends all of them, and only a restart helps, which needs a checkpoint: "
@@ -130,7 +130,7 @@ def _static(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: 
         )
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    crew = Static(
+    crew = StaticWorker(
         env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank, size, env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         hosts=rank == 0 and not is_agents, transport=Transport.of(env),
     )  # fmt: skip
@@ -138,10 +138,10 @@ def _static(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: 
     return _job(crew, "restart", mode, size, saves, seed)
 
 
-def _launched(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed: int) -> Job:
+def _launched(env: Mapping[str, str], saves: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
     uid, strategy = int(env["EVERGRAD_UID"]), env.get("EVERGRAD_STRATEGY", "rollback")
     if strategy not in STRATEGIES:
-        hint = meant(strategy, STRATEGIES)
+        hint = did_you_mean(strategy, STRATEGIES)
         raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(STRATEGIES)}.{hint}")
     timeline = env.get("EVERGRAD_TIMELINE") or os.path.join(env["EVERGRAD_RUN"], "timeline.jsonl")
     tell = Recorder(timeline, f"uid {uid}").record
@@ -159,7 +159,7 @@ def _launched(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed
         saves,
         seed,
         tell=tell,
-        sites=Sites(failures, crew, json.loads(env.get("EVERGRAD_NODES", "[]")), tell),
+        sites=FailureSites(failures, crew, json.loads(env.get("EVERGRAD_NODES", "[]")), tell),
         is_spare=is_spare,
         keeps=strategy != "restart" and env.get("EVERGRAD_KEEP_NEIGHBOUR_STATE", "1") != "0",
         can_grow=int(env.get("EVERGRAD_MAX_RANKS", "1")) > 1,
@@ -168,12 +168,12 @@ def _launched(env: Mapping[str, str], saves: Saves | None, mode: BatchMode, seed
 
 def _connected(
     env: Mapping[str, str], uid: int, strategy: str, tell: Callable[..., None], *, has_saves: bool
-) -> Launched:
+) -> ElasticWorker:
     """This process at the launcher's store, where it says that it has joined."""
     host, _, port = env["EVERGRAD_STORE"].rpartition(":")
     secret = Secret.read(Path(env["EVERGRAD_SECRET"]))
     page, beat_s = (
-        Page.inherited(env.get("EVERGRAD_HEARTBEAT_FD", "")),
+        HeartbeatPage.inherited(env.get("EVERGRAD_HEARTBEAT_FD", "")),
         float(env.get("EVERGRAD_HEARTBEAT_INTERVAL_S", "0.25")),
     )
     transport = Transport.of(env, confirms=strategy == "forward")
@@ -182,22 +182,22 @@ def _connected(
             "eg.join: strategy 'restart' goes back to the newest checkpoint, and there is no checkpointer: "
             "eg.join(checkpointer=ck, every=100), or another strategy"
         )
-    crew = Launched(host, int(port), uid, secret=secret, tell=tell, page=page, beat_s=beat_s, transport=transport)
+    crew = ElasticWorker(host, int(port), uid, secret=secret, tell=tell, page=page, beat_s=beat_s, transport=transport)
     about = {"pid": os.getpid(), "checkpointer": has_saves, "node": env.get("EVERGRAD_NODE", "n0")}
-    crew.client.set(Keys.joined(uid), json.dumps(about))
+    crew.client.set(StoreKeys.joined(uid), json.dumps(about))
     return crew
 
 
 def _job(
-    crew: Crew,
+    crew: Worker,
     strategy: str,
     mode: BatchMode,
     num_ranks: int,
-    saves: Saves | None,
+    saves: JobCheckpoints | None,
     seed: int,
     *,
     tell: Callable[..., None] = lambda *_, **__: None,
-    sites: Sites | None = None,
+    sites: FailureSites | None = None,
     is_spare: bool = False,
     keeps: bool = False,
     can_grow: bool = False,
@@ -210,7 +210,7 @@ def _job(
         is_spare=is_spare,
         keeps=keeps,
         saves=saves,
-        sites=sites or Sites(Failures(), crew, (), tell),
+        sites=sites or FailureSites(Failures(), crew, (), tell),
         tell=tell,
         seed=seed,
         can_grow=can_grow,
@@ -223,10 +223,10 @@ def _mode(env: Mapping[str, str], given: BatchMode | None) -> BatchMode:
     for mode in _MODES:
         if found == mode:
             return mode
-    raise UsageError(f"{where}{found!r}: expected one of {', '.join(_MODES)}.{meant(str(found), _MODES)}")
+    raise UsageError(f"{where}{found!r}: expected one of {', '.join(_MODES)}.{did_you_mean(str(found), _MODES)}")
 
 
-def _ranks(crew: Crew) -> Ranks:
+def _ranks(crew: Worker) -> Ranks:
     """The present generation, as checkpoints see it."""
     group = crew.group()
     return Ranks(crew.rank, crew.world_size, weakref.ref(group), lambda mine: _gather(group, mine))

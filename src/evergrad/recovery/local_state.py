@@ -30,7 +30,7 @@ _TORCH_NEXT = 16
 """Index of the position within torch's CPU generator state."""
 
 
-class Randomness:
+class RngSnapshot:
     """The generators of this process at one moment: Python's, NumPy's, torch's, and CUDA's where it was started."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Randomness:
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
 
-    def equals(self, other: Randomness) -> bool:
+    def equals(self, other: RngSnapshot) -> bool:
         """True if all generators are in the same states."""
         (_, words, *rest), (_, others, *other_rest) = self.numpy, other.numpy
         return (
@@ -77,7 +77,7 @@ class Randomness:
         return [self.torch, *self.cuda, torch.frombuffer(bytearray(numpy_ + python + floats), dtype=torch.uint8)]
 
     @classmethod
-    def of_parts(cls, parts: list[torch.Tensor]) -> Randomness:
+    def of_parts(cls, parts: list[torch.Tensor]) -> RngSnapshot:
         """Back from tensors of bytes."""
         made = cls.__new__(cls)
         made.torch, *made.cuda, rest = (part.clone() for part in parts)
@@ -91,7 +91,7 @@ class Randomness:
         return made
 
 
-class Own:
+class LocalState:
     """What this rank alone has: its generators, the buffers of what it trains, a loader that only it knows."""
 
     def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
@@ -100,8 +100,8 @@ class Own:
         """A stateful loader whose place in the data no other rank knows."""
         self._has_run = False
         """True if a module with buffers has run in training mode since the last `take`."""
-        self._taken: tuple[torch.Tensor, Randomness] | None = None
-        self._seen: Randomness | None = None
+        self._taken: tuple[torch.Tensor, RngSnapshot] | None = None
+        self._seen: RngSnapshot | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Notice when the buffers of a model may have changed: torch does not count all changes of them."""
@@ -116,7 +116,7 @@ class Own:
         """All of it as one tensor, if it is not what was taken then; else None."""
         is_last = self._taken is not None and self._taken[0] is taken and not self._has_run
         # Without looking at every buffer in every step.
-        self._seen = Randomness()
+        self._seen = RngSnapshot()
         if is_last and self._taken is not None and self._taken[1].equals(self._seen):
             return None
         now = self.take()
@@ -124,7 +124,7 @@ class Own:
 
     def take(self) -> torch.Tensor:
         """All of it as one tensor of bytes, on the CPU."""
-        self._has_run, self._seen = False, Randomness()
+        self._has_run, self._seen = False, RngSnapshot()
         random_ = self._seen
         parts = random_.parts()
         parts += _together([_bytes(buffer) for buffer in self._buffers])
@@ -136,16 +136,16 @@ class Own:
 
     def positions(self) -> list[int]:
         """Return the number of draws from each generator at the last look."""
-        return (self._seen or Randomness()).positions()
+        return (self._seen or RngSnapshot()).positions()
 
     def put(self, taken: torch.Tensor) -> Any:
         """Make this process what another one was when it took this; the state of its loader, if it had one."""
-        like = Randomness().parts()
+        like = RngSnapshot().parts()
         sizes = [part.numel() for part in like] + [buffer.nbytes for buffer in self._buffers]
         rest = taken.numel() - sum(sizes)
         assert rest >= 0, f"{taken.numel()} bytes of another rank's, and {sum(sizes)} are expected"
         *parts, loader = torch.split(taken, [*sizes, rest])
-        Randomness.of_parts(parts[: len(like)]).put_back()
+        RngSnapshot.of_parts(parts[: len(like)]).put_back()
         with torch.no_grad():
             for buffer, part in zip(self._buffers, parts[len(like) :], strict=True):
                 if buffer.numel():
@@ -153,7 +153,7 @@ class Own:
         return unpack(loader) if rest else None
 
 
-class Draws:
+class DrawCounts:
     """Counts of random numbers that this rank draws in each step, to find draws that only some ranks make.
 
     An evaluation on rank 0 alone is such a thing. A spare that takes rank 0's place does it if the script asks
@@ -165,7 +165,7 @@ class Draws:
         self._first: list[int] | None = None
         self._last: tuple[int, list[int]] | None = None
         """The epoch and the positions of the generators before the last step."""
-        self._kinds: dict[tuple[int, ...], _Kind] = {}
+        self._kinds: dict[tuple[int, ...], _DrawPattern] = {}
         """Numbers of steps, by the number of draws in them."""
         self._num_steps = self._num_epochs = 0
         self._between = 0
@@ -187,7 +187,7 @@ class Draws:
             else:
                 self._num_steps += 1
                 if len(self._kinds) < _MANY_KINDS:
-                    self._kinds.setdefault(drawn, _Kind()).note(self._num_steps)
+                    self._kinds.setdefault(drawn, _DrawPattern()).note(self._num_steps)
         self._last = epoch, positions
         unusual = sorted(self._kinds.values(), key=lambda kind: kind.count)[:-1]
         next_one = min((kind.last + kind.gap if kind.gap else 0 for kind in unusual), default=None)
@@ -232,7 +232,7 @@ class Draws:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _DrawPattern:
     """Steps that draw equally many random numbers."""
 
     count: int = 0
@@ -250,7 +250,7 @@ def _difference(one: list[int], other: list[int]) -> list[int]:
     return [(a - b) % _WORDS for a, b in zip(one, other, strict=False)]
 
 
-class Keeping:
+class NeighbourState:
     """What the rank before this one had: at the point before the step under way, which all have passed, and since."""
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class Snapshot:
         """Copies are on this device, or else beside what is copied."""
         self._buffers = list(buffers)
         self._copies = [torch.empty_like(buffer, device=device) for buffer in self._buffers]
-        self._randomness: Randomness | None = None
+        self._randomness: RngSnapshot | None = None
         self._tracked: dict[str, Any] = {}
 
     def take(self, tracked: Mapping[str, Any]) -> None:
@@ -328,7 +328,7 @@ class Snapshot:
             for kept, buffer in zip(self._copies, self._buffers, strict=True):
                 kept.copy_(buffer)
         self._tracked = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
-        self._randomness = Randomness()
+        self._randomness = RngSnapshot()
 
     def put_back(self, tracked: Mapping[str, Any], *, randomness: bool = True) -> None:
         """Make things as they were; without `randomness` the generators are left alone."""

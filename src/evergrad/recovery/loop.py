@@ -21,42 +21,42 @@ import torch
 
 from evergrad.errors import UsageError
 from evergrad.records import Check
-from evergrad.recovery.bootstrap import Arrival
-from evergrad.recovery.data_position import Course, Given, Window
-from evergrad.recovery.dataloader import Source
-from evergrad.recovery.decide import is_rest
+from evergrad.recovery.bootstrap import Bootstrap
+from evergrad.recovery.data_position import DataPosition, StepBatch, StepBatches
+from evergrad.recovery.dataloader import BatchSource
+from evergrad.recovery.decide import is_after_others_finished
 from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.fingerprints import compare_ranks, fingerprint_of
-from evergrad.recovery.guard.guard import Guarding
-from evergrad.recovery.job_checkpoints import Saves
-from evergrad.recovery.membership import LEFT_TOGETHER, Fingerprint, Keys, Point, Verdict
+from evergrad.recovery.guard.guard import JobGuard
+from evergrad.recovery.job_checkpoints import JobCheckpoints
+from evergrad.recovery.membership import EXIT_ALL_LEFT, Fingerprint, PointKind, StoreKeys, Verdict
 from evergrad.recovery.process_group import GroupBroken
-from evergrad.recovery.rank_state import Trained
-from evergrad.recovery.step_barrier import Engine
-from evergrad.recovery.untracked_state import KeptGradients, Untracked
-from evergrad.recovery.worker import Crew, Launched
-from evergrad.wording import counted
+from evergrad.recovery.rank_state import RankState
+from evergrad.recovery.step_barrier import StepBarrier
+from evergrad.recovery.untracked_state import KeptGradients, UntrackedState
+from evergrad.recovery.worker import ElasticWorker, Worker
+from evergrad.wording import count_of
 
 # What the launcher's status line knows of the job: a few times a second, by one rank.
 
 _EVERY_S = 0.2
 
 
-class Progress:
+class ProgressReporter:
     """Tells how far the job is, seldom enough to cost nothing."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
-    def show(self, course: Course, crew: Crew, *, at_once: bool = False) -> None:
+    def show(self, course: DataPosition, crew: Worker, *, at_once: bool = False) -> None:
         """A step was applied; or an epoch has ended, which is said at once."""
-        if not isinstance(crew, Launched) or crew.rank != 0:
+        if not isinstance(crew, ElasticWorker) or crew.rank != 0:
             return
         now = time.monotonic()
         if at_once or now >= self._next:
             self._next = now + _EVERY_S
             known = {"step": course.step, "epoch": course.epoch, "generation": crew.plan.generation}
-            crew.client.set(Keys.progress, json.dumps(known | {"world_size": crew.world_size}))
+            crew.client.set(StoreKeys.progress, json.dumps(known | {"world_size": crew.world_size}))
 
 
 _log = logging.getLogger(__name__)
@@ -64,21 +64,21 @@ _ASKED = 128 + signal.SIGTERM
 
 
 @dataclass(slots=True)
-class Passage:
+class TrainingLoop:
     """One rank's; what the script sees of it is `Job`."""
 
-    engine: Engine
-    arrival: Arrival
-    trained: Trained
-    window: Window
-    saves: Saves | None
-    progress: Progress
+    engine: StepBarrier
+    arrival: Bootstrap
+    trained: RankState
+    window: StepBatches
+    saves: JobCheckpoints | None
+    progress: ProgressReporter
     site: Callable[..., None]
     tell: Callable[..., None]
-    untracked: Untracked
+    untracked: UntrackedState
     kept_gradients: KeptGradients
     joining: bool
-    guarding: Guarding | None = None
+    guarding: JobGuard | None = None
     is_iterating: bool = False
     is_save_due: bool = False
     _num_passes: int = 0
@@ -90,7 +90,7 @@ class Passage:
     _fingerprint: Fingerprint | None = None
     """The fingerprint of this rank's state at the end of the last epoch, or where the script left it."""
 
-    def epoch(self, source: Source, call: int) -> Iterator[Any]:
+    def epoch(self, source: BatchSource, call: int) -> Iterator[Any]:
         """The batches of one epoch, which is the script's `call`-th."""
         if self.is_iterating:
             self.stop(
@@ -132,7 +132,7 @@ class Passage:
         """`UsageError` at the end of an epoch of which gradients were reduced, and none was used by the job."""
         if self._num_passes and not self.engine.course.index:
             self.stop(UsageError(
-                f"job.batches: the epoch is over, {counted(self._num_passes, 'backward pass', 'backward passes')} "
+                f"job.batches: the epoch is over, {count_of(self._num_passes, 'backward pass', 'backward passes')} "
                 "reduced gradients in it, and job.step was not called: expected one job.step a step, found none. The "
                 "job knows nothing of updates that the script makes itself, and cannot repeat them when a rank is "
                 "lost. Call job.step(optimizer) after backward(); for a pass that is no part of the training use "
@@ -167,14 +167,14 @@ class Passage:
         if self.is_iterating:  # the script has kept the iterator
             self._take_fingerprint()
         crew = self.engine.crew
-        if self._fingerprint is not None and isinstance(crew, Launched):
+        if self._fingerprint is not None and isinstance(crew, ElasticWorker):
             with suppress(RuntimeError):  # the store may be gone
-                crew.client.set(Keys.fingerprint(crew.uid), self._fingerprint.to_json())
+                crew.client.set(StoreKeys.fingerprint(crew.uid), self._fingerprint.to_json())
 
     def _take_fingerprint(self) -> None:
         """Now, because whatever the script does to the model after its training is no part of that."""
         trained = self.trained
-        if isinstance(self.engine.crew, Launched) and not sys.is_finalizing() and not trained.optimizers.is_owed:
+        if isinstance(self.engine.crew, ElasticWorker) and not sys.is_finalizing() and not trained.optimizers.is_owed:
             self._fingerprint = fingerprint_of(trained.model, trained.optimizers.known, self.engine.course.step)
 
     def ended_backward(self) -> None:
@@ -194,9 +194,9 @@ class Passage:
             except UsageError as error:
                 engine.stop(error)
                 raise
-            match self._recover(Point.STEP, why):
+            match self._recover(PointKind.STEP, why):
                 case Verdict.PROCEED:
-                    engine.passed(Point.STEP)
+                    engine.passed(PointKind.STEP)
                     break
                 case Verdict.REPAIR:
                     if engine.crew.plan.todo or not gradients.num_buckets:
@@ -239,13 +239,13 @@ class Passage:
             guarding.read(self.engine.gradients.reduced, self.trained.scale)
             if guarding.must_stop:
                 raise UsageError(f"job.guard: {guarding.must_stop}, twice: the job stops, as it was told to")
-        is_passed = self.engine.pass_point(Point.STEP, len(self.window))
+        is_passed = self.engine.pass_point(PointKind.STEP, len(self.window))
         if not is_passed:
             assert guarding is not None, "nobody else is suspicious"
             guarding.suspected()
         return is_passed
 
-    def _begin(self, source: Source) -> None:
+    def _begin(self, source: BatchSource) -> None:
         """Pass the first point of an epoch, unless the job is past it."""
         engine, course, crew = self.engine, self.engine.course, self.engine.crew
         course.open(source, self.arrival.seed, crew.rank, crew.world_size)
@@ -257,21 +257,21 @@ class Passage:
             engine.begin_step()
             try:
                 self._settle_in()
-                self._meet(Point.BEGIN)
+                self._meet(PointKind.BEGIN)
                 # Rank 0's, also if another process has its place by now: that has rank 0's random numbers.
                 course.share_order(crew.group(), 0)
-                engine.pass_point(Point.BEGIN)
+                engine.pass_point(PointKind.BEGIN)
                 course.is_begun = True
                 continue
             except GroupBroken as error:
                 why = str(error)
-            if self._recover(Point.BEGIN, why) is Verdict.PROCEED:
-                engine.passed(Point.BEGIN)
+            if self._recover(PointKind.BEGIN, why) is Verdict.PROCEED:
+                engine.passed(PointKind.BEGIN)
                 course.is_begun = True
             else:
                 course.share_again()
 
-    def _meet(self, kind: Point) -> None:
+    def _meet(self, kind: PointKind) -> None:
         try:
             self.engine.meet(kind)
         except UsageError as error:
@@ -280,12 +280,12 @@ class Passage:
     def _note_missing_ranks(self) -> None:
         """Say that some ranks have finished, if the present generation is what they left of the job, and goes on."""
         engine, plan = self.engine, self.engine.crew.plan
-        if not is_rest(plan) or self._is_rest_noted:
+        if not is_after_others_finished(plan) or self._is_rest_noted:
             return
         self._is_rest_noted = True
         num_ended = len(plan.previous) - len(plan.members)
         why = (
-            f"{counted(num_ended, 'rank')} had ended the script before the others, which begin epoch "
+            f"{count_of(num_ended, 'rank')} had ended the script before the others, which begin epoch "
             f"{engine.course.epoch}: all processes have to call job.batches equally often, also where a snapshot of "
             "the script's own lets it skip epochs"
         )
@@ -299,16 +299,16 @@ class Passage:
         why: str | None = None
         engine.begin_step()
         try:
-            self._meet(Point.END)
+            self._meet(PointKind.END)
             if engine.gradients is not None:  # whoever is past this point has them
                 engine.gradients.share_buffers(engine.crew.group())
-            engine.pass_point(Point.END)
+            engine.pass_point(PointKind.END)
         except GroupBroken as error:
             why = str(error)
         if why is not None:
-            if self._recover(Point.END, why) is not Verdict.PROCEED:
+            if self._recover(PointKind.END, why) is not Verdict.PROCEED:
                 return False
-            engine.passed(Point.END)
+            engine.passed(PointKind.END)
         self.progress.show(course, engine.crew, at_once=True)
         books = course.close()
         if engine.crew.survives and engine.crew.rank == 0 and books is not None:
@@ -316,7 +316,7 @@ class Passage:
             self.tell("epoch", epoch=course.epoch - 1, step=course.step, **row)
         return True
 
-    def _next(self) -> Given | None:
+    def _next(self) -> StepBatch | None:
         """The next batch for the script; None at the end of the epoch."""
         course, window, trained = self.engine.course, self.window, self.trained
         if not window:
@@ -405,7 +405,7 @@ class Passage:
                     continue
                 except GroupBroken as error:
                     why = str(error)
-            if self._recover(Point.JOIN, why, planned=planned) is Verdict.LEAVE:
+            if self._recover(PointKind.JOIN, why, planned=planned) is Verdict.LEAVE:
                 self._leave("the others go on without it")
         self._follow()
 
@@ -450,7 +450,7 @@ class Passage:
             return True
         except GroupBroken as error:
             why = str(error)
-        self._recover(Point.JOIN, why)
+        self._recover(PointKind.JOIN, why)
         return False
 
     def _compare(self, when: str) -> None:
@@ -492,7 +492,7 @@ class Passage:
                 self.tell("rollback_to_version", version=back_to, reason=why)
             except GroupBroken as error:
                 why = str(error)
-            self._recover(Point.JOIN, why, back_to=back_to)
+            self._recover(PointKind.JOIN, why, back_to=back_to)
             self._settle_in_or_recover()
 
     @property
@@ -520,7 +520,7 @@ class Passage:
         except GroupBroken as error:  # the next point will find the same
             self.tell("save_skipped", step=engine.course.step, reason=str(error))
 
-    def _recover(self, kind: Point, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
+    def _recover(self, kind: PointKind, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
         # What is agreed comes soon. For anything else this process may wait in vain, and must be able to end.
         with nullcontext() if planned else self.arrival.departure.suspended():
             if self.engine.leaving and not planned:
@@ -541,7 +541,7 @@ class Passage:
                 self.saves.save(trained.model, trained.optimizers.known, trained.tracked, course, now=True)
         except GroupBroken as error:
             self.tell("save_skipped", step=course.step, reason=str(error))
-        self._leave("all ranks were asked to", code=LEFT_TOGETHER)
+        self._leave("all ranks were asked to", code=EXIT_ALL_LEFT)
 
     def _leave(self, why: str, code: int = 0) -> NoReturn:
         crew = self.engine.crew

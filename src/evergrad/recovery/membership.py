@@ -25,11 +25,11 @@ from typing import Any
 from evergrad.records import record_from_json, record_to_json
 
 SCHEMA_VERSION = 1
-LEFT_TOGETHER = 75
+EXIT_ALL_LEFT = 75
 """What ranks exit with when all of them were asked to leave, as a preempted training does."""
 
 
-class Point(StrEnum):
+class PointKind(StrEnum):
     """What kind of point a rank could not pass."""
 
     BEGIN = "begin"
@@ -40,23 +40,23 @@ class Point(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class EpochBoundary:
     """A rank at the beginning or the end of an epoch, where it waits for all others."""
 
     generation: int
     point: int
-    kind: Point
+    kind: PointKind
     epoch: int
     rank: int
     num_begun: int
     """The number of collectives that this rank has begun in this generation."""
 
-    def is_at(self, other: Boundary) -> bool:
+    def is_at(self, other: EpochBoundary) -> bool:
         """Return True if two ranks are at the same point of one generation, even if they take it for different ones."""
         return (self.generation, self.point) == (other.generation, other.point)
 
     def __str__(self) -> str:
-        where = "begins" if self.kind is Point.BEGIN else "has come to the end of"
+        where = "begins" if self.kind is PointKind.BEGIN else "has come to the end of"
         return f"rank {self.rank} {where} epoch {self.epoch}"
 
     def to_json(self) -> str:
@@ -64,7 +64,7 @@ class Boundary:
         return json.dumps(record_to_json(self) | {"schema_version": SCHEMA_VERSION})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Boundary:
+    def from_json(cls, text: str | bytes) -> EpochBoundary:
         """Back from text."""
         return record_from_json(cls, _fields(text))
 
@@ -87,7 +87,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SurvivorReport:
     """What one survivor saw of a broken generation."""
 
     uid: int
@@ -95,7 +95,7 @@ class Report:
     generation: int
     point: int
     """The number of the point that it could not pass."""
-    kind: Point
+    kind: PointKind
     step: int
     """Steps that this rank has applied."""
     first: int = -1
@@ -127,13 +127,13 @@ class Report:
         return json.dumps(record_to_json(self) | {"schema_version": SCHEMA_VERSION})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Report:
+    def from_json(cls, text: str | bytes) -> SurvivorReport:
         """Back from text."""
         return record_from_json(cls, _fields(text))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MembershipPlan:
     """One generation: who is in it, and how it begins."""
 
     generation: int
@@ -149,7 +149,7 @@ class Plan:
     """The point at which the members go on: for survivors that were told to proceed, the one after theirs."""
     step: int = 0
     """How many steps were applied, by those who reported."""
-    kind: Point = Point.BEGIN
+    kind: PointKind = PointKind.BEGIN
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     """What each survivor does, by uid."""
     takes: dict[int, int] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Plan:
         return json.dumps(record_to_json(self) | {"schema_version": SCHEMA_VERSION})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Plan:
+    def from_json(cls, text: str | bytes) -> MembershipPlan:
         """Back from text."""
         return record_from_json(cls, _fields(text))
 
@@ -260,7 +260,7 @@ def _told(path: str, seen: Mapping[int, str | None], *, is_value: bool) -> str:
     return f"{path} on rank {other} is not what it is on rank {one}"
 
 
-class Keys:
+class StoreKeys:
     """The names under which the store holds things; g is a generation, uid a process."""
 
     fatal = "fatal"
@@ -329,7 +329,7 @@ class Keys:
     """The reason why it is unknown whether the job is still exact, if it is unknown."""
 
     boundary = "boundary"
-    """The last rank that has come to the beginning or the end of an epoch: a `Boundary`."""
+    """The last rank that has come to the beginning or the end of an epoch: a `EpochBoundary`."""
     boundary_met = "boundary-met"
     """The last boundary to which all ranks have come, as the first rank saw it."""
 

@@ -38,8 +38,8 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from evergrad.errors import RecoveryError, UsageError
-from evergrad.recovery.process_group import OPS, GlooGroup, Group, GroupBroken, Op, Ticket
-from evergrad.wording import meant
+from evergrad.recovery.process_group import OPS, CollectiveWork, GlooGroup, Group, GroupBroken, Op
+from evergrad.wording import did_you_mean
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 60.0
@@ -74,7 +74,9 @@ class Transport:
                     raise UsageError(f"EVERGRAD_TRANSPORT=nccl: {missing}. Use gloo, which carries tensors of GPUs too")
                 return cls("nccl", confirms)
             case other:
-                raise UsageError(f"EVERGRAD_TRANSPORT={other}: expected gloo or nccl.{meant(other, ('gloo', 'nccl'))}")
+                raise UsageError(
+                    f"EVERGRAD_TRANSPORT={other}: expected gloo or nccl.{did_you_mean(other, ('gloo', 'nccl'))}"
+                )
 
     def former(self) -> Callable[..., Group]:
         """What makes a group, in whatever thread; which GPU is this rank's is asked here, in the thread that calls."""
@@ -120,7 +122,7 @@ class NcclGroup(Group):
             raise
         self._waiting = waiting
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
         """Begin to combine a tensor of all ranks."""
         self.num_begun += 1
         if tensor.device.type == "cpu":
@@ -129,7 +131,7 @@ class NcclGroup(Group):
         options.reduceOp = OPS[op]
         return self._over_nccl(tensor, lambda nccl: nccl.allreduce([tensor], options), self._confirms)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
         """Begin to give one rank's tensor to all."""
         self.num_begun += 1
         if tensor.device.type == "cpu":
@@ -139,11 +141,11 @@ class NcclGroup(Group):
         raw = tensor.view(-1).view(torch.uint8)  # NCCL does not know every dtype
         return self._over_nccl(tensor, lambda nccl: nccl.broadcast([raw], options), True)
 
-    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+    def send(self, tensor: torch.Tensor, to: int) -> CollectiveWork:
         """Begin to send a tensor (on the CPU) to one rank."""
         return self._over_gloo(lambda: self._cpu.send(tensor, to))
 
-    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
         """Begin to receive what one rank sends, into a tensor on the CPU."""
         return self._over_gloo(lambda: self._cpu.receive(tensor, sender))
 
@@ -167,7 +169,7 @@ class NcclGroup(Group):
         self._settle()
         self._nccl = None
 
-    def _over_gloo(self, begin: Callable[[], Ticket]) -> Ticket:
+    def _over_gloo(self, begin: Callable[[], CollectiveWork]) -> CollectiveWork:
         try:
             ticket = begin()
         except GroupBroken as error:
@@ -179,9 +181,9 @@ class NcclGroup(Group):
             except GroupBroken as error:
                 raise self._broken(str(error)) from None
 
-        return Ticket(wait, lambda: ticket.is_done)
+        return CollectiveWork(wait, lambda: ticket.is_done)
 
-    def _over_nccl(self, tensor: torch.Tensor, start: Callable[[Any], Any], confirmed: bool) -> Ticket:
+    def _over_nccl(self, tensor: torch.Tensor, start: Callable[[Any], Any], confirmed: bool) -> CollectiveWork:
         if tensor.device != self._device:
             raise UsageError(
                 f"rank {self.rank}: a tensor on {tensor.device}, and NCCL was set up for {self._device}: call "
@@ -215,7 +217,7 @@ class NcclGroup(Group):
             if confirmed and self.size > 1:
                 self._over_gloo(lambda: self._cpu.all_reduce(torch.ones(1))).wait()
 
-        return Ticket(wait, lambda: self._reason is not None or _is_over(work))
+        return CollectiveWork(wait, lambda: self._reason is not None or _is_over(work))
 
     def _broken(self, reason: str | None) -> GroupBroken:
         """The error to raise, once nothing of this group runs any more."""

@@ -72,7 +72,7 @@ def refuse_overlap(
             )
 
 
-class Overlap:
+class OptimizerOverlap:
     """One optimizer, stepped bucket by bucket; what it has done in the step under way can be undone.
 
     Not undoable (nothing is copied then) where a step is never done again. Only for one thread at a time, which need

@@ -33,7 +33,7 @@ class GroupBroken(RecoveryError):
         super().__init__(message or "the group is gone")
 
 
-class Ticket:
+class CollectiveWork:
     """A collective under way. `wait` returns when it is done here, and raises `GroupBroken` if it never will be."""
 
     def __init__(self, wait: Callable[[], None] | None = None, is_done: Callable[[], bool] | None = None) -> None:
@@ -71,19 +71,19 @@ class Group(ABC):
         return (self.rank + 1) % self.size
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
         """Begin to combine a tensor of all ranks; each then has the result."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
         """Begin to give one rank's tensor to all."""
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+    def send(self, tensor: torch.Tensor, to: int) -> CollectiveWork:
         """Begin to send a tensor (on the CPU) to one rank."""
 
     @abstractmethod
-    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
         """Begin to receive what one rank sends, into a tensor (on the CPU) of the same size."""
 
     @abstractmethod
@@ -95,21 +95,21 @@ class Group(ABC):
         """Let go of everything. Twice is fine."""
 
 
-class Alone(Group):
+class SingleRankGroup(Group):
     """A group of one: nothing to do, nothing that can break."""
 
     rank, size = 0, 1
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
-        return Ticket()
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
+        return CollectiveWork()
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        return Ticket()
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
+        return CollectiveWork()
 
-    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+    def send(self, tensor: torch.Tensor, to: int) -> CollectiveWork:
         raise AssertionError("there is nobody to send to")
 
-    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
         raise AssertionError("there is nobody to receive from")
 
     def interrupt(self, reason: str) -> None:
@@ -165,25 +165,25 @@ class GlooGroup(Group):
         with self._sockets.opening():
             self._group: Any = _make(store, rank, size, host, timeout)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> CollectiveWork:
         """Begin to combine a tensor of all ranks."""
         options = dist.AllreduceOptions()
         options.reduceOp = OPS[op]
         self.num_begun += 1
         return self._begin(lambda group: group.allreduce([tensor], options))
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CollectiveWork:
         """Begin to give one rank's tensor to all."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         self.num_begun += 1
         return self._begin(lambda group: group.broadcast([tensor], options))
 
-    def send(self, tensor: torch.Tensor, to: int) -> Ticket:
+    def send(self, tensor: torch.Tensor, to: int) -> CollectiveWork:
         """Begin to send a tensor to one rank."""
         return self._begin(lambda group: group.send([tensor], to, 0), in_slices=False)
 
-    def receive(self, tensor: torch.Tensor, sender: int) -> Ticket:
+    def receive(self, tensor: torch.Tensor, sender: int) -> CollectiveWork:
         """Begin to receive what one rank sends."""
         return self._begin(lambda group: group.recv([tensor], sender, 0), in_slices=False)
 
@@ -238,7 +238,7 @@ class GlooGroup(Group):
         if since is not None and self._since == since and self._stuck is not None:
             self._stuck()
 
-    def _begin(self, start: Callable[[Any], Any], *, in_slices: bool = True) -> Ticket:
+    def _begin(self, start: Callable[[Any], Any], *, in_slices: bool = True) -> CollectiveWork:
         group, failed = self._group, self._reason
         if failed is not None or group is None:
             raise GroupBroken(failed or "closed")
@@ -262,7 +262,7 @@ class GlooGroup(Group):
                 self.interrupt(_short(error_text))
                 raise GroupBroken(self._reason)
 
-        return Ticket(wait, lambda: not held or held[0].is_completed())
+        return CollectiveWork(wait, lambda: not held or held[0].is_completed())
 
 
 def _failure_of(work: Any) -> str | None:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.errors import UsageError
-from evergrad.recovery.job_checkpoints import together
+from evergrad.recovery.job_checkpoints import one_or_numbered
 from evergrad.recovery.local_state import Snapshot, is_scaler
-from evergrad.recovery.optimizer_overlap import Overlap, refuse_overlap
+from evergrad.recovery.optimizer_overlap import OptimizerOverlap, refuse_overlap
 from evergrad.state import flatten, unflatten
 
 # The optimizers of a job: found before the script hands them over, given their state, stepped by a scaler if any.
@@ -39,7 +39,7 @@ class Optimizers:
 
     def __init__(self) -> None:
         self.known: tuple[Optimizer, ...] = ()
-        self.overlap: Overlap | None = None
+        self.overlap: OptimizerOverlap | None = None
         self._found: list[Optimizer] = []
         """The optimizers that were found when this process arrived."""
         self._is_assumed = False
@@ -253,7 +253,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class Trained:
+class RankState:
     """The same on all ranks, but for buffers."""
 
     model: nn.Module | None = None
@@ -294,7 +294,7 @@ class Trained:
         """The tensors themselves, by their paths in a saved state."""
         known = self.optimizers.known
         trained: dict[str, Any] = {"model": self.model} if self.model is not None else {}
-        return flatten(trained | ({"optimizer": together(known)} if known else {})).tensors
+        return flatten(trained | ({"optimizer": one_or_numbered(known)} if known else {})).tensors
 
     def look_for_optimizers(self) -> None:
         """Find the optimizers of the model, before the script hands them over."""

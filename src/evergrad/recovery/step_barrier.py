@@ -18,26 +18,26 @@ from typing import Any
 import torch
 
 from evergrad.errors import UsageError
-from evergrad.recovery.data_position import Course
+from evergrad.recovery.data_position import DataPosition
 from evergrad.recovery.failures.schedule import Phase
-from evergrad.recovery.gradients import Gradients
-from evergrad.recovery.local_state import Draws, Keeping, Own
-from evergrad.recovery.membership import Boundary, Keys, Plan, Point, Report, Verdict
+from evergrad.recovery.gradients import GradientReducer
+from evergrad.recovery.local_state import DrawCounts, LocalState, NeighbourState
+from evergrad.recovery.membership import EpochBoundary, MembershipPlan, PointKind, StoreKeys, SurvivorReport, Verdict
 from evergrad.recovery.process_group import Group
 from evergrad.recovery.state_transfer import receive_state, send_state
 from evergrad.recovery.tracebacks import keep_in_log
-from evergrad.recovery.worker import Crew, Launched
-from evergrad.wording import counted
+from evergrad.recovery.worker import ElasticWorker, Worker
+from evergrad.wording import count_of
 
 _POSTED_BYTES = 16 << 20
 """The largest state of a single rank that goes through the store."""
 
 
 @dataclass(slots=True)
-class Engine:
+class StepBarrier:
     """One rank's part in keeping the job together."""
 
-    crew: Crew
+    crew: Worker
     tell: Callable[..., None]
     keeps: bool
     """Whether neighbours hold what only one rank has: needed where spares take dead ranks' places exactly."""
@@ -49,9 +49,9 @@ class Engine:
     """Whether it is exchanged at the end of this step, where neighbours do not keep it anyway."""
     agreed_to_leave: bool = False
     """Whether this process's wish to leave was among those of the last point."""
-    course: Course = field(default_factory=Course)
-    own: Own = field(default_factory=Own)
-    gradients: Gradients | None = None
+    course: DataPosition = field(default_factory=DataPosition)
+    own: LocalState = field(default_factory=LocalState)
+    gradients: GradientReducer | None = None
     must_restore: bool = False
     """The plan says that everyone goes back to the newest checkpoint."""
     is_settled: bool = False
@@ -84,19 +84,19 @@ class Engine:
     first_passes: int = 0
     """How many passes there had been when the step under way began."""
     broke_at: float | None = None
-    keeping: Keeping = field(default_factory=Keeping)
+    keeping: NeighbourState = field(default_factory=NeighbourState)
     """What the rank before this one had."""
     exchanged: torch.Tensor | None = None
     """The state that only this rank has, as its neighbour got it at the last point."""
-    draws: Draws = field(default_factory=Draws)
+    draws: DrawCounts = field(default_factory=DrawCounts)
 
-    def meet(self, kind: Point) -> None:
+    def meet(self, kind: PointKind) -> None:
         """Wait for all ranks at the beginning or the end of an epoch, before any collective of that point."""
         crew, course = self.crew, self.course
         begun = crew.group().num_begun
-        crew.meet(Boundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank, begun))
+        crew.meet(EpochBoundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank, begun))
 
-    def pass_point(self, kind: Point, num_batches: int = 0) -> bool:
+    def pass_point(self, kind: PointKind, num_batches: int = 0) -> bool:
         """Pass the next point together with all others; `GroupBroken` if that cannot be.
 
         False if any rank finds what was computed suspicious: then nobody passes it. `UsageError` if ranks have taken
@@ -107,7 +107,7 @@ class Engine:
         self.agreed_to_leave = self.leaving
         if (self.crew.survives or self.guards) and self.crew.world_size > 1:
             group = self.crew.group()
-            if self.keeps or (kind is Point.STEP and self.exchanges_at(self.course.step + 1)):
+            if self.keeps or (kind is PointKind.STEP and self.exchanges_at(self.course.step + 1)):
                 self.exchange(group)
             # Whoever is through this knows that everyone has come this far, and what anyone wishes.
             group.all_reduce(wishes).wait()
@@ -120,7 +120,7 @@ class Engine:
             return False
         self.passed(kind)
         self.passed_in = self.crew.plan.generation
-        if kind is Point.STEP:
+        if kind is PointKind.STEP:
             self.stepped_in = self.passed_in
         return True
 
@@ -128,7 +128,7 @@ class Engine:
         """`UsageError` if the ranks have taken so many batches in all for a step, and not equally many each."""
         crew = self.crew
         if mine * crew.world_size != total:
-            taken = counted(mine, "batch", "batches")
+            taken = count_of(mine, "batch", "batches")
             raise UsageError(
                 f"job.step: rank {crew.rank} has taken {taken} since the last step, and all {crew.world_size} ranks "
                 f"{total} together. Every rank has to take equally many batches for a step: "
@@ -165,7 +165,7 @@ class Engine:
         The neighbour holds it as it was at the last point. Between that and the next step the script may draw random
         numbers (validation), and a joiner that is to take this rank's place has to know.
         """
-        if not self.keeps or self.crew.world_size == 1 or not isinstance(self.crew, Launched):
+        if not self.keeps or self.crew.world_size == 1 or not isinstance(self.crew, ElasticWorker):
             return
         changed = self.own.take() if self.exchanged is None else self.own.changed_since(self.exchanged)
         own: str | None = ""
@@ -173,7 +173,7 @@ class Engine:
             is_small = changed.numel() <= _POSTED_BYTES
             own = base64.b64encode(changed.numpy().tobytes()).decode() if is_small else None
         posted = {"point": self.course.point, "own": own, **self.draws.note(self.course.epoch, self.own.positions())}
-        self.crew.client.set(Keys.begun(self.crew.uid), json.dumps(posted))
+        self.crew.client.set(StoreKeys.begun(self.crew.uid), json.dumps(posted))
 
     def inherit_draws(self, uid: int) -> None:
         """This process has a lost one's place: find out whether the script draws numbers there that others do not."""
@@ -182,7 +182,7 @@ class Engine:
 
     def doubt_of_draws(self) -> str:
         """Return the reason why this process may not have drawn the lost rank's numbers; empty if there is no doubt."""
-        if not self.keeps or not isinstance(self.crew, Launched):
+        if not self.keeps or not isinstance(self.crew, ElasticWorker):
             return ""
         mine, members = self._posted(self.crew.uid), self.crew.plan.members
         if not self.draws.is_like_others(mine, {each: self._posted(each) for each in members}):
@@ -195,8 +195,8 @@ class Engine:
 
     def _posted(self, uid: int) -> dict[str, Any]:
         """The last that this process has posted when it came to a step."""
-        assert isinstance(self.crew, Launched)
-        text = self.crew.client.find(Keys.begun(uid))
+        assert isinstance(self.crew, ElasticWorker)
+        text = self.crew.client.find(StoreKeys.begun(uid))
         posted: dict[str, Any] = json.loads(text) if text is not None else {"point": -1}
         return posted
 
@@ -212,14 +212,14 @@ class Engine:
             torch.frombuffer(bytearray(base64.b64decode(posted["own"])), dtype=torch.uint8) if posted["own"] else kept
         )
 
-    def passed(self, kind: Point) -> None:
+    def passed(self, kind: PointKind) -> None:
         """The point is behind this rank."""
         self.passed_in = -1
         self.course.point += 1
-        if kind is Point.STEP:
+        if kind is PointKind.STEP:
             self.course.passes += 1
 
-    def recover(self, kind: Point, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
+    def recover(self, kind: PointKind, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
         """Leave the broken generation, tell what was seen of it, and hear what to do.
 
         A generation that is left as `planned` was agreed to end, before a step: who wishes to leaves the job with it.
@@ -228,19 +228,19 @@ class Engine:
         if not planned and self.broke_at is None:
             self.broke_at = time.monotonic()
         plan, gradients = self.crew.plan, self.gradients
-        in_flight = gradients if kind is Point.STEP else None
-        report = Report(
+        in_flight = gradients if kind is PointKind.STEP else None
+        report = SurvivorReport(
             uid=self.crew.uid,
             rank=self.crew.rank,
             generation=plan.generation,
             point=self.course.point,
             kind=kind,
             step=self.course.step,
-            first=self.first if kind is Point.STEP else -1,
+            first=self.first if kind is PointKind.STEP else -1,
             done=in_flight.kept if in_flight is not None else (),
             buckets=in_flight.num_buckets if in_flight is not None else 0,
             reason=why,
-            leaves=planned and kind is Point.JOIN and self.agreed_to_leave,
+            leaves=planned and kind is PointKind.JOIN and self.agreed_to_leave,
             planned=planned,
             tries=self.tries,
             back_to=back_to,
@@ -325,38 +325,38 @@ class Engine:
     def note_inexact(self, why: str) -> None:
         """The job is no longer exactly what it would have been."""
         self.tell("inexact", reason=why)
-        if isinstance(self.crew, Launched):
-            self.crew.client.set(Keys.inexact, why)
+        if isinstance(self.crew, ElasticWorker):
+            self.crew.client.set(StoreKeys.inexact, why)
 
     def note_diverged(self, why: str) -> None:
         """Ranks train different models, and the job must not end well; or, with an empty text, not any more."""
         if why:
             self.note_inexact(why)
-        if isinstance(self.crew, Launched):
-            self.crew.client.set(Keys.diverged, why)
+        if isinstance(self.crew, ElasticWorker):
+            self.crew.client.set(StoreKeys.diverged, why)
 
     def note_unverified(self, why: str) -> None:
         """Nobody can tell whether the job still is exactly what it would have been."""
         self.tell("unverified", reason=why)
-        if isinstance(self.crew, Launched):
-            self.crew.client.set(Keys.unverified, why)
+        if isinstance(self.crew, ElasticWorker):
+            self.crew.client.set(StoreKeys.unverified, why)
 
     def stop(self, error: UsageError) -> None:
         """Nobody can survive this mistake: let the launcher end the job and say why."""
         self.is_stopped = True
-        if isinstance(self.crew, Launched):
+        if isinstance(self.crew, ElasticWorker):
             rank = self.crew.plan.rank_of(self.crew.uid)
             who = f"spare {self.crew.uid}" if rank is None else f"rank {rank}"
             keep_in_log(error, is_said=True)
-            self.crew.client.set(Keys.fatal, f"{who}: {error}")
+            self.crew.client.set(StoreKeys.fatal, f"{who}: {error}")
 
-    def _give_kept(self, group: Group, plan: Plan, uid: int, rank: int) -> None:
+    def _give_kept(self, group: Group, plan: MembershipPlan, uid: int, rank: int) -> None:
         kept = self.keeping.of(uid, plan.point - 1)
         group.send(torch.tensor([0 if kept is None else kept.numel()]), rank).wait()
         if kept is not None:
             group.send(kept, rank).wait()
 
-    def _receive_kept(self, group: Group, plan: Plan) -> torch.Tensor | None:
+    def _receive_kept(self, group: Group, plan: MembershipPlan) -> torch.Tensor | None:
         keeper = plan.keepers.get(self.crew.uid)
         sender = plan.rank_of(keeper) if keeper is not None else None
         if sender is None:

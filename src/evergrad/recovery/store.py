@@ -18,7 +18,7 @@ _FOREVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
 
 
-class Sealed:
+class SignedStore:
     """Texts in a store, by name. `Forged` where a value is not of this job; without a secret nothing is sealed."""
 
     def __init__(self, store: Store, secret: Secret | None) -> None:
@@ -60,7 +60,7 @@ class Sealed:
         return (found if self._secret is None else self._secret.open(key, found)).decode()
 
 
-class StoreClient(Sealed):
+class StoreClient(SignedStore):
     """One connection to the store. A call that waits holds it: whoever waits long has one of its own.
 
     After `cut`, also by another thread, every call fails with a RuntimeError, those under way too.
@@ -84,7 +84,7 @@ class StoreClient(Sealed):
     def meeting(self, name: str) -> Store:
         """Where the members of a group find each other's addresses."""
         inside = PrefixStore(name, self.store)
-        return inside if self._secret is None else SealedStore(inside, name, self._secret)
+        return inside if self._secret is None else SignedTorchStore(inside, name, self._secret)
 
     def wait(self, key: str) -> None:
         """Wait until a key is there."""
@@ -95,7 +95,7 @@ class StoreClient(Sealed):
         self._sockets.cut()
 
 
-class SealedStore(Store):
+class SignedTorchStore(Store):
     """A store for a library that brings its own keys, such as gloo with the addresses of its ranks."""
 
     def __init__(self, store: Store, name: str, secret: Secret) -> None:

@@ -128,7 +128,7 @@ class _Scheduler:
     last: int
 
 
-class Untracked:
+class UntrackedState:
     """The untracked state of one process; what is found is reported once a kind."""
 
     def __init__(self, report: Callable[[str], None]) -> None:

@@ -41,7 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from evergrad.errors import UsageError
 from evergrad.recovery.local_state import is_scaler
 from evergrad.recovery.untracked_state import parts_of
-from evergrad.wording import counted, listed, meant, shown
+from evergrad.wording import count_of, did_you_mean, join_with_or, short_repr
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -96,7 +96,7 @@ def described(thing: object) -> str:
     if isinstance(thing, type):
         return f"the class {thing.__qualname__}"
     is_short = thing is None or isinstance(thing, str | int | float | os.PathLike)
-    return shown(thing) if is_short else type(thing).__qualname__
+    return short_repr(thing) if is_short else type(thing).__qualname__
 
 
 def refuse_model(model: object) -> None:
@@ -135,8 +135,8 @@ def refuse_options(hooks: object, options: Mapping[str, object]) -> None:
     if unknown := next((name for name in options if name not in ddp), ""):
         offered = [*_OWN, *(name for name in ddp if name not in (*_OWN, *_REFUSED))]
         raise UsageError(
-            f"job.wrap({unknown}=…): expected {listed(_OWN)}, or an option of DistributedDataParallel such as "
-            f"bucket_cap_mb.{meant(unknown, offered)}"
+            f"job.wrap({unknown}=…): expected {join_with_or(_OWN)}, or an option of DistributedDataParallel such as "
+            f"bucket_cap_mb.{did_you_mean(unknown, offered)}"
         )
     if wrong := [name for name in _REFUSED if options.get(name)]:
         raise UsageError(f"job.wrap({wrong[0]}=…): that is not DDP's to choose here; leave it out")
@@ -198,7 +198,7 @@ class OptimizerCalls:
         """`UsageError` at the end of an epoch in a job without a step, if optimizers were stepped in it."""
         if self.others:
             raise UsageError(
-                f"job.batches: the epoch is over, {counted(self.others, 'step')} of an optimizer came from "
+                f"job.batches: the epoch is over, {count_of(self.others, 'step')} of an optimizer came from "
                 "optimizer.step() and none from job.step, and no model was given to job.wrap: ranks train different "
                 f"models. {_LOOP}"
             )
@@ -209,7 +209,7 @@ class OptimizerCalls:
             return ""
         missing = "job.batches and job.step" if has_model else "job.wrap, job.batches and job.step"
         return (
-            f"the script called eg.join and made {counted(self.in_all, 'optimizer step')}, but never called "
+            f"the script called eg.join and made {count_of(self.in_all, 'optimizer step')}, but never called "
             f"{missing}: each rank has trained a model of its own. {_LOOP}"
         )
 
@@ -265,7 +265,7 @@ class EpochBatches(Iterator[Any]):
         self._batches.close()
 
 
-def refuse_strangers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+def refuse_unrelated_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """`UsageError` if the optimizers of a step have no parameter of the wrapped model: it would stay as it is."""
     wrapped = frozenset(map(id, model.parameters()))
     found = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
@@ -274,7 +274,8 @@ def refuse_strangers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     names = ", ".join(dict.fromkeys(type(each).__qualname__ for each in optimizers))
     raise UsageError(
         f"job.step: expected an optimizer with parameters of the model that job.wrap was given, found {names} with "
-        f"{counted(len(found), 'parameter')}, none of them that model's (they may be those of a copy): its steps would "
+        f"{count_of(len(found), 'parameter')}, none of them that model's (they may be those of a copy): its "
+        "steps would "
         "leave the wrapped model as it is. Build the optimizer from the wrapped model: model = job.wrap(model); "
         f"optimizer = {type(optimizers[0]).__qualname__}(model.parameters(), …)"
     )
@@ -364,7 +365,7 @@ def _wrong_call(
     unknown = next((one for one in named if one not in known), "")
     plain = [one.replace(annotation=one.empty) for one in parameters]
     expected = expected or f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
-    return UsageError(f"{name}: {why}.{meant(unknown, known) if unknown else ''} Expected {expected}")
+    return UsageError(f"{name}: {why}.{did_you_mean(unknown, known) if unknown else ''} Expected {expected}")
 
 
 def _instead_of(thing: Any) -> str:

@@ -1,7 +1,8 @@
 """This process among the others: which generation it is in, its group, and how it gets into the next one.
 
-A crew is one of three kinds: `Launched` by `evergrad run`, which goes on after losses, in `launched`; `Static`, under
-torchrun and its like, which ends with the first loss for someone else to start again; `Solo`.
+A crew is one of three kinds: `ElasticWorker` by `evergrad run`, which goes on after losses, in `launched`;
+`StaticWorker`, under
+torchrun and its like, which ends with the first loss for someone else to start again; `SingleWorker`.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from types import FrameType
 
 from evergrad._wire import Forged, Secret
 from evergrad.errors import RankLost, UsageError
-from evergrad.recovery.heartbeat import Page, Pulse
-from evergrad.recovery.membership import Boundary, Keys, Plan, Report
+from evergrad.recovery.heartbeat import HeartbeatPage, HeartbeatThreads
+from evergrad.recovery.membership import EpochBoundary, MembershipPlan, StoreKeys, SurvivorReport
 from evergrad.recovery.nccl import Transport
-from evergrad.recovery.process_group import Alone, Group, GroupBroken
+from evergrad.recovery.process_group import Group, GroupBroken, SingleRankGroup
 from evergrad.recovery.store import PREFIX, StoreClient
 from evergrad.wording import first_line
 
-FORMING = timedelta(minutes=30)
+FORMING_TIMEOUT = timedelta(minutes=30)
 """How long a group may take to form, and a collective of it to end: somebody else knows sooner who is gone."""
 
 
-class Crew(ABC):
+class Worker(ABC):
     """Who is there, and how to talk to them."""
 
     uid: int
-    plan: Plan
+    plan: MembershipPlan
     survives: bool
     """Whether the job goes on, in this process, when a rank is lost."""
 
@@ -60,7 +61,7 @@ class Crew(ABC):
         """How many ranks there are."""
         return self.plan.world_size
 
-    def meet(self, here: Boundary) -> None:  # noqa: B027 (a crew that ends with its first loss needs none)
+    def meet(self, here: EpochBoundary) -> None:  # noqa: B027 (a crew that ends with its first loss needs none)
         """Wait for all ranks where an epoch begins or ends; `GroupBroken` if one is lost meanwhile.
 
         `UsageError` if another rank takes this point for one of another kind.
@@ -71,7 +72,7 @@ class Crew(ABC):
         """The group of the present generation, formed when it is first asked for; `GroupBroken` if it cannot be."""
 
     @abstractmethod
-    def next_plan(self, report: Report) -> Plan:
+    def next_plan(self, report: SurvivorReport) -> MembershipPlan:
         """Tell what was seen of the broken generation, and get into the next one."""
 
     @abstractmethod
@@ -79,19 +80,19 @@ class Crew(ABC):
         """Leave. Twice is fine."""
 
 
-class Solo(Crew):
+class SingleWorker(Worker):
     """Nobody else, ever."""
 
     survives = False
 
     def __init__(self) -> None:
-        self.uid, self.plan, self._group = 0, Plan(0, (0,)), Alone()
+        self.uid, self.plan, self._group = 0, MembershipPlan(0, (0,)), SingleRankGroup()
 
     def group(self) -> Group:
         """Nobody."""
         return self._group
 
-    def next_plan(self, report: Report) -> Plan:
+    def next_plan(self, report: SurvivorReport) -> MembershipPlan:
         """Never needed."""
         raise AssertionError("a group of one does not break")
 
@@ -99,7 +100,7 @@ class Solo(Crew):
         """Nothing to leave."""
 
 
-class Static(Crew):
+class StaticWorker(Worker):
     """As many ranks as someone else has started. A loss ends all of them; whoever started them starts them again."""
 
     survives = False
@@ -116,7 +117,7 @@ class Static(Crew):
         transport: Transport = Transport(),  # noqa: B008 (frozen)
     ) -> None:
         """Meet at a store: someone else's, or where there is none the one that this rank `hosts`."""
-        self.uid, self.plan = rank, Plan(0, tuple(range(world_size)))
+        self.uid, self.plan = rank, MembershipPlan(0, tuple(range(world_size)))
         self._client = StoreClient(host, port, secret=None, prefix=f"{PREFIX}/{attempt}", hosts=hosts)
         self._group: Group | None = None
         self._transport = transport
@@ -124,10 +125,10 @@ class Static(Crew):
     def group(self) -> Group:
         """All ranks that were started."""
         if self._group is None:
-            self._group = Alone() if self.world_size == 1 else self._form()
+            self._group = SingleRankGroup() if self.world_size == 1 else self._form()
         return self._group
 
-    def next_plan(self, report: Report) -> Plan:
+    def next_plan(self, report: SurvivorReport) -> MembershipPlan:
         """There is none."""
         raise RankLost(
             f"rank {self.rank} of {self.world_size}: another rank was lost at step {report.step} ({report.reason}). "
@@ -141,7 +142,7 @@ class Static(Crew):
 
     def _form(self) -> Group:
         form, host = self._transport.former(), self._client.host
-        return form(self._client.meeting("group"), self.rank, self.world_size, host=host, timeout=FORMING)
+        return form(self._client.meeting("group"), self.rank, self.world_size, host=host, timeout=FORMING_TIMEOUT)
 
 
 # A process that `evergrad run` has launched: after a loss it goes on, in the generation that the coordinator decides.
@@ -161,7 +162,7 @@ _EQUALLY = (
 )
 
 
-class Launched(Crew):
+class ElasticWorker(Worker):
     """Under `evergrad run`: its coordinator decides who is in the next generation, and tells it through the store."""
 
     survives = True
@@ -174,7 +175,7 @@ class Launched(Crew):
         *,
         secret: Secret | None,
         tell: Callable[..., None],
-        page: Page | None = None,
+        page: HeartbeatPage | None = None,
         beat_s: float = 0.25,
         transport: Transport = Transport(),  # noqa: B008 (frozen)
     ) -> None:
@@ -184,7 +185,7 @@ class Launched(Crew):
         self._tell, self._transport = tell, transport
         self._group: Group | None = None
         self._broken: str | None = None
-        self.plan = Plan(-1, ())
+        self.plan = MembershipPlan(-1, ())
         self._news: tuple[int, str] = (-2, "")
         """Which generation has broken, and why, as the watch's thread heard it."""
         self._is_closed = False
@@ -198,9 +199,9 @@ class Launched(Crew):
         """The mistake of the script for which this rank has broken its generation, to be raised by the main thread."""
         self.reported: Callable[[], None] = lambda: None
         """Called when this rank has told what it saw of a broken generation, before it waits for the next one."""
-        self._watch = _Watch(uid, self.client.again(), self._heard)
+        self._watch = _BreakListener(uid, self.client.again(), self._heard)
         self._page = page
-        self._pulse = Pulse(page, beat_s, self._ask(self.client.again())) if page is not None else None
+        self._pulse = HeartbeatThreads(page, beat_s, self._ask(self.client.again())) if page is not None else None
         if self._pulse is not None:
             self._pulse.start()
 
@@ -216,16 +217,16 @@ class Launched(Crew):
     def await_spares(self) -> None:
         """Wait until those spares wait that nobody shall begin without."""
         for uid in filter(None, os.environ.get("EVERGRAD_WAIT_FOR_SPARES", "").split(",")):
-            self.client.wait(Keys.waiting(int(uid)))
+            self.client.wait(StoreKeys.waiting(int(uid)))
 
-    def await_call(self, meanwhile: Callable[[], None] = lambda: None) -> Plan | None:
+    def await_call(self, meanwhile: Callable[[], None] = lambda: None) -> MembershipPlan | None:
         """Wait to be called into a generation; None if the job has ended without a need for this process.
 
         `meanwhile` is done once others know that this process waits.
         """
-        self.client.set(Keys.waiting(self.uid), "1")
+        self.client.set(StoreKeys.waiting(self.uid), "1")
         meanwhile()
-        generation = int(self.client.get(Keys.called(self.uid)))
+        generation = int(self.client.get(StoreKeys.called(self.uid)))
         if generation < 0:
             return None
         self._adopt(generation)
@@ -236,28 +237,28 @@ class Launched(Crew):
         self._check()
         if self._group is None:
             self._group_of = self.plan.generation
-            self._group = Alone() if self.world_size == 1 else self._form()
+            self._group = SingleRankGroup() if self.world_size == 1 else self._form()
             self._check()  # it may have broken while it was made
         return self._group
 
-    def next_plan(self, report: Report) -> Plan:
+    def next_plan(self, report: SurvivorReport) -> MembershipPlan:
         """Leave the broken generation, say what was seen of it, and wait for the next one."""
         generation = self.plan.generation
         self._drop(report.reason)
         if self._mistake is not None:
             raise UsageError(self._mistake)
-        if not self.client.has(Keys.broken(generation)):
-            self.client.set(Keys.broken(generation), json.dumps({"uid": self.uid, "reason": report.reason}))
-        self.client.set(Keys.report(generation, self.uid), report.to_json())
+        if not self.client.has(StoreKeys.broken(generation)):
+            self.client.set(StoreKeys.broken(generation), json.dumps({"uid": self.uid, "reason": report.reason}))
+        self.client.set(StoreKeys.report(generation, self.uid), report.to_json())
         self.reported()
         self._adopt(generation + 1)
         return self.plan
 
     def is_current(self) -> bool:
         """Whether there is no generation after this one yet."""
-        return not self.client.has(Keys.plan(self.plan.generation + 1))
+        return not self.client.has(StoreKeys.plan(self.plan.generation + 1))
 
-    def meet(self, here: Boundary) -> None:
+    def meet(self, here: EpochBoundary) -> None:
         """Wait for all ranks, by the store and not in the group.
 
         A rank that is in a step instead would take a collective of the group for one of its step: gloo then waits for
@@ -268,30 +269,30 @@ class Launched(Crew):
         self._check()
         self._meeting = here.generation, here.point
         text, members = here.to_json(), self.plan.members
-        self.client.set_all({Keys.at_boundary(self.uid): text, Keys.boundary: text})
+        self.client.set_all({StoreKeys.at_boundary(self.uid): text, StoreKeys.boundary: text})
         with self._waiting():
             if here.rank:
-                self._await_at(Keys.boundary_met, here, members[0])
+                self._await_at(StoreKeys.boundary_met, here, members[0])
                 return
             for uid in members[1:]:
-                other = self._await_at(Keys.at_boundary(uid), here, uid)
+                other = self._await_at(StoreKeys.at_boundary(uid), here, uid)
                 if other.kind is not here.kind:
                     raise UsageError(f"job.batches: {here}, and {other}. {_EQUALLY}")
-            self.client.set(Keys.boundary_met, text)
+            self.client.set(StoreKeys.boundary_met, text)
 
-    def _await_at(self, key: str, here: Boundary, uid: int) -> Boundary:
+    def _await_at(self, key: str, here: EpochBoundary, uid: int) -> EpochBoundary:
         """Wait until this key names the boundary; `GroupBroken` if the generation breaks, or this process ends."""
         pause = _GLANCE_S / 100
         longest = min(_GLANCE_S * 4, max(_GLANCE_S / 10, _GLANCE_S / 50 * self.world_size))  # all ranks ask one store
         while True:
-            has_ended = self.client.has(Keys.ended(uid))  # before the look: what it told before its end counts
+            has_ended = self.client.has(StoreKeys.ended(uid))  # before the look: what it told before its end counts
             found = self.client.find(key)
-            if found is not None and (told := Boundary.from_json(found)).is_at(here):
+            if found is not None and (told := EpochBoundary.from_json(found)).is_at(here):
                 return told
             self._check()
             if has_ended:
                 raise GroupBroken(f"rank {self.plan.rank_of(uid)} has ended its script")
-            if pause == longest and self.client.has(Keys.fatal):
+            if pause == longest and self.client.has(StoreKeys.fatal):
                 raise GroupBroken("the job ends")
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -303,9 +304,9 @@ class Launched(Crew):
         rank that has begun one more before it comes there waits for ever.
         """
         generation, group = self.plan.generation, self._group
-        if group is None or self._group_of != generation or (found := client.find(Keys.boundary)) is None:
+        if group is None or self._group_of != generation or (found := client.find(StoreKeys.boundary)) is None:
             return
-        other, num_begun = Boundary.from_json(found), group.num_begun
+        other, num_begun = EpochBoundary.from_json(found), group.num_begun
         # The main thread goes on meanwhile, so the order counts: the collective was begun at this point or before it,
         # and a boundary at this point that the rank has come to is not hidden by a later one.
         meeting = self._meeting
@@ -338,11 +339,11 @@ class Launched(Crew):
         def ask() -> None:
             generation = self.plan.generation
             try:
-                if client.find(Keys.change(generation)) is not None:
+                if client.find(StoreKeys.change(generation)) is not None:
                     self._changing = generation
                 self._look_for_boundary(client)
             except Forged as error:
-                client.set(Keys.fatal, str(error))
+                client.set(StoreKeys.fatal, str(error))
 
         return ask
 
@@ -371,9 +372,9 @@ class Launched(Crew):
     def _adopt(self, generation: int) -> None:
         try:
             with self._waiting():
-                plan = Plan.from_json(self.client.get(Keys.plan(generation)))
+                plan = MembershipPlan.from_json(self.client.get(StoreKeys.plan(generation)))
         except Forged as error:
-            self.client.set(Keys.fatal, str(error))
+            self.client.set(StoreKeys.fatal, str(error))
             raise
         if plan.rank_of(self.uid) is None and self.uid not in plan.left:
             raise RankLost(
@@ -411,7 +412,9 @@ class Launched(Crew):
             try:
                 store = client.meeting(f"group/{generation}")
                 host, waiting = client.host, self._waiting
-                made.append(form(store, rank, size, host=host, timeout=FORMING, waiting=waiting, stuck=self._give_up))
+                made.append(
+                    form(store, rank, size, host=host, timeout=FORMING_TIMEOUT, waiting=waiting, stuck=self._give_up)
+                )
             except UsageError as error:
                 refused.append(error)
             except (RuntimeError, Forged, GroupBroken) as error:
@@ -428,14 +431,14 @@ class Launched(Crew):
                     self.client = client.again()
                     raise GroupBroken(why)
         if refused:  # in every generation it would be the same
-            client.set(Keys.fatal, str(refused[0]))
+            client.set(StoreKeys.fatal, str(refused[0]))
             raise refused[0]
         if not made:
             raise GroupBroken(self._why_broken() or failed[0])
         return made[0]
 
 
-class _Watch:
+class _BreakListener:
     """A thread that waits for a generation to break, and says so at once."""
 
     def __init__(self, uid: int, client: StoreClient, heard: Callable[[int, str], None]) -> None:
@@ -461,7 +464,7 @@ class _Watch:
         if self._thread is None:
             return
         with suppress(RuntimeError):  # the launcher, and its store, may be gone
-            client.set(Keys.news(self._uid, self._generation), "{}")
+            client.set(StoreKeys.news(self._uid, self._generation), "{}")
         # It must be gone before the interpreter is: a thread that comes back from C++ then would abort it.
         self._thread.join(5)
 
@@ -475,9 +478,9 @@ class _Watch:
                     return
                 seen = self._generation
             try:
-                why = json.loads(self._client.get(Keys.news(self._uid, seen)))
+                why = json.loads(self._client.get(StoreKeys.news(self._uid, seen)))
             except Forged as error:
-                self._client.set(Keys.fatal, str(error))
+                self._client.set(StoreKeys.fatal, str(error))
                 self._heard(seen, str(error))
                 return
             except RuntimeError as error:
@@ -494,7 +497,7 @@ class _Watch:
 # heed the notice: there the signal does what it always did, and ends the process.
 
 
-class Departure:
+class SigtermHandler:
     """Whether this process has been asked to leave."""
 
     def __init__(self, asked: Callable[[int], None]) -> None:
@@ -508,7 +511,7 @@ class Departure:
         if is_main and not self._watches and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._watches = True
             signal.signal(signal.SIGTERM, self._heed)
-            _shield_forks()
+            _reset_sigterm_in_forks()
 
     def close(self) -> None:
         """Heed it no more. Twice is fine."""
@@ -535,7 +538,7 @@ class Departure:
 
 
 @cache
-def _shield_forks() -> None:
+def _reset_sigterm_in_forks() -> None:
     """What the script forks (a data loader's workers) was never asked to leave with its work done: it just ends.
 
     The signal is held back around a fork: Python forgets, in the child, one that comes in the midst of it.
@@ -549,7 +552,7 @@ def _shield_forks() -> None:
 
     def become_ordinary() -> None:
         handler = signal.getsignal(signal.SIGTERM)
-        if isinstance(getattr(handler, "__self__", None), Departure):
+        if isinstance(getattr(handler, "__self__", None), SigtermHandler):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         let_go()
 

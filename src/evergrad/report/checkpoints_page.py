@@ -11,34 +11,34 @@ from shlex import quote
 from typing import Any
 
 from evergrad.checkpoint.catalogue.catalogue import Catalogue, CatalogueEntry
-from evergrad.checkpoint.catalogue.lineage import Lineage, draw_svg, trace
+from evergrad.checkpoint.catalogue.lineage import Lineage, draw_svg, trace_lineage
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.version import Version
 from evergrad.formats.version_folder import UNVERIFIED
 from evergrad.report.document import (
     PALETTE,
-    Block,
-    Cell,
-    Column,
     Commands,
     DataTable,
     Facts,
     Figure,
     Mark,
-    Page,
     Picture,
     Prose,
+    ReportBlock,
+    ReportPage,
     Section,
+    TableCell,
+    TableColumn,
 )
-from evergrad.report.html import literal
-from evergrad.report.run_figures import harmless
-from evergrad.wording import counted
+from evergrad.report.html import escape_markup
+from evergrad.report.run_figures import escape_figure_text
+from evergrad.wording import count_of
 
 # What is known of a job's versions, looked up once: entries, what each tier holds, lineage.
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class TierContents:
     """What one tier holds of one version."""
 
     ranks: int
@@ -58,7 +58,7 @@ class JobVersions:
     """Newest first."""
     tiers: tuple[str, ...]
     """The kinds of its tiers, nearest first."""
-    holdings: Mapping[tuple[Version, str], Holding]
+    holdings: Mapping[tuple[Version, str], TierContents]
     lineage: Lineage
     unseen: tuple[str, ...]
     """Tiers that could not be looked at, and why."""
@@ -67,7 +67,7 @@ class JobVersions:
     """Whether it was looked up by its run folder; by a URL only what the tier holds is known."""
 
 
-def look(catalogue: Catalogue) -> JobVersions:
+def survey_job(catalogue: Catalogue) -> JobVersions:
     """Look at every tier of a job; nothing is made or changed."""
     seen = catalogue.look()
     entries = tuple(catalogue.entries(seen))
@@ -86,14 +86,14 @@ def look(catalogue: Catalogue) -> JobVersions:
             for kind in kinds
             if (holding := _holding(seen, entry.version, kind)) is not None
         },
-        lineage=trace(catalogue),
+        lineage=trace_lineage(catalogue),
         unseen=tuple(seen.unseen),
         attempts=len({entry.version.attempt for entry in entries}),
         has_history=home.run_dir is not None,
     )
 
 
-def _holding(seen: Survey, version: Version, kind: str) -> Holding | None:
+def _holding(seen: Survey, version: Version, kind: str) -> TierContents | None:
     copies = [found.copy for found in seen.shards.get(version, []) if found.copy.tier == kind]
     if not copies:
         return None
@@ -102,7 +102,7 @@ def _holding(seen: Survey, version: Version, kind: str) -> Holding | None:
         if not copy.url and copy.generation is None:  # in memory records are written again with every save
             with suppress(OSError):
                 written.append(copy.manifest.stat().st_mtime)
-    return Holding(len({copy.rank for copy in copies}), max(written, default=None))
+    return TierContents(len({copy.rank for copy in copies}), max(written, default=None))
 
 
 # A job's versions in words: what is wrong first, then what there is.
@@ -110,17 +110,17 @@ def _holding(seen: Survey, version: Version, kind: str) -> Holding | None:
 _TOLD = 6
 
 
-def answer(seen: JobVersions) -> list[str]:
+def checkpoints_answer(seen: JobVersions) -> list[str]:
     """Paragraphs for the head of the page, the one to remember first."""
     if not seen.entries:
-        return [f"**{literal(seen.job)} has no version yet.**", *problems(seen)]
+        return [f"**{escape_markup(seen.job)} has no version yet.**", *problems(seen)]
     usable = [entry for entry in seen.entries if is_usable(entry)]
-    told = f"{counted(len(seen.entries), 'version')} in {counted(seen.attempts, 'attempt')}"
+    told = f"{count_of(len(seen.entries), 'version')} in {count_of(seen.attempts, 'attempt')}"
     if not usable:
         return [f"**{told}, and none of them can be restored from what is seen here.**", *problems(seen)]
     newest = usable[0]
     where = ", ".join(newest.tiers) or "several tiers together"
-    head = f"**{told}; {len(usable)} can be restored, the newest is {newest.version} in {literal(where)}.**"
+    head = f"**{told}; {len(usable)} can be restored, the newest is {newest.version} in {escape_markup(where)}.**"
     return [head, *problems(seen), *_state(seen, usable)]
 
 
@@ -134,10 +134,14 @@ def problems(seen: JobVersions) -> list[str]:
     """What is wrong or not known, worst first, each in a sentence."""
     return [
         *_failed(seen),
-        *(f"{entry.version.name}: {literal(entry.damaged.rstrip('.'))}." for entry in seen.entries if entry.damaged),
+        *(
+            f"{entry.version.name}: {escape_markup(entry.damaged.rstrip('.'))}."
+            for entry in seen.entries
+            if entry.damaged
+        ),
         *_incomplete(seen),
         *_unverified(seen),
-        *(f"Not seen: {literal(line.rstrip('.'))}." for line in seen.unseen),
+        *(f"Not seen: {escape_markup(line.rstrip('.'))}." for line in seen.unseen),
     ]
 
 
@@ -157,7 +161,7 @@ def size(count: float) -> str:
 def _failed(seen: JobVersions) -> Iterator[str]:
     found = [
         f"{entry.version.name} is damaged in {verdict.tier}: "
-        f"{literal(verdict.why.rstrip('.')) or 'its digests are wrong'}"
+        f"{escape_markup(verdict.why.rstrip('.')) or 'its digests are wrong'}"
         f"{'' if is_usable(entry) else ', and no other tier has all of it'}"
         for entry in seen.entries
         for verdict in entry.verdicts
@@ -165,7 +169,7 @@ def _failed(seen: JobVersions) -> Iterator[str]:
     ]
     yield from (f"{line}." for line in found[:_TOLD])
     if len(found) > _TOLD:
-        yield f"{counted(len(found) - _TOLD, 'more copy', 'more copies')} failed the last check: see the table."
+        yield f"{count_of(len(found) - _TOLD, 'more copy', 'more copies')} failed the last check: see the table."
 
 
 def _incomplete(seen: JobVersions) -> Iterator[str]:
@@ -180,7 +184,7 @@ def _incomplete(seen: JobVersions) -> Iterator[str]:
     ):
         others = [entry for entry in seen.entries if entry.state == state and entry is not newest]
         if others:
-            yield f"{counted(len(others), 'more version')} {'is' if len(others) == 1 else 'are'} {words}."
+            yield f"{count_of(len(others), 'more version')} {'is' if len(others) == 1 else 'are'} {words}."
 
 
 def _unverified(seen: JobVersions) -> Iterator[str]:
@@ -197,7 +201,7 @@ def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
     unchecked = sum(entry.verified == "unknown" for entry in usable)
     if unchecked == len(usable):
         verify = f"evergrad checkpoints verify {quote(seen.where)}"
-        yield f"Whole is not intact: nobody has checked their digests. `{literal(verify)}` does."
+        yield f"Whole is not intact: nobody has checked their digests. `{escape_markup(verify)}` does."
     else:
         sound = sum(entry.verified == "ok" for entry in usable)
         never = f", {unchecked} were never checked" if unchecked else ""
@@ -205,13 +209,13 @@ def _state(seen: JobVersions, usable: list[CatalogueEntry]) -> Iterator[str]:
     guarded = sum(entry.guarded for entry in usable)
     if guarded:
         yield f"A guard found all ranks alike when {guarded} of them {'was' if guarded == 1 else 'were'} saved."
-    kept = [entry.version.name + (f" ({literal(', '.join(entry.tags))})" if entry.tags else "")
+    kept = [entry.version.name + (f" ({escape_markup(', '.join(entry.tags))})" if entry.tags else "")
             for entry in usable if entry.pinned or entry.tags]  # fmt: skip
     if kept:
         yield f"Kept whatever comes: {', '.join(kept[:_TOLD])}{' …' if len(kept) > _TOLD else ''}."
     retired = sum(entry.retired for entry in seen.entries)
     if retired:
-        yield f"{counted(retired, 'version')} {'is' if retired == 1 else 'are'} gone, and known from the history."
+        yield f"{count_of(retired, 'version')} {'is' if retired == 1 else 'are'} gone, and known from the history."
     if not seen.has_history:
         yield "Looked up by a tier's URL: what other tiers hold, and what is gone, is not known."
 
@@ -338,9 +342,9 @@ def _scatter(name: str, points: list[Any], marker: dict[str, Any]) -> dict[str, 
 def _hover(entry: CatalogueEntry) -> str:
     told = [
         f"<b>{entry.version.name}</b>",
-        harmless(", ".join(entry.tags)) or ("pinned" if entry.pinned else ""),
+        escape_figure_text(", ".join(entry.tags)) or ("pinned" if entry.pinned else ""),
         f"{entry.state}, {size(entry.size_bytes)}, {entry.world_size or '?'} ranks",
-        harmless(f"saved {entry.time}"),
+        escape_figure_text(f"saved {entry.time}"),
     ]
     return "<br>".join(filter(None, told))
 
@@ -370,13 +374,13 @@ _STATES: dict[str, Mark] = {
 _VERDICTS: dict[str, Mark] = {"ok": "good", "failed": "bad", "unknown": "muted"}
 
 
-def checkpoints_page(seen: JobVersions, made: str) -> Page:
+def checkpoints_page(seen: JobVersions, made: str) -> ReportPage:
     """The page; `made` says by what, and when."""
-    return Page(
+    return ReportPage(
         title=f"Versions of {seen.job}",
         kind="checkpoints of a job",
         question="Which versions are there, where are they, and can they be restored?",
-        answer=answer(seen),
+        answer=checkpoints_answer(seen),
         sections=[section for section in _sections(seen) if section.blocks],
         made=made,
     )
@@ -394,35 +398,35 @@ def _sections(seen: JobVersions) -> list[Section]:
     ]
 
 
-def _figure(figure: Figure | Picture | None) -> list[Block]:
+def _figure(figure: Figure | Picture | None) -> list[ReportBlock]:
     return [figure] if figure is not None else []
 
 
-def _notes(seen: JobVersions) -> list[Block]:
+def _notes(seen: JobVersions) -> list[ReportBlock]:
     return (
-        [Prose("\n\n".join(f"Not followed: {literal(note)}" for note in seen.lineage.notes))]
+        [Prose("\n\n".join(f"Not followed: {escape_markup(note)}" for note in seen.lineage.notes))]
         if seen.lineage.notes
         else []
     )
 
 
-def _versions(seen: JobVersions) -> list[Block]:
+def _versions(seen: JobVersions) -> list[ReportBlock]:
     if not seen.entries:
         return []
     columns = [
-        Column("version", help="its step, and after the hyphen its attempt"),
-        Column("step", "number"),
-        Column("captured", help="when it was copied from the trainer, UTC"),
-        Column("ranks", "number"),
-        Column("size", "number", "of all ranks' shards"),
-        Column(
+        TableColumn("version", help="its step, and after the hyphen its attempt"),
+        TableColumn("step", "number"),
+        TableColumn("captured", help="when it was copied from the trainer, UTC"),
+        TableColumn("ranks", "number"),
+        TableColumn("size", "number", "of all ranks' shards"),
+        TableColumn(
             "state", help="restorable: every rank's shard is in some tier; partial: some are; retired and torn: none"
         ),
-        Column("tiers", help="those that hold every rank's shard"),
-        Column("verified", help="what the last `evergrad checkpoints verify` found, if there was one"),
-        Column("guard", help="ok: a guard found all ranks alike when it was saved"),
-        Column("kept", help="pinned, or its tags"),
-        Column("parent", help="what it was trained from"),
+        TableColumn("tiers", help="those that hold every rank's shard"),
+        TableColumn("verified", help="what the last `evergrad checkpoints verify` found, if there was one"),
+        TableColumn("guard", help="ok: a guard found all ranks alike when it was saved"),
+        TableColumn("kept", help="pinned, or its tags"),
+        TableColumn("parent", help="what it was trained from"),
     ]
     rows = [_row(entry) for entry in seen.entries[:_ROWS]]
     more = len(seen.entries) - len(rows)
@@ -432,21 +436,21 @@ def _versions(seen: JobVersions) -> list[Block]:
     return [DataTable(columns, rows, caption)]
 
 
-def _row(entry: CatalogueEntry) -> list[Cell]:
+def _row(entry: CatalogueEntry) -> list[TableCell]:
     version, saved = entry.version, saved_s(entry)
     kept = ", ".join(entry.tags) or ("pinned" if entry.pinned else "")
     return [
-        Cell(version.name),
-        Cell(f"{version.step:,}", version.step),
-        Cell(entry.time.replace("T", " ").removesuffix("Z") or "?", saved),
-        Cell(str(entry.world_size or "?"), entry.world_size or None),
-        Cell(size(entry.size_bytes), entry.size_bytes),
-        Cell(entry.state, mark=_STATES[entry.state]),
-        Cell(", ".join(entry.tiers)),
-        Cell(_verified(entry), mark=_VERDICTS[entry.verified]),
-        Cell("ok" if entry.guarded else "", mark="good" if entry.guarded else ""),
-        Cell(kept),
-        Cell(entry.parent or ""),
+        TableCell(version.name),
+        TableCell(f"{version.step:,}", version.step),
+        TableCell(entry.time.replace("T", " ").removesuffix("Z") or "?", saved),
+        TableCell(str(entry.world_size or "?"), entry.world_size or None),
+        TableCell(size(entry.size_bytes), entry.size_bytes),
+        TableCell(entry.state, mark=_STATES[entry.state]),
+        TableCell(", ".join(entry.tiers)),
+        TableCell(_verified(entry), mark=_VERDICTS[entry.verified]),
+        TableCell("ok" if entry.guarded else "", mark="good" if entry.guarded else ""),
+        TableCell(kept),
+        TableCell(entry.parent or ""),
     ]
 
 

@@ -43,7 +43,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """A column of a table; `help` says what it means, below the table."""
 
     title: str
@@ -52,7 +52,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """A text without markup, and what it is sorted by: None sorts last, either way. Without a key, by the text."""
 
     text: str
@@ -64,8 +64,8 @@ class Cell:
 class DataTable:
     """A table that a reader can sort; every row has a cell for each column."""
 
-    columns: list[Column]
-    rows: list[list[Cell]]
+    columns: list[TableColumn]
+    rows: list[list[TableCell]]
     caption: str = ""
 
 
@@ -83,7 +83,7 @@ class Facts:
     pairs: list[tuple[str, str]]
 
 
-Block = Prose | Figure | Picture | DataTable | Commands | Facts
+ReportBlock = Prose | Figure | Picture | DataTable | Commands | Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class Section:
     """A part of a page with a title; folded ones are opened by a click, and by printing."""
 
     title: str
-    blocks: list[Block]
+    blocks: list[ReportBlock]
     anchor: str = ""
     folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ReportPage:
     """A report: the question, its answer in words, then what the answer rests on."""
 
     title: str

@@ -3,7 +3,8 @@
 The page carries its own style, its own script and, if it has a figure, plotly's, each once. A content security
 policy names these scripts by their digests: nothing else runs, and nothing is fetched from anywhere.
 
->>> page = Page("Flips", "study report", "What do flips do?", ["Nothing **yet**."], [Section("Data", [Prose("None.")])])
+>>> page = ReportPage("Flips", "study report", "What do flips do?", ["Nothing **yet**."],
+...                   [Section("Data", [Prose("None.")])])
 >>> "<strong>yet</strong>" in page_html(page)
 True
 """
@@ -26,21 +27,21 @@ from typing import Any
 from evergrad._files import file_errors, replacing
 from evergrad.errors import UsageError
 from evergrad.report.document import (
-    Block,
-    Cell,
-    Column,
     Commands,
     DataTable,
     Facts,
     Figure,
-    Page,
     Picture,
     Prose,
+    ReportBlock,
+    ReportPage,
     Section,
+    TableCell,
+    TableColumn,
 )
 from evergrad.wording import install_hint
 
-# Blocks as HTML. Every text that comes from a file or a person goes through `escaped`.
+# Blocks as HTML. Every text that comes from a file or a person goes through `escape_html`.
 
 _SHORT = 24  # a text of so many characters stays on one line in a table
 # Bold begins at the beginning of a word and ends at the end of one: the stars of model/** do neither.
@@ -52,33 +53,35 @@ _MARKUP = re.compile(
 _ESCAPED = re.compile(r"\\([\\*`])")
 
 
-def escaped(text: object) -> str:
+def escape_html(text: object) -> str:
     r"""A text that is only text, in an element or an attribute; what steers (controls, direction marks) is spelt out.
 
-    >>> escaped('<b a="1">\x00\u202e')
+    >>> escape_html('<b a="1">\x00\u202e')
     '&lt;b a=&quot;1&quot;&gt;\\x00\\u202e'
     """
     known = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(text))
     return html.escape(known, quote=True)
 
 
-def literal(text: object) -> str:
+def escape_markup(text: object) -> str:
     """A name or a message as part of prose: nothing in it is taken for markup.
 
-    >>> inline(f"**N-EV** of {literal('**conv and fc**')}")
+    >>> inline_html(f"**N-EV** of {escape_markup('**conv and fc**')}")
     '<strong>N-EV</strong> of **conv and fc**'
     """
     return re.sub(r"[\\*`]", r"\\\g<0>", str(text))
 
 
-def inline(text: str) -> str:
+def inline_html(text: str) -> str:
     """One line of prose.
 
-    >>> inline("**N-EV** of `a<b`")
+    >>> inline_html("**N-EV** of `a<b`")
     '<strong>N-EV</strong> of <code>a&lt;b</code>'
     """
     return "".join(
-        {"code": f"<code>{escaped(part)}</code>", "bold": f"<strong>{escaped(part)}</strong>"}.get(kind, escaped(part))
+        {"code": f"<code>{escape_html(part)}</code>", "bold": f"<strong>{escape_html(part)}</strong>"}.get(
+            kind, escape_html(part)
+        )
         for kind, part in _parts(text)
     )
 
@@ -103,9 +106,9 @@ def _parts(text: str) -> Iterator[tuple[str, str]]:
     yield "", text[end:]
 
 
-def paragraphs(text: str) -> str:
+def paragraphs_html(text: str) -> str:
     """Prose: paragraphs are parted by blank lines."""
-    return "".join(f"<p>{inline(part.strip())}</p>\n" for part in re.split(r"\n\s*\n", text) if part.strip())
+    return "".join(f"<p>{inline_html(part.strip())}</p>\n" for part in re.split(r"\n\s*\n", text) if part.strip())
 
 
 def anchors_of(sections: Sequence[Section]) -> list[str]:
@@ -125,12 +128,12 @@ def anchors_of(sections: Sequence[Section]) -> list[str]:
     return names
 
 
-def contents_html(page: Page, anchors: Sequence[str]) -> str:
+def contents_html(page: ReportPage, anchors: Sequence[str]) -> str:
     """The list of contents, where there is more than one section."""
     if len(page.sections) < 2:
         return ""
     links = "".join(
-        f'<li><a href="#{anchor}">{escaped(section.title)}</a></li>'
+        f'<li><a href="#{anchor}">{escape_html(section.title)}</a></li>'
         for section, anchor in zip(page.sections, anchors, strict=True)
     )
     return f'<nav class="contents" aria-label="Contents"><ol>{links}</ol></nav>\n'
@@ -139,14 +142,16 @@ def contents_html(page: Page, anchors: Sequence[str]) -> str:
 def table_html(table: DataTable) -> str:
     """A table in a box of its own, which scrolls when it is wide; each head is a button that sorts."""
     heads = "".join(
-        f'<th scope="col" class="{column.kind}"><button type="button">{escaped(column.title)}</button></th>'
+        f'<th scope="col" class="{column.kind}"><button type="button">{escape_html(column.title)}</button></th>'
         for column in table.columns
     )
     rows = "\n".join(_row(table.columns, row) for row in table.rows)
-    caption = f"<caption>{inline(table.caption)}</caption>" if table.caption else ""
-    label = escaped(plain_text(table.caption) or ", ".join(column.title for column in table.columns))
+    caption = f"<caption>{inline_html(table.caption)}</caption>" if table.caption else ""
+    label = escape_html(plain_text(table.caption) or ", ".join(column.title for column in table.columns))
     helps = "".join(
-        f"<dt>{escaped(column.title)}</dt><dd>{inline(column.help)}</dd>" for column in table.columns if column.help
+        f"<dt>{escape_html(column.title)}</dt><dd>{inline_html(column.help)}</dd>"
+        for column in table.columns
+        if column.help
     )
     legend = f'<details class="help"><summary>What the columns mean</summary><dl>{helps}</dl></details>\n'
     return (
@@ -158,7 +163,7 @@ def table_html(table: DataTable) -> str:
 def commands_html(commands: Commands) -> str:
     """Commands, each with a button that copies it."""
     rows = "".join(
-        f'<div class="command"><p>{escaped(what)}</p><pre><code>{escaped(line)}</code></pre>'
+        f'<div class="command"><p>{escape_html(what)}</p><pre><code>{escape_html(line)}</code></pre>'
         '<button type="button" class="copy">Copy</button></div>'
         for what, line in commands.lines
     )
@@ -167,20 +172,20 @@ def commands_html(commands: Commands) -> str:
 
 def facts_html(facts: Facts) -> str:
     """Names and their values."""
-    rows = "".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in facts.pairs)
+    rows = "".join(f"<dt>{escape_html(name)}</dt><dd>{escape_html(value)}</dd>" for name, value in facts.pairs)
     return f'<dl class="facts">{rows}</dl>\n'
 
 
-def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
+def _row(columns: Sequence[TableColumn], row: Sequence[TableCell]) -> str:
     made = []
     for column, cell in zip(columns, row, strict=True):
         key = cell.text if cell.sort == "" else cell.sort
         if isinstance(key, float) and not math.isfinite(key):  # not a number: last, as None
             key = None if math.isnan(key) else f"{'-' * (key < 0)}Infinity"
-        sort = "" if key is None else f' data-sort="{escaped(key)}"'
+        sort = "" if key is None else f' data-sort="{escape_html(key)}"'
         short = "short" if len(cell.text) <= _SHORT else ""
         classes = " ".join(filter(None, (column.kind, cell.mark, short)))
-        made.append(f'<td class="{escaped(classes)}"{sort}>{escaped(cell.text)}</td>')
+        made.append(f'<td class="{escape_html(classes)}"{sort}>{escape_html(cell.text)}</td>')
     return f"<tr>{''.join(made)}</tr>"
 
 
@@ -217,10 +222,10 @@ def _script_file() -> Path | None:
 
 def figure_html(figure: Figure, number: int) -> str:
     """The place of a figure, its data, and its caption."""
-    label = escaped(plain_text(figure.caption) or figure.name)
-    caption = f"<figcaption>{inline(figure.caption)}</figcaption>" if figure.caption else ""
+    label = escape_html(plain_text(figure.caption) or figure.name)
+    caption = f"<figcaption>{inline_html(figure.caption)}</figcaption>" if figure.caption else ""
     return (
-        f'<figure class="plot" id="figure-{number}" data-name="{escaped(figure.name)}" '
+        f'<figure class="plot" id="figure-{number}" data-name="{escape_html(figure.name)}" '
         f'style="--height:{int(figure.height)}px"><div class="canvas" role="img" aria-label="{label}"></div>{caption}'
         f'<script type="application/json">{figure_json(figure)}</script></figure>\n'
     )
@@ -228,10 +233,11 @@ def figure_html(figure: Figure, number: int) -> str:
 
 def picture_html(picture: Picture) -> str:
     """A drawing in a box of its own, which scrolls when it is wide, and its caption."""
-    label = escaped(plain_text(picture.caption) or picture.name)
-    caption = f"<figcaption>{inline(picture.caption)}</figcaption>" if picture.caption else ""
+    label = escape_html(plain_text(picture.caption) or picture.name)
+    caption = f"<figcaption>{inline_html(picture.caption)}</figcaption>" if picture.caption else ""
     return (
-        f'<figure class="picture" data-name="{escaped(picture.name)}"><div class="scroll" tabindex="0" role="region" '
+        f'<figure class="picture" data-name="{escape_html(picture.name)}">'
+        f'<div class="scroll" tabindex="0" role="region" '
         f'aria-label="{label}">{picture.svg}</div>{caption}</figure>\n'
     )
 
@@ -264,7 +270,7 @@ _PAGE = b"<!doctype html"
 """How a page begins."""
 
 
-def page_html(page: Page) -> str:
+def page_html(page: ReportPage) -> str:
     """The page as HTML."""
     figures = _figures(page)
     scripts = [plotly_script()] if figures else []
@@ -287,27 +293,27 @@ def page_html(page: Page) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
-<title>{escaped(page.title)}</title>
+<title>{escape_html(page.title)}</title>
 <style>{_ours("page.css")}</style>
 </head>
 <body>
 <header>
 <button type="button" id="theme" hidden>Dark</button>
-<p class="kind">{escaped(page.kind)}</p>
-<h1>{escaped(page.title)}</h1>
-{f'<p class="question">{escaped(page.question)}</p>' if page.question else ""}
-<div class="answer">{"".join(f"<p>{inline(part)}</p>" for part in page.answer)}</div>
+<p class="kind">{escape_html(page.kind)}</p>
+<h1>{escape_html(page.title)}</h1>
+{f'<p class="question">{escape_html(page.question)}</p>' if page.question else ""}
+<div class="answer">{"".join(f"<p>{inline_html(part)}</p>" for part in page.answer)}</div>
 {missing}</header>
 {contents_html(page, anchors)}<main>
 {sections}</main>
-<footer><p>{escaped(page.made)}</p></footer>
+<footer><p>{escape_html(page.made)}</p></footer>
 {"".join(f"<script>{script}</script>" for script in scripts)}
 </body>
 </html>
 """
 
 
-def missing_for(page: Page) -> str:
+def missing_dependency(page: ReportPage) -> str:
     """Return the reason why a page cannot be made here, in one line with the command that helps; empty if it can."""
     return missing_plotly() if _figures(page) else ""
 
@@ -326,7 +332,7 @@ def checked_target(path: Path) -> Path:
     return path
 
 
-def write_page(page: Page, path: Path) -> Path:
+def write_page(page: ReportPage, path: Path) -> Path:
     """Write the page to a file, which is whole at any time: the old one or the new one. Only a page is overwritten."""
     made = page_html(page).encode("utf-8")
     checked_target(path)
@@ -335,7 +341,7 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def _figures(page: Page) -> list[Figure]:
+def _figures(page: ReportPage) -> list[Figure]:
     return [block for section in page.sections for block in section.blocks if isinstance(block, Figure)]
 
 
@@ -344,15 +350,15 @@ def _section_html(section: Section, anchor: str, numbers: dict[int, int]) -> str
     for is_half, run in itertools.groupby(section.blocks, lambda block: isinstance(block, Figure) and block.half):
         made = "".join(_block_html(block, numbers) for block in run)
         blocks += f'<div class="halves">{made}</div>' if is_half else made
-    title = f"<h2>{escaped(section.title)}</h2>"
+    title = f"<h2>{escape_html(section.title)}</h2>"
     content = f"<details><summary>{title}</summary>\n{blocks}</details>" if section.folded else f"{title}\n{blocks}"
     return f'<section id="{anchor}">{content}</section>\n'
 
 
-def _block_html(block: Block, numbers: dict[int, int]) -> str:
+def _block_html(block: ReportBlock, numbers: dict[int, int]) -> str:
     match block:
         case Prose():
-            return paragraphs(block.text)
+            return paragraphs_html(block.text)
         case Figure():
             return figure_html(block, numbers[id(block)])
         case Picture():

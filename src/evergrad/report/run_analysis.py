@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 from evergrad.records import Json
 from evergrad.report.run_model import (
-    Course,
+    Anomaly,
+    EventIndex,
     Generation,
+    GenerationPlan,
     Interruption,
-    Loss,
-    Moment,
-    Noticed,
-    Planned,
-    Process,
-    RunStory,
+    LostProcess,
+    ProcessHistory,
+    ProcessState,
+    RunAnalysis,
     Shade,
     Span,
-    State,
-    number,
-    numbers,
-    text,
-    whole,
+    TimedEvent,
+    float_field,
+    int_field,
+    int_list_field,
+    text_field,
 )
 from evergrad.timeline import Event
 
@@ -36,7 +36,7 @@ _ACTS = {"kill_injected": "kill", "stop_injected": "stop", "network_cut_injected
 
 
 @dataclass(frozen=True, slots=True)
-class Injection:
+class FailureAction:
     """One act on one process."""
 
     at_s: float
@@ -46,12 +46,12 @@ class Injection:
     """When the process was as before: a stop had passed, a network was healed."""
 
 
-class Injections:
+class FailureActions:
     """All of a run; each explains one loss at most."""
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: EventIndex) -> None:
         self._course = course
-        self._left: dict[int, list[Injection]] = defaultdict(list)
+        self._left: dict[int, list[FailureAction]] = defaultdict(list)
         healed: dict[int, list[float]] = defaultdict(list)
         for moment in course.by_event["network_restored"]:
             for uid in _uids(moment):
@@ -60,11 +60,11 @@ class Injections:
             for moment in course.by_event[event]:
                 for uid in _uids(moment):
                     over_s = self._over_s(moment, act, uid, healed[uid])
-                    self._left[uid].append(Injection(moment.at_s, act, over_s))
+                    self._left[uid].append(FailureAction(moment.at_s, act, over_s))
         for found in self._left.values():
             found.sort(key=lambda each: each.at_s)
 
-    def cause(self, uid: int, generation: int, died_s: float | None, seen_s: float | None) -> Injection | None:
+    def cause(self, uid: int, generation: int, died_s: float | None, seen_s: float | None) -> FailureAction | None:
         """Why this generation lost a process: the last act on it before that was seen, unless it was over by then.
 
         It may have been done before the generation's plan, while the one before it was being left.
@@ -86,8 +86,8 @@ class Injections:
                     return each
         return None
 
-    def _over_s(self, moment: Moment, act: str, uid: int, healed: list[float]) -> float:
-        for_s = number(moment.fields, "for_s")
+    def _over_s(self, moment: TimedEvent, act: str, uid: int, healed: list[float]) -> float:
+        for_s = float_field(moment.fields, "for_s")
         if act == "cut":
             return next((at_s for at_s in healed if at_s > moment.at_s), float("inf"))
         if act == "stop" and for_s is not None and self._is_woken(moment.uid, uid):
@@ -100,18 +100,18 @@ class Injections:
         return not self._course.is_spread or (doer is not None and done_to is not None and doer.node == done_to.node)
 
 
-def _uids(moment: Moment) -> tuple[int, ...]:
-    return numbers(moment.fields, "uids") or (() if moment.uid is None else (moment.uid,))
+def _uids(moment: TimedEvent) -> tuple[int, ...]:
+    return int_list_field(moment.fields, "uids") or (() if moment.uid is None else (moment.uid,))
 
 
 # What each process was doing when: spans of one state, from its start to its end.
 
 
-def spans(course: Course, found: Sequence[Interruption], end_s: float) -> None:
+def assign_spans(course: EventIndex, found: Sequence[Interruption], end_s: float) -> None:
     """Give every process its spans."""
     for process in course.processes.values():
         begin = process.started_s if process.started_s is not None else 0.0
-        first: State = "spare" if process.label.startswith("spare") else "starting"
+        first: ProcessState = "spare" if process.label.startswith("spare") else "starting"
         if process.label.startswith("spare"):
             _add(process, first, begin, None, "waits to be called")
         else:
@@ -126,7 +126,7 @@ def spans(course: Course, found: Sequence[Interruption], end_s: float) -> None:
             # The first plan may be there before a process is: on another machine, or where imports take long.
             trains_s = max(plan.at_s, process.started_s or plan.at_s)
             if before is not None:
-                again_s = _going_on(course, uid, generation, before)
+                again_s = _first_step_after(course, uid, generation, before)
                 if again_s is not None:
                     began_s = plan.at_s if uid in joiners else _reported(course, uid, generation - 1, plan)
                     _add(process, "recovering", began_s, again_s, f"becomes {what}")
@@ -135,10 +135,10 @@ def spans(course: Course, found: Sequence[Interruption], end_s: float) -> None:
         if ended is not None:
             _end_generation(course, plan, ended, end_s)
     for process in course.processes.values():
-        _settle(process, end_s)
+        _clip_spans(process, end_s)
 
 
-def _end_generation(course: Course, plan: Planned, ended: Interruption, end_s: float) -> None:
+def _end_generation(course: EventIndex, plan: GenerationPlan, ended: Interruption, end_s: float) -> None:
     """Whoever was lost is gone from the moment that it failed; whoever reported waits for the plan from then on."""
     lost = {loss.uid: loss for loss in ended.lost}
     for uid in plan.members:
@@ -150,18 +150,18 @@ def _end_generation(course: Course, plan: Planned, ended: Interruption, end_s: f
             _add(process, "recovering", reported.at_s, ended.decided_s or end_s, "has reported, waits for the plan")
 
 
-def _going_on(course: Course, uid: int, generation: int, before: Interruption) -> float | None:
+def _first_step_after(course: EventIndex, uid: int, generation: int, before: Interruption) -> float | None:
     """When this rank had applied a step again; else when the first one had, who does not note its own."""
     own = course.own("recovered", generation, uid)
     return own.at_s if own is not None else before.going_on_s
 
 
-def _reported(course: Course, uid: int, generation: int, plan: Planned) -> float:
+def _reported(course: EventIndex, uid: int, generation: int, plan: GenerationPlan) -> float:
     reported = course.own("report", generation, uid)
     return reported.at_s if reported is not None else plan.at_s
 
 
-def _add(process: Process, state: State, begin_s: float, end_s: float | None, what: str) -> None:
+def _add(process: ProcessHistory, state: ProcessState, begin_s: float, end_s: float | None, what: str) -> None:
     """A state begins and ends what was before it; None: until the next one."""
     end = float("inf") if end_s is None else end_s
     while process.spans and process.spans[-1].begin_s >= begin_s and len(process.spans) > 1:
@@ -172,7 +172,7 @@ def _add(process: Process, state: State, begin_s: float, end_s: float | None, wh
     process.spans.append(Span(state, begin_s, max(begin_s, end), what))
 
 
-def _settle(process: Process, end_s: float) -> None:
+def _clip_spans(process: ProcessHistory, end_s: float) -> None:
     """Nothing lasts longer than its process, but for being gone, which lasts to the end."""
     until_s = process.exited_s if process.exited_s is not None else end_s
     settled = []
@@ -193,7 +193,7 @@ _VERDICTS = ("restart", "redo", "repair", "retry", "proceed")  # by how much is 
 _UNFINISHED = ("job_failed", "job_fatal", "job_too_few")
 
 
-def interruptions(course: Course) -> tuple[Interruption, ...]:
+def interruptions(course: EventIndex) -> tuple[Interruption, ...]:
     """In the order of generations."""
     return tuple(_interruptions(course))
 
@@ -202,21 +202,21 @@ def interruptions(course: Course) -> tuple[Interruption, ...]:
 class _End:
     """How a generation ended: who died, who said that it was broken, and the plan for the next one."""
 
-    plan: Planned
-    after: Planned | None
-    deaths: dict[int, Moment]
-    broken: Sequence[Moment]
+    plan: GenerationPlan
+    after: GenerationPlan | None
+    deaths: dict[int, TimedEvent]
+    broken: Sequence[TimedEvent]
 
 
-def _interruptions(course: Course) -> Iterator[Interruption]:
-    injections = Injections(course)
+def _interruptions(course: EventIndex) -> Iterator[Interruption]:
+    injections = FailureActions(course)
     for generation in sorted(course.plans):
         end = _end(course, generation)
         if end is not None:
             yield _interruption(course, end, injections)
 
 
-def _end(course: Course, generation: int) -> _End | None:
+def _end(course: EventIndex, generation: int) -> _End | None:
     """None if it is there no more than to the end of the job, or not at all."""
     plan, after = course.plans.get(generation), course.plans.get(generation + 1)
     if plan is None:
@@ -224,7 +224,7 @@ def _end(course: Course, generation: int) -> _End | None:
     deaths = {
         uid: moment
         for moment in course.by_generation["process_lost", generation]
-        if (uid := whole(moment.fields, "uid")) is not None and plan.rank_of(uid) is not None
+        if (uid := int_field(moment.fields, "uid")) is not None and plan.rank_of(uid) is not None
     }
     broken = course.by_generation["generation_broken", generation]
     # Where all leave together the last generation ends without a plan, too, and nothing has failed.
@@ -233,7 +233,7 @@ def _end(course: Course, generation: int) -> _End | None:
     return _End(plan, after, deaths, broken)
 
 
-def _interruption(course: Course, end: _End, injections: Injections) -> Interruption:
+def _interruption(course: EventIndex, end: _End, injections: FailureActions) -> Interruption:
     plan, after, deaths = end.plan, end.after, end.deaths
     generation = plan.generation
     gone = after.dead if after is not None else tuple(deaths)
@@ -253,7 +253,7 @@ def _interruption(course: Course, end: _End, injections: Injections) -> Interrup
     is_planned = after is not None and not gone and not back and bool(left or joined)
     going_on = course.by_generation["recovered", generation + 1]
     arrived = course.by_generation["rank_joined", generation + 1]
-    steps = [step for moment in reports if (step := whole(moment.fields, "step")) is not None]
+    steps = [step for moment in reports if (step := int_field(moment.fields, "step")) is not None]
     step = max(steps, default=None)
     verdict = next((each for each in _VERDICTS if after is not None and each in after.verdicts), "")
     next_s = course.plans[generation + 2].at_s if generation + 2 in course.plans else float("inf")
@@ -267,7 +267,7 @@ def _interruption(course: Course, end: _End, injections: Injections) -> Interrup
         step=step,
         failed_s=failed_s,
         seen_s=seen_s,
-        seen_by=_seer(course, seen, generation),
+        seen_by=_detected_by(course, seen, generation),
         decided_s=after.at_s if after is not None else None,
         joined_s=arrived[-1].at_s if arrived else None,
         going_on_s=going_on[0].at_s if going_on else None,
@@ -276,35 +276,35 @@ def _interruption(course: Course, end: _End, injections: Injections) -> Interrup
         ranks_before=len(plan.members),
         ranks=len(after.members) if after is not None else None,
         steps_redone=_redone(course, verdict, step, after, next_s),
-        bytes_handed=_handed(course, until_s, next_s),
+        bytes_handed=_bytes_sent(course, until_s, next_s),
         exact=after.exact if after is not None else True,
         overtaken=not going_on and _end(course, generation + 1) is not None,
     )
 
 
-def _loss(course: Course, uid: int, end: _End, injections: Injections, seen_s: float | None) -> Loss:
+def _loss(course: EventIndex, uid: int, end: _End, injections: FailureActions, seen_s: float | None) -> LostProcess:
     rank, death = end.plan.rank_of(uid), end.deaths.get(uid)
-    how = text(death.fields, "how") if death is not None else ""
+    how = text_field(death.fields, "how") if death is not None else ""
     if death is not None and "stack" not in death.fields:
         how = f"died ({how})" if how else "died"
     cause = injections.cause(uid, end.plan.generation, death.at_s if death is not None else None, seen_s)
     failed_s, act = (cause.at_s, cause.act) if cause is not None else (None, "")
-    return Loss(uid, f"process {uid}" if rank is None else f"rank {rank}", how or "was lost", failed_s, act)
+    return LostProcess(uid, f"process {uid}" if rank is None else f"rank {rank}", how or "was lost", failed_s, act)
 
 
-def _returns(course: Course, since_s: float, until_s: float) -> str:
+def _returns(course: EventIndex, since_s: float, until_s: float) -> str:
     """Why all go back to a version, if a guard has asked for it in this generation."""
     asked = course.between("rollback_to_version", since_s, until_s)
-    return f"the guard found {text(asked[0].fields, 'reason') or 'ranks that differ'}" if asked else ""
+    return f"the guard found {text_field(asked[0].fields, 'reason') or 'ranks that differ'}" if asked else ""
 
 
 def _what(
-    course: Course,
-    lost: Sequence[Loss],
+    course: EventIndex,
+    lost: Sequence[LostProcess],
     left: Sequence[int],
     joined: Sequence[int],
     back: str,
-    broken: Sequence[Moment],
+    broken: Sequence[TimedEvent],
 ) -> str:
     told = [f"{loss.who} {loss.how}" for loss in lost]
     told += [f"{course.label(uid)} left" for uid in left]
@@ -312,40 +312,44 @@ def _what(
     if not told and joined:
         told = [f"{course.label(uid)} joined" for uid in joined]
     if not told:
-        reason = next((text(moment.fields, "reason") for moment in broken), "")
+        reason = next((text_field(moment.fields, "reason") for moment in broken), "")
         told = [reason or "the generation broke, and nobody was lost"]
     return ", ".join(told)
 
 
-def _seer(course: Course, seen: Moment | None, generation: int) -> str:
+def _detected_by(course: EventIndex, seen: TimedEvent | None, generation: int) -> str:
     if seen is None:
         return ""
     return "the launcher" if seen.uid is None else course.rank_in(seen.uid, generation)
 
 
-def _redone(course: Course, verdict: str, step: int | None, after: Planned | None, end_s: float) -> int | None:
+def _redone(
+    course: EventIndex, verdict: str, step: int | None, after: GenerationPlan | None, end_s: float
+) -> int | None:
     """How many steps were begun or applied and done again; None if that is not on record."""
     if after is None:
         return None
     if not after.is_restart:
         return 1 if verdict == "redo" else 0
     back = [
-        whole(moment.fields, "step") or 0 for moment in course.by_event["restored"] if after.at_s <= moment.at_s < end_s
+        int_field(moment.fields, "step") or 0
+        for moment in course.by_event["restored"]
+        if after.at_s <= moment.at_s < end_s
     ]
     return max(0, step - back[0]) if back and step is not None else None
 
 
-def _handed(course: Course, since_s: float, until_s: float) -> int:
+def _bytes_sent(course: EventIndex, since_s: float, until_s: float) -> int:
     return sum(
-        _or_interruptions(whole(each.fields, "bytes"), 0) for each in course.between("state_sent", since_s, until_s)
+        _or_interruptions(int_field(each.fields, "bytes"), 0) for each in course.between("state_sent", since_s, until_s)
     )
 
 
-def _is_unfinished(course: Course) -> bool:
+def _is_unfinished(course: EventIndex) -> bool:
     return any(course.by_event[event] for event in _UNFINISHED) or not course.by_event["launcher_ended"]
 
 
-def _first(*groups: Sequence[Moment]) -> Moment | None:
+def _first(*groups: Sequence[TimedEvent]) -> TimedEvent | None:
     return min((group[0] for group in groups if group), key=lambda moment: moment.at_s, default=None)
 
 
@@ -356,11 +360,11 @@ def _or_interruptions(value: int | None, other: int) -> int:
 # What a timeline tells besides interruptions: soft errors, late ranks, saves that were left out, lost spares.
 
 
-def notice(course: Course) -> Iterator[Noticed]:
+def find_anomalies(course: EventIndex) -> Iterator[Anomaly]:
     """In the order of time; what several ranks say alike only once."""
     said: set[tuple[str, str]] = set()
     for moment in course.moments:
-        found = _notice(course, moment)
+        found = _anomaly_of(course, moment)
         if found is None:
             continue
         what, mark = found
@@ -370,10 +374,10 @@ def notice(course: Course) -> Iterator[Noticed]:
                 continue
             said.add(key)
         who = "launcher" if moment.uid is None else course.label(moment.uid)
-        yield Noticed(moment.at_s, who, what, mark)
+        yield Anomaly(moment.at_s, who, what, mark)
 
 
-def _notice(course: Course, moment: Moment) -> tuple[str, Shade] | None:
+def _anomaly_of(course: EventIndex, moment: TimedEvent) -> tuple[str, Shade] | None:
     fields = moment.fields
     match moment.event:
         case "bit_flip_injected":
@@ -381,66 +385,69 @@ def _notice(course: Course, moment: Moment) -> tuple[str, Shade] | None:
             return f"a bit of {_place(moment)} was flipped on purpose: {_value(before)} → {_value(after)}", ""
         case "corruption_found":
             healed = fields.get("healed") is True
-            told = f"{text(fields, 'path')} on rank {whole(fields, 'rank')}: {text(fields, 'what')}"
+            told = f"{text_field(fields, 'path')} on rank {int_field(fields, 'rank')}: {text_field(fields, 'what')}"
             return f"{told}; {'healed' if healed else 'not healed'}", "good" if healed else "bad"
         case "ranks_differ":
-            joined = text(fields, "joined")
-            return f"ranks differ{f' after {joined} joined' if joined else ''}: {text(fields, 'reason')}", "bad"
+            joined = text_field(fields, "joined")
+            return f"ranks differ{f' after {joined} joined' if joined else ''}: {text_field(fields, 'reason')}", "bad"
         case "unverified":
-            return f"nobody can tell whether the run is exact: {text(fields, 'reason')}", ""
+            return f"nobody can tell whether the run is exact: {text_field(fields, 'reason')}", ""
         case "step_suspicious":
-            step = whole(fields, "step")
-            return f"step {'?' if step is None else step + 1} was suspicious: {text(fields, 'reason')}", ""
+            step = int_field(fields, "step")
+            return f"step {'?' if step is None else step + 1} was suspicious: {text_field(fields, 'reason')}", ""
         case "rollback_to_version":
-            return f"all go back to {text(fields, 'version')}: {text(fields, 'reason')}", "bad"
+            return f"all go back to {text_field(fields, 'version')}: {text_field(fields, 'reason')}", "bad"
         case "restored":
-            step = whole(fields, "step")
+            step = int_field(fields, "step")
             return ("no checkpoint to restore" if step is None else f"restored step {step}"), ""
         case "slowdown_injected":
-            by, for_s = number(fields, "by"), number(fields, "for_s")
+            by, for_s = float_field(fields, "by"), float_field(fields, "for_s")
             lasting = f" for {for_s:g} s" if for_s is not None else ""
-            return f"rank {whole(fields, 'rank')} was made {by or 0:g} times as slow{lasting}", ""
+            return f"rank {int_field(fields, 'rank')} was made {by or 0:g} times as slow{lasting}", ""
         case "network_restored":
-            return f"rank {whole(fields, 'rank')} has its network again", "good"
+            return f"rank {int_field(fields, 'rank')} has its network again", "good"
         case "straggler" | "rank_late" | "reports_late":
             return _late(course, moment), ""
         case "deadlock":
-            return f"every rank waits for another one: {text(fields, 'reason')}", "bad"
+            return f"every rank waits for another one: {text_field(fields, 'reason')}", "bad"
         case "save_skipped":
-            return f"step {whole(fields, 'step')} was not saved: {text(fields, 'reason')}", "bad"
+            return f"step {int_field(fields, 'step')} was not saved: {text_field(fields, 'reason')}", "bad"
         case "process_restarted":
-            return f"starts its script anew: {text(fields, 'reason')}", ""
+            return f"starts its script anew: {text_field(fields, 'reason')}", ""
         case "process_stuck":
-            return f"gave itself up: {text(fields, 'reason')}", "bad"
+            return f"gave itself up: {text_field(fields, 'reason')}", "bad"
         case "guard_unavailable":
-            return f"no guard: {text(fields, 'reason')}", ""
+            return f"no guard: {text_field(fields, 'reason')}", ""
         case "node_left":
-            return f"node {text(fields, 'node')} is gone: {text(fields, 'reason') or 'it has left'}", "bad"
+            return f"node {text_field(fields, 'node')} is gone: {text_field(fields, 'reason') or 'it has left'}", "bad"
         case "signal_received":
-            return f"the launcher was sent {text(fields, 'signal')}", ""
-        case "process_lost" if whole(fields, "rank") is None:
-            uid = whole(fields, "uid")
-            return f"{course.label(-1 if uid is None else uid)} died ({text(fields, 'how')}) without a rank", "bad"
+            return f"the launcher was sent {text_field(fields, 'signal')}", ""
+        case "process_lost" if int_field(fields, "rank") is None:
+            uid = int_field(fields, "uid")
+            return (
+                f"{course.label(-1 if uid is None else uid)} died ({text_field(fields, 'how')}) without a rank",
+                "bad",
+            )
         case "spare_ended":
-            uid = whole(fields, "uid")
+            uid = int_field(fields, "uid")
             return f"{course.label(-1 if uid is None else uid)} ended its script without a rank", "bad"
         case "cannot_grow":
-            return text(fields, "reason"), ""
+            return text_field(fields, "reason"), ""
         case _:
             return None
 
 
-def _late(course: Course, moment: Moment) -> str:
+def _late(course: EventIndex, moment: TimedEvent) -> str:
     if "uids" in moment.fields:
         uids = moment.fields["uids"]
         who = ", ".join(course.label(uid) for uid in uids if isinstance(uid, int)) if isinstance(uids, list) else "?"
-        return f"{who}: no report {number(moment.fields, 'waited_s') or 0:g} s after the generation broke"
-    return f"rank {whole(moment.fields, 'rank')} {text(moment.fields, 'reason')}"
+        return f"{who}: no report {float_field(moment.fields, 'waited_s') or 0:g} s after the generation broke"
+    return f"rank {int_field(moment.fields, 'rank')} {text_field(moment.fields, 'reason')}"
 
 
-def _place(moment: Moment) -> str:
-    path, rank = text(moment.fields, "path"), whole(moment.fields, "rank")
-    return f"{path}[{whole(moment.fields, 'index')}] on rank {rank}"
+def _place(moment: TimedEvent) -> str:
+    path, rank = text_field(moment.fields, "path"), int_field(moment.fields, "rank")
+    return f"{path}[{int_field(moment.fields, 'index')}] on rank {rank}"
 
 
 def _value(value: object) -> str:
@@ -451,14 +458,14 @@ _OUTCOMES = ("job_finished", "job_failed", "job_fatal", "job_too_few", "job_left
 _TELLS_STEPS = ("report", "recovered", "epoch", "guard_check", "restored", *_OUTCOMES)
 
 
-def analyse(events: Iterable[Event], notes: Sequence[str] = ()) -> RunStory:
+def analyse(events: Iterable[Event], notes: Sequence[str] = ()) -> RunAnalysis:
     """What happened in a run. `events` come in any order; there is at least one."""
     listed = list(events)
     begin = next((event for event in listed if event.event == "launcher_started"), None)
     settings = _settings(begin)
     is_spread = settings.get("is_spread") is True
     moments = _ordered(listed, begin, is_spread)
-    course = Course(moments, is_spread)
+    course = EventIndex(moments, is_spread)
     found = interruptions(course)
     last_s = max(moment.at_s for moment in moments)
     end = next(
@@ -467,26 +474,26 @@ def analyse(events: Iterable[Event], notes: Sequence[str] = ()) -> RunStory:
     seconds = end.at_s if end is not None else last_s
     generations = _generations(course, found, seconds)
     processes = [course.processes[uid] for uid in sorted(course.processes)]
-    spans(course, found, seconds)
+    assign_spans(course, found, seconds)
     progress = _progress(moments)
     planned = generations[0].members if generations else ()
     spares = sum(process.label.startswith("spare") for process in processes)
-    return RunStory(
-        command=text(begin.fields, "command") if begin is not None else "",
-        outcome=text(end.fields, "outcome") if end is not None else "",
-        message=text(end.fields, "message") if end is not None else "",
+    return RunAnalysis(
+        command=text_field(begin.fields, "command") if begin is not None else "",
+        outcome=text_field(end.fields, "outcome") if end is not None else "",
+        message=text_field(end.fields, "message") if end is not None else "",
         seconds=max(seconds, 0.0),
-        num_ranks=whole(settings, "num_ranks") or len(planned),
-        num_spares=_or_analysis(whole(settings, "num_spares"), spares),
+        num_ranks=int_field(settings, "num_ranks") or len(planned),
+        num_spares=_or_analysis(int_field(settings, "num_spares"), spares),
         steps=_steps(end, progress),
         processes=tuple(processes),
         generations=generations,
         interruptions=found,
-        noticed=tuple(notice(course)),
+        noticed=tuple(find_anomalies(course)),
         progress=progress,
         samples_lost=_samples_lost(moments),
         inexact=_inexact(course, found),
-        unverified=text(end.fields, "unverified") if end is not None else "",
+        unverified=text_field(end.fields, "unverified") if end is not None else "",
         is_told_exact=end is not None and end.fields.get("exact") is True,
         is_spread=is_spread,
         settings=settings,
@@ -500,15 +507,15 @@ def _settings(begin: Event | None) -> dict[str, Json]:
     return found if isinstance(found, dict) else {}
 
 
-def _ordered(events: Sequence[Event], begin: Event | None, is_spread: bool) -> list[Moment]:
+def _ordered(events: Sequence[Event], begin: Event | None, is_spread: bool) -> list[TimedEvent]:
     """By the clock that all share: on one machine the monotonic one, across machines there is only the wall clock."""
     first = begin or events[0]
     zero_s = first.time if is_spread else first.monotonic
-    moments = [Moment((event.time if is_spread else event.monotonic) - zero_s, event) for event in events]
+    moments = [TimedEvent((event.time if is_spread else event.monotonic) - zero_s, event) for event in events]
     return sorted(moments, key=lambda moment: moment.at_s)
 
 
-def _generations(course: Course, found: Sequence[Interruption], end_s: float) -> tuple[Generation, ...]:
+def _generations(course: EventIndex, found: Sequence[Interruption], end_s: float) -> tuple[Generation, ...]:
     ends = {each.generation: each for each in found}
     made = []
     for plan in course.plans.values():
@@ -528,13 +535,13 @@ def _generations(course: Course, found: Sequence[Interruption], end_s: float) ->
     return tuple(made)
 
 
-def _progress(moments: Sequence[Moment]) -> tuple[tuple[float, int], ...]:
+def _progress(moments: Sequence[TimedEvent]) -> tuple[tuple[float, int], ...]:
     """Of several ranks that say the same only the first; a restart may lead back."""
     found: list[tuple[float, int]] = []
     is_told = False  # that the job stood still there
     for moment in moments:
-        step = whole(moment.fields, "step") if moment.event in _TELLS_STEPS else None
-        if moment.event == "plan" and whole(moment.fields, "generation") == 0:
+        step = int_field(moment.fields, "step") if moment.event in _TELLS_STEPS else None
+        if moment.event == "plan" and int_field(moment.fields, "generation") == 0:
             step = 0
         if step is None or step < 0:
             continue
@@ -547,26 +554,26 @@ def _progress(moments: Sequence[Moment]) -> tuple[tuple[float, int], ...]:
     return tuple(found)
 
 
-def _steps(end: Moment | None, progress: Sequence[tuple[float, int]]) -> int | None:
-    told = whole(end.fields, "steps") if end is not None else None
+def _steps(end: TimedEvent | None, progress: Sequence[tuple[float, int]]) -> int | None:
+    told = int_field(end.fields, "steps") if end is not None else None
     seen = max((step for _, step in progress), default=None)
     return seen if told is None else max(told, seen or 0)
 
 
-def _samples_lost(moments: Sequence[Moment]) -> int:
+def _samples_lost(moments: Sequence[TimedEvent]) -> int:
     """By the last books of each epoch: after a restart an epoch may be told twice."""
     last: dict[int, int] = defaultdict(int)
     for moment in moments:
         if moment.event == "epoch":
-            epoch, lost = whole(moment.fields, "epoch"), whole(moment.fields, "lost")
+            epoch, lost = int_field(moment.fields, "epoch"), int_field(moment.fields, "lost")
             if epoch is not None and lost is not None:
                 last[epoch] = max(0, lost)
     return sum(last.values())
 
 
-def _inexact(course: Course, found: Sequence[Interruption]) -> str:
+def _inexact(course: EventIndex, found: Sequence[Interruption]) -> str:
     """The first reason on record: what a joiner did not get, or a plan that says so."""
-    told = next((text(moment.fields, "reason") for moment in course.moments if moment.event == "inexact"), "")
+    told = next((text_field(moment.fields, "reason") for moment in course.moments if moment.event == "inexact"), "")
     planned = next((each for each in found if not each.exact), None)
     if told or planned is None:
         return told

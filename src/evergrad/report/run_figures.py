@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from evergrad.report.document import PALETTE, Figure
-from evergrad.report.html import literal
-from evergrad.report.run_model import Interruption, Process, RunStory, Span, State
-from evergrad.wording import counted
+from evergrad.report.html import escape_markup
+from evergrad.report.run_model import Interruption, ProcessHistory, ProcessState, RunAnalysis, Span
+from evergrad.wording import count_of
 
 # A run in words: only what its timeline says.
 
@@ -49,40 +49,40 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def summary(story: RunStory) -> str:
+def summary(story: RunAnalysis) -> str:
     """One line: who, how much, how it ended, and what failures took."""
-    who = counted(story.num_ranks, "rank")
+    who = count_of(story.num_ranks, "rank")
     if story.num_spares:
-        who += f" and {counted(story.num_spares, 'spare')}"
-    steps = counted(story.steps, "step") if story.steps is not None else "no step on record"
+        who += f" and {count_of(story.num_spares, 'spare')}"
+    steps = count_of(story.steps, "step") if story.steps is not None else "no step on record"
     return f"{who}, {steps} in {duration(story.seconds)}: {story.outcome or 'no end on record'}; {_failures(story)}"
 
 
-def answer(story: RunStory) -> list[str]:
+def run_answer(story: RunAnalysis) -> list[str]:
     """Paragraphs for the head of the page, the one to remember first."""
-    told = [f"**{literal(_capital(summary(story)))}.**", *map(literal, story.notes)]
+    told = [f"**{escape_markup(_capital(summary(story)))}.**", *map(escape_markup, story.notes)]
     if story.outcome not in ("", "finished") and story.message:
-        told.append(f"It ended because of this: {literal(story.message.rstrip('.'))}.")
+        told.append(f"It ended because of this: {escape_markup(story.message.rstrip('.'))}.")
     told += [_failure(story, each) for each in story.failures[:_TOLD]]
     more = len(story.failures) - _TOLD
     if more > 0:
-        told.append(f"{counted(more, 'more failure')}: see the table below.")
+        told.append(f"{count_of(more, 'more failure')}: see the table below.")
     return [*told, *_planned(story), *_result(story)]
 
 
-def caveats(story: RunStory) -> list[str]:
+def caveats(story: RunAnalysis) -> list[str]:
     """What a reader has to know of how far durations can be trusted."""
     if not story.is_spread:
         return []
     told = "Several machines: durations are differences of their wall clocks, which may not agree."
     wrong = sum(each.clocks_disagree for each in story.failures)
     if wrong:
-        what = f"of {counted(wrong, 'failure')} a moment lies before what led to it, and such times are left out"
+        what = f"of {count_of(wrong, 'failure')} a moment lies before what led to it, and such times are left out"
         told = f"{told.rstrip('.')}: {what}."
     return [told]
 
 
-def course_of(each: Interruption) -> str:
+def interruption_text(each: Interruption) -> str:
     """From the failure to the next step, in words: what is not on record is left out."""
     told = []
     by = f" by {each.seen_by}" if each.seen_by else ""
@@ -104,7 +104,7 @@ def course_of(each: Interruption) -> str:
     return ", ".join(told)
 
 
-def then(each: Interruption) -> str:
+def verdict_text(each: Interruption) -> str:
     """What became of it, short: for a table."""
     if each.ranks is None:
         return "no plan"
@@ -114,22 +114,22 @@ def then(each: Interruption) -> str:
     if len(each.joined) > 2:
         told.append(f"{len(each.joined) - 2} more")
     if each.ranks != each.ranks_before:
-        told.append(counted(each.ranks, "rank"))
+        told.append(count_of(each.ranks, "rank"))
     return ", ".join(told)
 
 
-def _failures(story: RunStory) -> str:
+def _failures(story: RunAnalysis) -> str:
     lost = sum(len(each.lost) for each in story.failures)
     nobody = "no rank was lost" if story.outcome in _BAD_ENDS and not lost else ""
     if not story.failures:
         return nobody or "no failure"
     chains = _chains(story)
     count, more = len(chains), len(story.failures) - len(chains)
-    told = counted(count, "failure")
+    told = count_of(count, "failure")
     if more:
         told += f" and {more:,} more before {'it was' if count == 1 else 'those were'} over,"
     if lost and lost != count:
-        told += f" that took {counted(lost, 'rank')}"
+        told += f" that took {count_of(lost, 'rank')}"
     told = told.rstrip(",") + (f" ({nobody})" if nobody else "")
     known = [seconds for seconds in map(_seconds, chains) if seconds is not None]
     if not known:
@@ -138,7 +138,7 @@ def _failures(story: RunStory) -> str:
     return f"{told}, {in_all}" + (f" ({len(known)} of {count} known)" if len(known) < count else "")
 
 
-def _chains(story: RunStory) -> list[list[Interruption]]:
+def _chains(story: RunAnalysis) -> list[list[Interruption]]:
     """Failures, each with those that came before it was over: the job stood still once."""
     chains: list[list[Interruption]] = []
     for each in story.interruptions:
@@ -158,45 +158,45 @@ def _seconds(chain: Sequence[Interruption]) -> float | None:
     return end_s - begin_s
 
 
-def _failure(story: RunStory, each: Interruption) -> str:
+def _failure(story: RunAnalysis, each: Interruption) -> str:
     after = "" if each.step is None else f"after step {each.step:,} "
     on_purpose = sorted({loss.injected for loss in each.lost if loss.injected})
     why = f" (on purpose: {', '.join(on_purpose)})" if on_purpose else ""
-    course = course_of(each)
-    told = f"{literal(_capital(f'{after}{each.what}{why}'))}{': ' + literal(course) if course else ''}."
+    course = interruption_text(each)
+    told = f"{escape_markup(_capital(f'{after}{each.what}{why}'))}{': ' + escape_markup(course) if course else ''}."
     if each.ranks is None:
         return f"{told} {'There was no further generation.' if story.outcome else 'No further plan is on record.'}"
     if each.overtaken:  # what was planned did not come about
         return told
-    joined = f", {literal(_and(each.joined))} joined" if each.joined else ""
-    told += f" Those left {_VERDICTS.get(each.verdict, 'went on')}{joined}: on with {counted(each.ranks, 'rank')}."
+    joined = f", {escape_markup(_and(each.joined))} joined" if each.joined else ""
+    told += f" Those left {_VERDICTS.get(each.verdict, 'went on')}{joined}: on with {count_of(each.ranks, 'rank')}."
     if each.steps_redone is not None and each.steps_redone > 1:
-        told += f" {counted(each.steps_redone, 'step')} had to be done again."
+        told += f" {count_of(each.steps_redone, 'step')} had to be done again."
     return told
 
 
-def _planned(story: RunStory) -> Iterator[str]:
+def _planned(story: RunAnalysis) -> Iterator[str]:
     planned = [each for each in story.interruptions if each.kind == "planned"]
     if planned:
         shown = "; ".join(each.what for each in planned[:3]) + ("; …" if len(planned) > 3 else "")
-        yield f"{counted(len(planned), 'planned change')} of who trains: {literal(shown)}."
+        yield f"{count_of(len(planned), 'planned change')} of who trains: {escape_markup(shown)}."
 
 
-def _result(story: RunStory) -> Iterator[str]:
+def _result(story: RunAnalysis) -> Iterator[str]:
     bad = sum(each.mark == "bad" for each in story.noticed)
     healed = sum(each.what.endswith("; healed") for each in story.noticed)
     if healed:
-        yield f"A guard found ranks whose state differed, and healed {counted(healed, 'tensor')}."
+        yield f"A guard found ranks whose state differed, and healed {count_of(healed, 'tensor')}."
     if story.inexact:
-        yield f"Not as without failures: {literal(story.inexact.rstrip('.'))}."
+        yield f"Not as without failures: {escape_markup(story.inexact.rstrip('.'))}."
     elif story.failures and story.exact:
         yield "The run went on as it would have without failures, to the last bit; all ranks were compared at its end."
     elif story.failures and story.unverified and story.outcome == "finished":
         yield f"Not verified to be as without failures: {story.unverified.rstrip('.')}."
     if story.samples_lost:
-        yield f"{counted(story.samples_lost, 'sample')} went with a lost rank and into no step."
+        yield f"{count_of(story.samples_lost, 'sample')} went with a lost rank and into no step."
     if bad:
-        yield f"{counted(bad, 'other thing')} to look at, under “What else was noticed”."
+        yield f"{count_of(bad, 'other thing')} to look at, under “What else was noticed”."
     yield from caveats(story)
 
 
@@ -213,7 +213,7 @@ def _capital(words: str) -> str:
 LONGEST = 200
 """Characters of a name where it stands in full: where the pointer is."""
 
-STATES: dict[State, tuple[str, str, str]] = {
+STATES: dict[ProcessState, tuple[str, str, str]] = {
     "starting": ("starting", PALETTE["starting"], "/"),
     "spare": ("spare, waits", PALETTE["spare"], ""),
     "training": ("training", PALETTE["training"], ""),
@@ -230,7 +230,7 @@ _BANDS = 200
 _LABEL = 24  # characters beside a row: more would leave no room for bars on a telephone
 
 
-def processes_figure(story: RunStory) -> Figure | None:
+def processes_figure(story: RunAnalysis) -> Figure | None:
     """A row a process, coloured by what it did; failures are marked."""
     if not story.generations or not story.processes:
         return None
@@ -260,7 +260,7 @@ def processes_figure(story: RunStory) -> Figure | None:
     return Figure("processes", traces, layout, " ".join(said), 130 + 26 * len(shown))
 
 
-def steps_figure(story: RunStory) -> Figure | None:
+def steps_figure(story: RunAnalysis) -> Figure | None:
     """Applied steps over time, with the time between a failure and the next step shaded."""
     if len(story.progress) < 2:
         return None
@@ -308,12 +308,12 @@ def steps_figure(story: RunStory) -> Figure | None:
     return Figure("steps", [line], layout, " ".join(said), 320)
 
 
-def rows_of(processes: Sequence[Process], limit: int) -> list[Process]:
+def rows_of(processes: Sequence[ProcessHistory], limit: int) -> list[ProcessHistory]:
     """Those that are drawn, in the order of their numbers: who failed or joined comes before the others."""
     if len(processes) <= limit:
         return list(processes)
 
-    def interest(process: Process) -> tuple[bool, bool, int]:
+    def interest(process: ProcessHistory) -> tuple[bool, bool, int]:
         states = {span.state for span in process.spans}
         is_joiner = process.label.startswith("spare") and bool(process.ranks)
         return "gone" not in states, not is_joiner, process.uid
@@ -321,7 +321,9 @@ def rows_of(processes: Sequence[Process], limit: int) -> list[Process]:
     return sorted(sorted(processes, key=interest)[:limit], key=lambda process: process.uid)
 
 
-def bars(shown: Sequence[Process], spans: dict[int, list[Span]], zero_s: float, unit_s: float) -> list[dict[str, Any]]:
+def bars(
+    shown: Sequence[ProcessHistory], spans: dict[int, list[Span]], zero_s: float, unit_s: float
+) -> list[dict[str, Any]]:
     """A trace for each state: bars from `zero_s` on, in units of so many seconds."""
     names = _names(shown)
     traces = []
@@ -330,8 +332,8 @@ def bars(shown: Sequence[Process], spans: dict[int, list[Span]], zero_s: float, 
         if not rows:
             continue
         hover = [
-            f"<b>{harmless(process.name[:LONGEST])}</b>: {name}, {duration(span.end_s - span.begin_s)}"
-            f"<br>{harmless(span.what)}"
+            f"<b>{escape_figure_text(process.name[:LONGEST])}</b>: {name}, {duration(span.end_s - span.begin_s)}"
+            f"<br>{escape_figure_text(span.what)}"
             for process, span in rows
         ]
         traces.append(
@@ -358,15 +360,15 @@ def bars(shown: Sequence[Process], spans: dict[int, list[Span]], zero_s: float, 
     return [order, *traces]
 
 
-def harmless(text: str) -> str:
+def escape_figure_text(text: str) -> str:
     """A text for a figure that stays a text."""
     return html.escape(text, quote=False)
 
 
-def cut(name: str, end: str = "") -> str:
+def shorten(name: str, end: str = "") -> str:
     """A name that leaves room for what it stands beside; the `end` stays.
 
-    >>> cut("rank 2"), cut("gpu-17.rack-3.example.org", " → rank 2")
+    >>> cut("rank 2"), shorten("gpu-17.rack-3.example.org", " → rank 2")
     ('rank 2', 'gpu-17.…ple.org → rank 2')
     """
     room = max(8, _LABEL - len(end))
@@ -375,12 +377,12 @@ def cut(name: str, end: str = "") -> str:
     return name + end[-_LABEL:]
 
 
-def _names(shown: Sequence[Process]) -> dict[int, str]:
+def _names(shown: Sequence[ProcessHistory]) -> dict[int, str]:
     """What each row is called; labels come from a file, and two may be alike, at least when they are cut."""
     taken: dict[str, int] = {}
     for process in shown:
         end = process.name.removeprefix(process.label)
-        name = plain = harmless(cut(process.label, end))
+        name = plain = escape_figure_text(shorten(process.label, end))
         more = itertools.count(2)
         while name in taken:
             name = f"{plain} ({process.uid})" if name == plain else f"{plain} ({process.uid}, {next(more)})"
@@ -398,7 +400,7 @@ def _thinned(spans: Sequence[Span], resolution_s: float) -> list[Span]:
         return list(spans)
     kept: list[Span] = []
     short: list[Span] = []
-    owed: dict[State, float] = defaultdict(float)
+    owed: dict[ProcessState, float] = defaultdict(float)
     for span in spans:
         is_short = span.end_s - span.begin_s < resolution_s
         is_apart = bool(short) and span.begin_s - short[-1].end_s >= resolution_s
@@ -422,7 +424,7 @@ def _keep(kept: list[Span], span: Span, resolution_s: float) -> None:
     kept.append(span)
 
 
-def _merged(short: Sequence[Span], owed: dict[State, float]) -> Span:
+def _merged(short: Sequence[Span], owed: dict[ProcessState, float]) -> Span:
     """All of them as one; what each state is owed is kept up."""
     if len(short) == 1:
         return short[0]
@@ -433,7 +435,7 @@ def _merged(short: Sequence[Span], owed: dict[State, float]) -> Span:
     return Span(state, short[0].begin_s, short[-1].end_s, "mostly")
 
 
-def _marks(story: RunStory, shown: Sequence[Process]) -> list[dict[str, Any]]:
+def _marks(story: RunAnalysis, shown: Sequence[ProcessHistory]) -> list[dict[str, Any]]:
     names = _names(shown)
     failed = [
         (each, loss, at_s)
@@ -451,8 +453,8 @@ def _marks(story: RunStory, shown: Sequence[Process]) -> list[dict[str, Any]]:
             "x": [round(at_s, 5) for _, _, at_s in failed],
             "y": [names[loss.uid] for _, loss, _ in failed],
             "hovertext": [
-                f"<b>{harmless(loss.who)} {harmless(loss.how)}</b><br>after step {each.step}, "
-                f"{counted(len(each.lost), 'rank')} lost"
+                f"<b>{escape_figure_text(loss.who)} {escape_figure_text(loss.how)}</b><br>after step {each.step}, "
+                f"{count_of(len(each.lost), 'rank')} lost"
                 for each, loss, _ in failed
             ],
             "hoverinfo": "text",
@@ -474,7 +476,7 @@ _ROWS_ZOOM = 14
 _COMPARED = 40
 
 
-def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | None:
+def zoom_figure(story: RunAnalysis, each: Interruption, number: int) -> Figure | None:
     """The processes around one failure, and above them its phases."""
     begin_s = each.begin_s
     last_s = each.going_on_s if each.going_on_s is not None else each.decided_s
@@ -523,16 +525,15 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
     ]  # fmt: skip
     since = "the failure" if each.failed_s is not None else "it was seen; when it failed is not on record"
     marks = ", ".join(f"{name} at {duration(at_s - begin_s)}" for name, at_s in known)
-    caption = (
-        f"**Failure {number}**: {literal(each.what)}. {marks[:1].upper()}{marks[1:]}{'.' if marks else ''}".rstrip()
-    )
+    noted = f"{marks[:1].upper()}{marks[1:]}." if marks else ""
+    caption = f"**Failure {number}**: {escape_markup(each.what)}. {noted}".rstrip()
     if len(shown) < len(around):
         caption += f" {len(shown)} of {len(around):,} processes are drawn."
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,
         "xaxis": {
-            "title": {"text": harmless(f"milliseconds since {since}")},
+            "title": {"text": escape_figure_text(f"milliseconds since {since}")},
             "range": [-margin_s * 1e3, (right_s - begin_s) * 1e3],
         },
         "yaxis": {"autorange": "reversed", "type": "category", "automargin": True, "fixedrange": True},
@@ -541,7 +542,7 @@ def zoom_figure(story: RunStory, each: Interruption, number: int) -> Figure | No
     return Figure(f"failure-{number}", traces, layout, caption, 140 + 26 * (len(shown) + 1))
 
 
-def compared_figure(story: RunStory) -> Figure | None:
+def compared_figure(story: RunAnalysis) -> Figure | None:
     """The phases of several failures, one above the other."""
     known = [
         (number, each) for number, each in enumerate(story.failures, 1) if each.phases and not each.clocks_disagree
@@ -550,11 +551,11 @@ def compared_figure(story: RunStory) -> Figure | None:
         return None
     shown = sorted(known, key=lambda pair: -(pair[1].seconds or 0.0))[:_COMPARED]
     shown.sort(key=lambda pair: pair[0])
-    names = {number: harmless(cut(f"{number}: {each.what}")) for number, each in shown}
+    names = {number: escape_figure_text(shorten(f"{number}: {each.what}")) for number, each in shown}
     traces = []
     for key, (name, colour, pattern) in PHASES.items():
         rows = [
-            (names[number], harmless(f"{number}: {each.what[:LONGEST]}"), phase)
+            (names[number], escape_figure_text(f"{number}: {each.what[:LONGEST]}"), phase)
             for number, each in shown
             for phase in each.phases
             if phase.name == key
@@ -589,7 +590,7 @@ def compared_figure(story: RunStory) -> Figure | None:
     return Figure("failures", traces, layout, caption, 130 + 26 * len(shown))
 
 
-def _is_there(process: Process, left_s: float, right_s: float) -> bool:
+def _is_there(process: ProcessHistory, left_s: float, right_s: float) -> bool:
     """Whether it does something then; those that failed earlier do nothing."""
     return any(span.begin_s < right_s and span.end_s > left_s and span.state != "gone" for span in process.spans)
 

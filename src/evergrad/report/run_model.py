@@ -23,12 +23,12 @@ from typing import Literal
 from evergrad._files import read_small
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
 from evergrad.records import Json
-from evergrad.timeline import Event, read
-from evergrad.wording import counted
+from evergrad.timeline import Event, read_events
+from evergrad.wording import count_of
 
 SCHEMA_VERSION = 1
 
-State = Literal["starting", "spare", "training", "recovering", "gone"]
+ProcessState = Literal["starting", "spare", "training", "recovering", "gone"]
 """Before the first plan · waits to be called · in a generation · between two of them · failed, if alive or not."""
 
 
@@ -40,7 +40,7 @@ Shade = Literal["", "good", "bad"]
 class Span:
     """A process was in this state for so long."""
 
-    state: State
+    state: ProcessState
     begin_s: float
     end_s: float
     what: str = ""
@@ -48,7 +48,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Process:
+class ProcessHistory:
     """One process that the launcher started."""
 
     uid: int
@@ -71,7 +71,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class InterruptionPhase:
     """One part of an interruption."""
 
     name: Literal["unseen", "agreeing", "recovering"]
@@ -85,7 +85,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostProcess:
     """One process that a generation has lost."""
 
     uid: int
@@ -108,7 +108,7 @@ class Interruption:
     kind: Literal["failure", "planned"]
     what: str
     """What happened, in words."""
-    lost: tuple[Loss, ...] = ()
+    lost: tuple[LostProcess, ...] = ()
     left: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
     step: int | None = None
@@ -137,7 +137,7 @@ class Interruption:
     """The next generation broke, too, before it had applied a step."""
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[InterruptionPhase, ...]:
         """What lies between those moments that are known; without what ended before it began: see `clocks_disagree`."""
         return tuple(phase for phase in self._measured() if phase.seconds >= 0)
 
@@ -174,10 +174,10 @@ class Interruption:
     def _moments(self) -> tuple[float | None, float | None, float | None, float | None]:
         return self.failed_s, self.seen_s, self.decided_s, self.going_on_s
 
-    def _measured(self) -> tuple[Phase, ...]:
+    def _measured(self) -> tuple[InterruptionPhase, ...]:
         names: tuple[Literal["unseen", "agreeing", "recovering"], ...] = ("unseen", "agreeing", "recovering")
         pairs = zip(names, pairwise(self._moments()), strict=True)
-        return tuple(Phase(name, a, b) for name, (a, b) in pairs if a is not None and b is not None)
+        return tuple(InterruptionPhase(name, a, b) for name, (a, b) in pairs if a is not None and b is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
+class Anomaly:
     """Something that interrupted nobody: a healed flip, a rank that was late, a save that was left out."""
 
     at_s: float
@@ -205,7 +205,7 @@ class Noticed:
 
 
 @dataclass(frozen=True, slots=True)
-class RunStory:
+class RunAnalysis:
     """What a timeline tells of a run."""
 
     command: str
@@ -217,10 +217,10 @@ class RunStory:
     num_ranks: int
     num_spares: int
     steps: int | None
-    processes: tuple[Process, ...]
+    processes: tuple[ProcessHistory, ...]
     generations: tuple[Generation, ...]
     interruptions: tuple[Interruption, ...]
-    noticed: tuple[Noticed, ...]
+    noticed: tuple[Anomaly, ...]
     progress: tuple[tuple[float, int], ...]
     """When how many steps were applied, wherever the timeline says so."""
     samples_lost: int
@@ -285,7 +285,7 @@ class RunStory:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TimedEvent:
     """An event, and when it was: seconds since the run began."""
 
     at_s: float
@@ -313,20 +313,20 @@ class Moment:
         return self.told.fields
 
 
-def whole(fields: Mapping[str, Json], name: str) -> int | None:
+def int_field(fields: Mapping[str, Json], name: str) -> int | None:
     """A whole number, or None.
 
-    >>> whole({"step": 3, "rank": True}, "step"), whole({"rank": True}, "rank")
+    >>> whole({"step": 3, "rank": True}, "step"), int_field({"rank": True}, "rank")
     (3, None)
     """
     value = fields.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def number(fields: Mapping[str, Json], name: str) -> float | None:
+def float_field(fields: Mapping[str, Json], name: str) -> float | None:
     """A finite number, or None.
 
-    >>> number({"by": 3}, "by"), number({"by": 10**400}, "by"), number({"by": float("nan")}, "by")
+    >>> number({"by": 3}, "by"), number({"by": 10**400}, "by"), float_field({"by": float("nan")}, "by")
     (3.0, None, None)
     """
     value = fields.get(name)
@@ -337,7 +337,7 @@ def number(fields: Mapping[str, Json], name: str) -> float | None:
     return None
 
 
-def numbers(fields: Mapping[str, Json], name: str) -> tuple[int, ...]:
+def int_list_field(fields: Mapping[str, Json], name: str) -> tuple[int, ...]:
     """Those whole numbers that a list holds."""
     value = fields.get(name)
     if not isinstance(value, list):
@@ -345,7 +345,7 @@ def numbers(fields: Mapping[str, Json], name: str) -> tuple[int, ...]:
     return tuple(each for each in value if isinstance(each, int) and not isinstance(each, bool))
 
 
-def text(fields: Mapping[str, Json], name: str) -> str:
+def text_field(fields: Mapping[str, Json], name: str) -> str:
     """A text; empty if there is none."""
     value = fields.get(name)
     return value if isinstance(value, str) else ""
@@ -355,7 +355,7 @@ def text(fields: Mapping[str, Json], name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class GenerationPlan:
     """A plan: one generation."""
 
     at_s: float
@@ -377,24 +377,24 @@ class Planned:
 
 
 @dataclass(slots=True)
-class Course:
+class EventIndex:
     """The events of a run, sorted into where they belong."""
 
-    moments: Sequence[Moment]
+    moments: Sequence[TimedEvent]
     is_spread: bool = False
     """Several machines, whose clocks may disagree."""
-    plans: dict[int, Planned] = field(default_factory=dict)
-    processes: dict[int, Process] = field(default_factory=dict)
-    by_generation: dict[tuple[str, int], list[Moment]] = field(default_factory=lambda: defaultdict(list))
+    plans: dict[int, GenerationPlan] = field(default_factory=dict)
+    processes: dict[int, ProcessHistory] = field(default_factory=dict)
+    by_generation: dict[tuple[str, int], list[TimedEvent]] = field(default_factory=lambda: defaultdict(list))
     """Those that name a generation: by event and generation."""
-    by_event: dict[str, list[Moment]] = field(default_factory=lambda: defaultdict(list))
-    _own: dict[tuple[str, int, int], Moment] = field(default_factory=dict)
+    by_event: dict[str, list[TimedEvent]] = field(default_factory=lambda: defaultdict(list))
+    _own: dict[tuple[str, int, int], TimedEvent] = field(default_factory=dict)
     """The first that a process told of itself: by event, generation and process."""
 
     def __post_init__(self) -> None:
         for moment in self.moments:
             self.by_event[moment.event].append(moment)
-            generation = whole(moment.fields, "generation")
+            generation = int_field(moment.fields, "generation")
             if generation is not None:
                 self.by_generation[moment.event, generation].append(moment)
                 if (uid := moment.uid) is not None:
@@ -406,22 +406,22 @@ class Course:
         for moment in self.by_event["process_started"]:
             self._start(moment)
         for moment in self.by_event["process_exited"]:
-            process = self.processes.get(_or(whole(moment.fields, "uid"), -1))
+            process = self.processes.get(_or(int_field(moment.fields, "uid"), -1))
             if process is not None and process.exited_s is None:
-                process.exited_s, process.code = moment.at_s, whole(moment.fields, "code")
+                process.exited_s, process.code = moment.at_s, int_field(moment.fields, "code")
         for plan in self.plans.values():
             for rank, uid in enumerate(plan.members):
-                process = self.processes.setdefault(uid, Process(uid, f"process {uid}"))
+                process = self.processes.setdefault(uid, ProcessHistory(uid, f"process {uid}"))
                 if rank not in process.ranks:
                     process.ranks.append(rank)
 
-    def between(self, event: str, since_s: float, until_s: float) -> list[Moment]:
+    def between(self, event: str, since_s: float, until_s: float) -> list[TimedEvent]:
         """The events of one kind from a moment on, and before another one."""
         moments = self.by_event[event]
         first = bisect_left(moments, since_s, key=lambda moment: moment.at_s)
         return moments[first : bisect_left(moments, until_s, key=lambda moment: moment.at_s)]
 
-    def own(self, event: str, generation: int, uid: int) -> Moment | None:
+    def own(self, event: str, generation: int, uid: int) -> TimedEvent | None:
         """What a process told first of a generation, of one kind."""
         return self._own.get((event, generation, uid))
 
@@ -436,27 +436,27 @@ class Course:
         rank = plan.rank_of(uid) if plan is not None else None
         return self.label(uid) if rank is None else f"rank {rank}"
 
-    def _start(self, moment: Moment) -> None:
-        uid = whole(moment.fields, "uid")
+    def _start(self, moment: TimedEvent) -> None:
+        uid = int_field(moment.fields, "uid")
         if uid is not None and uid not in self.processes:
-            label, node = text(moment.fields, "label") or f"process {uid}", text(moment.fields, "node")
-            self.processes[uid] = Process(uid, label, node, whole(moment.fields, "pid"), moment.at_s)
+            label, node = text_field(moment.fields, "label") or f"process {uid}", text_field(moment.fields, "node")
+            self.processes[uid] = ProcessHistory(uid, label, node, int_field(moment.fields, "pid"), moment.at_s)
 
 
-def _plan(moment: Moment) -> Planned | None:
-    generation, verdicts = whole(moment.fields, "generation"), moment.fields.get("verdicts")
+def _plan(moment: TimedEvent) -> GenerationPlan | None:
+    generation, verdicts = int_field(moment.fields, "generation"), moment.fields.get("verdicts")
     if generation is None or generation < 0:
         return None
-    members = numbers(moment.fields, "members")
-    return Planned(
+    members = int_list_field(moment.fields, "members")
+    return GenerationPlan(
         moment.at_s,
         generation,
         members,
-        numbers(moment.fields, "joiners"),
-        numbers(moment.fields, "dead"),
-        numbers(moment.fields, "left"),
+        int_list_field(moment.fields, "joiners"),
+        int_list_field(moment.fields, "dead"),
+        int_list_field(moment.fields, "left"),
         tuple(verdicts) if isinstance(verdicts, dict) else (),
-        text(moment.fields, "strategy"),
+        text_field(moment.fields, "strategy"),
         moment.fields.get("restart") is True,
         moment.fields.get("exact") is not False,
         {uid: rank for rank, uid in reversed(list(enumerate(members)))},  # named twice: the first counts
@@ -474,7 +474,7 @@ _SAME_BOOT_S = 60.0  # how far clocks may have been put since
 
 
 @dataclass(frozen=True, slots=True)
-class RunFolder:
+class RunFiles:
     """What was read."""
 
     path: Path
@@ -485,7 +485,7 @@ class RunFolder:
     """What a reader has to know of how complete this is."""
 
 
-def read_run(folder: Path) -> RunFolder:
+def read_run(folder: Path) -> RunFiles:
     """The run in a folder; `UsageError` or `FormatError` if there is none that can be read."""
     if folder.name == "timeline.jsonl" and folder.is_file():
         raise UsageError(
@@ -502,11 +502,11 @@ def read_run(folder: Path) -> RunFolder:
     damaged: list[str] = []
     for path in (timeline, *others):
         numbers: list[int] = []
-        events += read(path, numbers)
+        events += read_events(path, numbers)
         damaged += [f"{path.name}:{number}" for number in numbers]
     if damaged and not events:
         for path in (timeline, *others):
-            list(read(path))  # says what is wrong with the first line that is
+            list(read_events(path))  # says what is wrong with the first line that is
     if not events:
         raise DamagedFile(timeline, "no event in it: the run was ended before it began, or has not begun yet")
     record, is_sound = _record(folder / "run.json")
@@ -515,10 +515,10 @@ def read_run(folder: Path) -> RunFolder:
         notes.append(_unended(events, record))
     if damaged:
         few = ", ".join(damaged[:_NAMED]) + (f" and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else "")
-        notes.append(f"{counted(len(damaged), 'line is', 'lines are')} damaged, and left out: {few}.")
+        notes.append(f"{count_of(len(damaged), 'line is', 'lines are')} damaged, and left out: {few}.")
     if others:
         notes.append(f"The timelines of {len(others)} other nodes were not merged: the head did not end in good order.")
-    return RunFolder(folder, tuple(events), record, tuple(notes))
+    return RunFiles(folder, tuple(events), record, tuple(notes))
 
 
 def _hint(folder: Path) -> str:

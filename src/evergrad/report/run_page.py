@@ -7,38 +7,49 @@ import time
 from collections.abc import Mapping
 
 from evergrad.records import Json
-from evergrad.report.document import Block, Cell, Column, Commands, DataTable, Facts, Figure, Page, Prose, Section
+from evergrad.report.document import (
+    Commands,
+    DataTable,
+    Facts,
+    Figure,
+    Prose,
+    ReportBlock,
+    ReportPage,
+    Section,
+    TableCell,
+    TableColumn,
+)
 from evergrad.report.run_figures import (
     CLOCKS_DISAGREE,
     MOST,
-    answer,
     compared_figure,
     duration,
     processes_figure,
+    run_answer,
     steps_figure,
-    then,
+    verdict_text,
     zoom_figure,
 )
-from evergrad.report.run_model import Interruption, RunFolder, RunStory
-from evergrad.wording import counted
+from evergrad.report.run_model import Interruption, RunAnalysis, RunFiles
+from evergrad.wording import count_of
 
 _ROWS = 300
 
 
-def run_page(story: RunStory, folder: RunFolder, made: str) -> Page:
+def run_page(story: RunAnalysis, folder: RunFiles, made: str) -> ReportPage:
     """The page; `made` says by what, and when."""
     name = folder.path.absolute().name
-    return Page(
+    return ReportPage(
         title=name or str(folder.path),
         kind="timeline of a run",
         question="What happened in this run, and what did each failure cost?",
-        answer=answer(story),
+        answer=run_answer(story),
         sections=[section for section in _sections(story, folder) if section.blocks],
         made=made,
     )
 
 
-def _sections(story: RunStory, folder: RunFolder) -> list[Section]:
+def _sections(story: RunAnalysis, folder: RunFiles) -> list[Section]:
     zooms = [zoom_figure(story, each, number) for number, each in enumerate(story.failures[:MOST], 1)]
     drawn = [figure for figure in (compared_figure(story), *zooms) if figure is not None]
     return [
@@ -53,79 +64,81 @@ def _sections(story: RunStory, folder: RunFolder) -> list[Section]:
     ]
 
 
-def _figures(figure: Figure | None) -> list[Block]:
+def _figures(figure: Figure | None) -> list[ReportBlock]:
     return [figure] if figure is not None else []
 
 
-def _undrawn(story: RunStory) -> list[Block]:
+def _undrawn(story: RunAnalysis) -> list[ReportBlock]:
     more = len(story.failures) - MOST
-    return [Prose(f"The first {MOST} failures are drawn one by one; {counted(more, 'more')}.")] if more > 0 else []
+    return [Prose(f"The first {MOST} failures are drawn one by one; {count_of(more, 'more')}.")] if more > 0 else []
 
 
-def _failures(story: RunStory) -> list[Block]:
+def _failures(story: RunAnalysis) -> list[ReportBlock]:
     if not story.failures:
         return [Prose("None is on record.")] if story.generations else []
     columns = [
-        Column("#", "number"),
-        Column("what"),
-        Column("after step", "number", "how many steps were applied when the generation broke"),
-        Column("not seen", "number", "from the failure until another process knew; ? where nobody noted the failure"),
-        Column("agreeing", "number", "from then until the plan for the next generation"),
-        Column("recovering", "number", "from the plan until the first rank had applied a step again"),
-        Column("in all", "number", "from the failure, or from when it was seen, to that step"),
-        Column(
+        TableColumn("#", "number"),
+        TableColumn("what"),
+        TableColumn("after step", "number", "how many steps were applied when the generation broke"),
+        TableColumn(
+            "not seen", "number", "from the failure until another process knew; ? where nobody noted the failure"
+        ),
+        TableColumn("agreeing", "number", "from then until the plan for the next generation"),
+        TableColumn("recovering", "number", "from the plan until the first rank had applied a step again"),
+        TableColumn("in all", "number", "from the failure, or from when it was seen, to that step"),
+        TableColumn(
             "then",
             help="what survivors did (redo, repair, retry, restart), who joined, and the ranks left if fewer; "
             "overtaken where the next generation broke, too, before a step was applied",
         ),
-        Column("redone", "number", "steps that were done again"),
-        Column("exact", help="whether, by the plan, the job went on as it would have without the failure"),
+        TableColumn("redone", "number", "steps that were done again"),
+        TableColumn("exact", help="whether, by the plan, the job went on as it would have without the failure"),
     ]
     rows = [_failure(number, each) for number, each in enumerate(story.failures[:_ROWS], 1)]
     return [DataTable(columns, rows, _limited(len(rows), len(story.failures)))]
 
 
-def _failure(number: int, each: Interruption) -> list[Cell]:
+def _failure(number: int, each: Interruption) -> list[TableCell]:
     took, redone = each.phases_s, each.steps_redone
     exact = "" if each.ranks is None or each.overtaken else "yes" if each.exact else "no"
     return [
         _number(number),
-        Cell(each.what),
+        TableCell(each.what),
         _number(each.step),
         *(
-            _time(took.get(name)) if name not in took or took[name] is not None else Cell(CLOCKS_DISAGREE)
+            _time(took.get(name)) if name not in took or took[name] is not None else TableCell(CLOCKS_DISAGREE)
             for name in ("unseen", "agreeing", "recovering")
         ),
-        _time(each.seconds) if not each.clocks_disagree else Cell(CLOCKS_DISAGREE),
-        Cell(then(each), mark="bad" if each.ranks is None else ""),
+        _time(each.seconds) if not each.clocks_disagree else TableCell(CLOCKS_DISAGREE),
+        TableCell(verdict_text(each), mark="bad" if each.ranks is None else ""),
         _number(redone),
-        Cell(exact, mark="good" if exact == "yes" else ""),
+        TableCell(exact, mark="good" if exact == "yes" else ""),
     ]
 
 
-def _noticed(story: RunStory) -> list[Block]:
+def _noticed(story: RunAnalysis) -> list[ReportBlock]:
     if not story.noticed:
         return []
-    columns = [Column("after", "number"), Column("who"), Column("what")]
+    columns = [TableColumn("after", "number"), TableColumn("who"), TableColumn("what")]
     worst = sorted(story.noticed, key=lambda each: each.mark != "bad")[:_ROWS]  # if not all fit, those
     rows = [
-        [_time(each.at_s), Cell(each.who), Cell(each.what[:500], mark=each.mark)]
+        [_time(each.at_s), TableCell(each.who), TableCell(each.what[:500], mark=each.mark)]
         for each in sorted(worst, key=lambda each: each.at_s)
     ]
     return [DataTable(columns, rows, _limited(len(rows), len(story.noticed)))]
 
 
-def _generations(story: RunStory) -> list[Block]:
+def _generations(story: RunAnalysis) -> list[ReportBlock]:
     if not story.generations:
         return []
     columns = [
-        Column("generation", "number"),
-        Column("began", "number", "after the launcher had begun"),
-        Column("lasted", "number"),
-        Column("after step", "number"),
-        Column("ranks", "number"),
-        Column("members", help="what each rank was started as, by rank"),
-        Column("joined"),
+        TableColumn("generation", "number"),
+        TableColumn("began", "number", "after the launcher had begun"),
+        TableColumn("lasted", "number"),
+        TableColumn("after step", "number"),
+        TableColumn("ranks", "number"),
+        TableColumn("members", help="what each rank was started as, by rank"),
+        TableColumn("joined"),
     ]
     rows = [
         [
@@ -134,35 +147,36 @@ def _generations(story: RunStory) -> list[Block]:
             _time(each.end_s - each.begin_s),
             _number(each.first_step),
             _number(len(each.members)),
-            Cell(_some(each.members)),
-            Cell(_some(each.joined)),
+            TableCell(_some(each.members)),
+            TableCell(_some(each.joined)),
         ]
         for each in story.generations[:_ROWS]
     ]
     return [DataTable(columns, rows, _limited(len(rows), len(story.generations)))]
 
 
-def _processes(story: RunStory) -> list[Block]:
+def _processes(story: RunAnalysis) -> list[ReportBlock]:
     columns = [
-        Column("started as"), Column("was"), Column("node"), Column("process", "number"), Column("started", "number"),
-        Column("ended", "number"), Column("exit code", "number"),
+        TableColumn("started as"), TableColumn("was"), TableColumn("node"),
+            TableColumn("process", "number"), TableColumn("started", "number"),
+        TableColumn("ended", "number"), TableColumn("exit code", "number"),
     ]  # fmt: skip
     rows = [
         [
-            Cell(each.label),
-            Cell(_some([f"rank {rank}" for rank in each.ranks]) or "no rank"),
-            Cell(each.node),
+            TableCell(each.label),
+            TableCell(_some([f"rank {rank}" for rank in each.ranks]) or "no rank"),
+            TableCell(each.node),
             _number(each.pid),
             _time(each.started_s),
             _time(each.exited_s),
-            Cell("?" if each.code is None else str(each.code), each.code, "" if each.code in (0, None) else "bad"),
+            TableCell("?" if each.code is None else str(each.code), each.code, "" if each.code in (0, None) else "bad"),
         ]
         for each in story.processes[:_ROWS]
     ]
     return [DataTable(columns, rows, _limited(len(rows), len(story.processes)))] if rows else []
 
 
-def _facts(story: RunStory, folder: RunFolder) -> list[tuple[str, str]]:
+def _facts(story: RunAnalysis, folder: RunFiles) -> list[tuple[str, str]]:
     record = folder.record
     began = folder.events[0].time
     pairs = [
@@ -179,7 +193,7 @@ def _facts(story: RunStory, folder: RunFolder) -> list[tuple[str, str]]:
     return [(key, value) for key, value in pairs if value]
 
 
-def _commands(folder: RunFolder) -> list[tuple[str, str]]:
+def _commands(folder: RunFiles) -> list[tuple[str, str]]:
     from shlex import quote
 
     run = quote(str(folder.path))
@@ -209,9 +223,9 @@ def _limited(shown: int, count: int) -> str:
     return f"{shown:,} of {count:,}; evergrad timeline --json has them all." if shown < count else ""
 
 
-def _number(value: int | None) -> Cell:
-    return Cell("?" if value is None else f"{value:,}", value)
+def _number(value: int | None) -> TableCell:
+    return TableCell("?" if value is None else f"{value:,}", value)
 
 
-def _time(seconds: float | None) -> Cell:
-    return Cell(duration(seconds), seconds)
+def _time(seconds: float | None) -> TableCell:
+    return TableCell(duration(seconds), seconds)

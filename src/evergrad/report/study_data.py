@@ -16,13 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from evergrad.report.document import Cell as blocks_Cell
-from evergrad.report.document import Column, DataTable
-from evergrad.report.html import literal
+from evergrad.report.document import DataTable, TableColumn
+from evergrad.report.document import TableCell as blocks_Cell
+from evergrad.report.html import escape_markup
 from evergrad.study.folder import StudyFolder, read_journal
-from evergrad.study.golden import Golden
+from evergrad.study.golden import GoldenRun
 from evergrad.study.plan import Plan
-from evergrad.study.results import Cell, CellTally, Results, Tally, results_from, tally_of
+from evergrad.study.results import Cell, CellProgress, Results, StudyProgress, results_from, study_progress
 from evergrad.study.trials import Axes, Observation, Outcome, Trial
 from evergrad.training.settings import Direction
 
@@ -39,7 +39,7 @@ class TrialData:
     trial: Trial
     seen: Observation
     outcome: Outcome
-    golden: Golden
+    golden: GoldenRun
     direction: Direction = Direction.HIGHER
     """The direction of the metric."""
 
@@ -59,11 +59,11 @@ class StudyData:
     folder: Path
     plan: Plan
     results: Results
-    tally: Tally
+    tally: StudyProgress
     courses: Mapping[str, Observation]
     """By trial: those that were read step by step."""
 
-    def cells(self) -> Iterator[tuple[Cell, CellTally]]:
+    def cells(self) -> Iterator[tuple[Cell, CellProgress]]:
         """Cells with what they were counted from."""
         return zip(self.results.cells, self.tally.cells, strict=True)
 
@@ -72,7 +72,7 @@ class StudyData:
         for cell in self.tally.cells:
             yield from _trials(cell)
 
-    def drawn(self, cell: CellTally) -> list[TrialData]:
+    def drawn(self, cell: CellProgress) -> list[TrialData]:
         """The trials of a cell that were read step by step."""
         return [replace(one, seen=self.courses[one.trial.id]) for one in _trials(cell) if one.trial.id in self.courses]
 
@@ -84,7 +84,7 @@ class StudyData:
 
 def study_data(folder: Path) -> StudyData:
     """Read the study in a folder."""
-    tally, kept = tally_of(folder)
+    tally, kept = study_progress(folder)
     results = results_from(tally, kept)
     share = max(_FEWEST_CURVES, MOST_CURVES // max(1, len(tally.cells)))
     wanted: set[str] = set()
@@ -97,22 +97,22 @@ def study_data(folder: Path) -> StudyData:
     return StudyData(folder, tally.plan, results, tally, {name: one.observation for name, one in courses.items()})
 
 
-def place_text(axes: Axes) -> str:
+def cell_label(axes: Axes) -> str:
     """A cell in words.
 
-    >>> place_text({"model": "alexnet", "flips": 10, "where": "role:model"})
+    >>> cell_label({"model": "alexnet", "flips": 10, "where": "role:model"})
     'model alexnet, flips 10, where role:model'
     """
     return ", ".join(f"{name} {place}" for name, place in axes.items())
 
 
-def place_words(axes: Axes) -> str:
+def cell_phrase(axes: Axes) -> str:
     """The same as one would say it, as part of prose.
 
-    >>> place_words({"model": "alexnet", "flips": 1, "where": "role:model", "layer": "first"})
+    >>> cell_phrase({"model": "alexnet", "flips": 1, "where": "role:model", "layer": "first"})
     'alexnet, 1 flip, in the model, layer first'
     """
-    return ", ".join(literal(_words(name, str(place))) for name, place in axes.items())
+    return ", ".join(escape_markup(_words(name, str(place))) for name, place in axes.items())
 
 
 def _words(name: str, place: str) -> str:
@@ -125,7 +125,7 @@ def _words(name: str, place: str) -> str:
     return f"{name} {place}"
 
 
-def _trials(cell: CellTally) -> Iterator[TrialData]:
+def _trials(cell: CellProgress) -> Iterator[TrialData]:
     if cell.golden is None:
         return
     for number in cell.counted():
@@ -149,7 +149,7 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedFigures:
     """What one publication says of a study's cells."""
 
     source: str
@@ -180,22 +180,22 @@ class Published:
         return " / ".join(self.at(axes) or ())
 
 
-def published_for(results: Results) -> Published | None:
+def published_for(results: Results) -> PublishedFigures | None:
     """The published figures of this study, if it is one that has some."""
     found = _all().get(results.study)
     return found if found is not None and found.source == results.source else None
 
 
 @cache
-def _all() -> dict[str, Published]:
+def _all() -> dict[str, PublishedFigures]:
     text = (importlib.resources.files("evergrad.report") / "published.toml").read_text(encoding="utf-8")
     return {name: _published(told) for name, told in tomllib.loads(text).items()}
 
 
-def _published(told: Mapping[str, Any]) -> Published:
+def _published(told: Mapping[str, Any]) -> PublishedFigures:
     cells = tuple((one["axes"], tuple(one["values"])) for one in told.get("cells", ()))
     table = told.get("table")
-    return Published(
+    return PublishedFigures(
         source=told["source"],
         measure=told.get("measure", ""),
         what=told.get("what", ""),
@@ -209,7 +209,10 @@ def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) 
     columns_of = list(zip(*rows, strict=True))
     numeric = [all(_number(text) is not None or text in ("", "–") for text in column) for column in columns_of]
     return DataTable(
-        [Column(title, "number" if is_number else "text") for title, is_number in zip(columns, numeric, strict=True)],
+        [
+            TableColumn(title, "number" if is_number else "text")
+            for title, is_number in zip(columns, numeric, strict=True)
+        ],
         [
             [
                 blocks_Cell(text, _number(text) if is_number else text, "published")

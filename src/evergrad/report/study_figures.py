@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from evergrad.dtypes import DType, Layout
-from evergrad.report.document import PALETTE, Block, Figure, Prose, series_colour
-from evergrad.report.html import literal
-from evergrad.report.study_data import Published, StudyData, TrialData
+from evergrad.dtypes import DType, ElementLayout
+from evergrad.report.document import PALETTE, Figure, Prose, ReportBlock, series_colour
+from evergrad.report.html import escape_markup
+from evergrad.report.study_data import PublishedFigures, StudyData, TrialData
 from evergrad.study.plan import CellPlan
-from evergrad.study.probe_tables import watched_table
+from evergrad.study.probe_tables import probe_table
 from evergrad.study.results import Cell, Results
-from evergrad.study.table_formats import Entry, Quantity, Table, varying_axes
+from evergrad.study.table_formats import Quantity, Table, TableEntry, varying_axes
 from evergrad.study.tables import PUBLISHED
 from evergrad.study.trials import Observation, Series
 from evergrad.training.settings import Direction
@@ -25,14 +25,14 @@ _PLACES = ("layer", "where", "target")
 _STRIPPED = ("bitflip:bits=", "bitmask:mask=", "role:")
 
 
-def rate_blocks(results: Results, measure: str, published: Published | None) -> list[Block]:
+def rate_blocks(results: Results, measure: str, published: PublishedFigures | None) -> list[ReportBlock]:
     """A line a column of the published table, along its rows; a figure for each place on the other axes."""
     down, across = _axes(results)
     if not down:
         return []
     header = PUBLISHED[measure][0]
     groups = groups_of(results, (down, across))
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     for name, cells in groups[:_MOST_RATES]:
         figure = Figure(
             f"{results.study} {measure} {name}".strip(),
@@ -41,7 +41,7 @@ def rate_blocks(results: Results, measure: str, published: Published | None) -> 
                 "xaxis": _place_axis(down, _places(cells, down)),
                 "yaxis": {"title": {"text": header}, "rangemode": "tozero", **_percent_range(header)},
             },
-            f"**{header}** by {down}{f', {literal(name)}' if name else ''}. Bars are {_intervals(results)}.",
+            f"**{header}** by {down}{f', {escape_markup(name)}' if name else ''}. Bars are {_intervals(results)}.",
             height=400 if len(groups) == 1 else 340,
             half=len(groups) > 1,
         )
@@ -50,7 +50,7 @@ def rate_blocks(results: Results, measure: str, published: Published | None) -> 
     return blocks + _left_out(len(groups))
 
 
-def heat_blocks(results: Results, measure: str) -> list[Block]:
+def heat_blocks(results: Results, measure: str) -> list[ReportBlock]:
     """A map where layers, roles or targets vary beside another axis."""
     varying = varying_axes(results)
     aimed = next((name for name in _PLACES if name in varying), "")
@@ -59,7 +59,7 @@ def heat_blocks(results: Results, measure: str) -> list[Block]:
         return []
     header, entry = PUBLISHED[measure]
     groups = groups_of(results, (aimed, other))
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     for name, cells in groups[:_MOST_RATES]:
         x, y = _places(cells, other), _places(cells, aimed)
         found = {(str(cell.axes.get(aimed)), str(cell.axes.get(other))): entry(cell, results) for cell in cells}
@@ -79,7 +79,7 @@ def heat_blocks(results: Results, measure: str) -> list[Block]:
             "xaxis": {"title": {"text": other}, "type": "category", "showgrid": False},
             "yaxis": {"title": {"text": aimed}, "type": "category", "autorange": "reversed", "showgrid": False},
         }
-        caption = f"**{header}** by {aimed} and {other}{f', {literal(name)}' if name else ''}, with intervals."
+        caption = f"**{header}** by {aimed} and {other}{f', {escape_markup(name)}' if name else ''}, with intervals."
         height = min(640, 150 + 52 * len(y))
         blocks.append(Figure(f"{results.study} map {name}".strip(), [trace], layout, caption, height))
     return blocks + _left_out(len(groups))
@@ -141,7 +141,7 @@ def _ours(cells: Sequence[Cell], results: Results, measure: str, down: str, acro
 
 
 def _published(
-    cells: Sequence[Cell], published: Published | None, measure: str, down: str, across: str
+    cells: Sequence[Cell], published: PublishedFigures | None, measure: str, down: str, across: str
 ) -> list[dict[str, Any]]:
     """Open marks, one trace a series; only where the unit is that of ours."""
     if published is None or published.measure != measure or not published.is_percent:
@@ -214,7 +214,7 @@ def _or_dash(quantity: Quantity | None) -> str:
     return "–" if quantity is None else str(quantity)
 
 
-def _left_out(count: int) -> list[Block]:
+def _left_out(count: int) -> list[ReportBlock]:
     more = f"{_MOST_RATES} of {count} groups are drawn; the table has all."
     return [Prose(more)] if count > _MOST_RATES else []
 
@@ -229,12 +229,12 @@ _MOST_BITS = 6
 _BITS = re.compile(r"\bbits=(\d+(?:-\d+)?|sign|exponent-msb|exponent|mantissa)(?:,|$)")
 
 
-def bit_blocks(data: StudyData, measure: str) -> list[Block]:
+def bit_blocks(data: StudyData, measure: str) -> list[ReportBlock]:
     """A figure for each place on the other axes, of a study whose faults are of one bit or a few, by their position."""
     results = data.results
     plans = {id(cell): tally.plan for cell, tally in data.cells()}
     header, entry = PUBLISHED[measure]
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     groups = groups_of(results, ("fault",))
     for name, cells in groups[:_MOST_BITS]:
         layout = _layout(plans[id(cells[0])])
@@ -248,7 +248,7 @@ def bit_blocks(data: StudyData, measure: str) -> list[Block]:
         ]
         if len({span for span, _, _ in found}) > 1:
             caption = (
-                f"**{header}** by the bit that flips{f', {literal(name)}' if name else ''}; bit 0 is the sign. "
+                f"**{header}** by the bit that flips{f', {escape_markup(name)}' if name else ''}; bit 0 is the sign. "
                 f"Bars are intervals of {100 * results.confidence:g} %; a position without a mark was not tried."
             )
             traces = _traces_bits(found, layout, header)
@@ -256,7 +256,7 @@ def bit_blocks(data: StudyData, measure: str) -> list[Block]:
     return blocks
 
 
-def bits_of(fault: str, layout: Layout) -> tuple[int, int] | None:
+def bits_of(fault: str, layout: ElementLayout) -> tuple[int, int] | None:
     """The first and the last bit that a fault may flip, from the sign on; None if it may be any, or it flips none.
 
     >>> [bits_of(f"bitflip:bits={bits}", DType("float32").layout) for bits in ("sign", "exponent", "9-12")]
@@ -278,14 +278,14 @@ def bits_of(fault: str, layout: Layout) -> tuple[int, int] | None:
     return span if span[0] <= span[1] <= exponent + layout.mantissa_bits else None
 
 
-def _layout(cell: CellPlan) -> Layout | None:
+def _layout(cell: CellPlan) -> ElementLayout | None:
     """Of the numbers that are hit; None if a program of the user's own holds them."""
     dtype = DType.named(getattr(cell.training, "precision", ""))
     return dtype.layout if dtype is not None and dtype.layout.exponent_bits else None
 
 
 def _traces_bits(
-    found: Sequence[tuple[tuple[int, int], Quantity, int]], layout: Layout, header: str
+    found: Sequence[tuple[tuple[int, int], Quantity, int]], layout: ElementLayout, header: str
 ) -> list[dict[str, Any]]:
     traces: list[dict[str, Any]] = []
     for field in ("sign", "exponent", "mantissa"):
@@ -320,7 +320,7 @@ def _traces_bits(
     return traces
 
 
-def _frame(layout: Layout, header: str) -> dict[str, Any]:
+def _frame(layout: ElementLayout, header: str) -> dict[str, Any]:
     """The axes, and below them the strip of fields."""
     exponent, whole = layout.exponent_bits, 1 + layout.exponent_bits + layout.mantissa_bits
     fields = (("sign", 0, 0), ("exponent", 1, exponent), ("mantissa", exponent + 1, whole - 1))
@@ -350,7 +350,7 @@ def _frame(layout: Layout, header: str) -> dict[str, Any]:
     }
 
 
-def _field(bit: int, layout: Layout) -> str:
+def _field(bit: int, layout: ElementLayout) -> str:
     return "sign" if bit == 0 else "exponent" if bit <= layout.exponent_bits else "mantissa"
 
 
@@ -367,10 +367,10 @@ _MOST_POINTS = 400  # final metrics of a cell that are drawn one by one
 Points = tuple[list[float], list[float]]
 
 
-def curve_blocks(data: StudyData) -> list[Block]:
+def curve_blocks(data: StudyData) -> list[ReportBlock]:
     """Metric by epoch, loss and distance by step: a figure each for every place on the axis that goes across."""
     panels = _panels(data)
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     for kind, title, x_title, points, log in _KINDS_CURVES:
         for name, lines in panels[:_MOST_PANELS]:
             traces = _traces_curves(lines, points)
@@ -381,7 +381,7 @@ def curve_blocks(data: StudyData) -> list[Block]:
                 "xaxis": {"title": {"text": x_title}, **({"dtick": 1} if x_title == "epoch" and _few(traces) else {})},
                 "yaxis": {"title": {"text": title}, **axis},
             }
-            where = f", {literal(name)}" if name else ""
+            where = f", {escape_markup(name)}" if name else ""
             if kind == "metric":
                 where += _lower(lines)
             caption = f"{title[0].upper()}{title[1:]} by {x_title}{where}{_CAPTIONS[kind]}{beyond}."
@@ -398,9 +398,9 @@ def curve_blocks(data: StudyData) -> list[Block]:
     return blocks
 
 
-def final_blocks(data: StudyData) -> list[Block]:
+def final_blocks(data: StudyData) -> list[ReportBlock]:
     """The final metric of every training that finished finite, cell by cell, against the golden run's."""
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     panels = _panels(data)
     for name, lines in panels[:_MOST_PANELS]:
         cells = [(label, cell) for label, cell, _ in lines if cell.finals]
@@ -426,7 +426,7 @@ def final_blocks(data: StudyData) -> list[Block]:
                 "marker": {"symbol": "line-ew-open", "size": 22, "color": PALETTE["golden"], "line": {"width": 3}},
             }
         )  # fmt: skip
-        where = (f", {literal(name)}" if name else "") + _lower(lines)
+        where = (f", {escape_markup(name)}" if name else "") + _lower(lines)
         caption = f"Final metric{where}: trainings that finished finite, and the golden run."
         layout = {
             "yaxis": {"title": {"text": "final metric"}},
@@ -587,22 +587,22 @@ _COSTS = ("blocked ms", "overhead %", "restart ms", "restore ms", "first save ms
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _SYMBOLS_WATCHED = ("circle", "square", "diamond", "triangle-up", "cross")
 
-Row = tuple[Entry, ...]
+Row = tuple[TableEntry, ...]
 
 
-def watched_figures(results: Results, kind: str) -> list[Block]:
+def probe_figures(results: Results, kind: str) -> list[ReportBlock]:
     """The figures that go with the table of that kind, one of `WATCHED`."""
-    table = watched_table(results, kind)
+    table = probe_table(results, kind)
     return list(_KINDS_WATCHED[kind](results, table))
 
 
-def _costs(results: Results, table: Table) -> list[Block]:
+def _costs(results: Results, table: Table) -> list[ReportBlock]:
     """Bars side by side for each strategy, along the number of ranks; a figure for each model and cost."""
     names = [name for name in varying_axes(results) if name in table.headers]
     down = results.rows if results.rows in names else next((one for one in names if one != results.columns), "")
     across = results.columns if results.columns in names and results.columns != down else ""
     groups = [name for name in names if name not in (down, across)]
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     for header in [cost for cost in _COSTS if cost in table.headers][:3]:
         for group, rows in _split(table, groups, table.rows):
             traces = []
@@ -620,7 +620,9 @@ def _costs(results: Results, table: Table) -> list[Block]:
                 )  # fmt: skip
             if any(trace["y"] for trace in traces):
                 spread = "the interval of the median" if header == "overhead %" else "quartiles"
-                caption = f"**{header}**{f', {literal(group)}' if group else ''}: medians; the thin lines are {spread}."
+                caption = (
+                    f"**{header}**{f', {escape_markup(group)}' if group else ''}: medians; the thin lines are {spread}."
+                )
                 layout = {
                     "barmode": "group",
                     "xaxis": {"title": {"text": down}, "type": "category"},
@@ -631,10 +633,10 @@ def _costs(results: Results, table: Table) -> list[Block]:
     return blocks[: 2 * _MOST_WATCHED]
 
 
-def _spread(results: Results, table: Table) -> list[Block]:
+def _spread(results: Results, table: Table) -> list[ReportBlock]:
     """The parts that differ over steps: of elements, layers, ranks; a line a cell."""
     places = [name for name in varying_axes(results) if name in table.headers]
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     for header in ("elements %", "layers %", "ranks %"):
         traces: list[dict[str, Any]] = []
         for index, (cell, rows) in enumerate(_split(table, places, table.rows)):
@@ -663,10 +665,10 @@ def _spread(results: Results, table: Table) -> list[Block]:
     return blocks
 
 
-def _guards(results: Results, table: Table) -> list[Block]:
+def _guards(results: Results, table: Table) -> list[ReportBlock]:
     """How much of what changed the result each guard saw: a bar a guard, grouped by cell."""
     places = [name for name in varying_axes(results) if name in table.headers]
-    blocks: list[Block] = []
+    blocks: list[ReportBlock] = []
     for header in ("RWC seen %", "N-EV seen %", "false %"):
         traces = []
         for index, (cell, rows) in enumerate(_split(table, places, table.rows)):
@@ -697,7 +699,7 @@ _GUARD_WORDS = {
     "false %": "of the runs without a fault, those in which it spoke up all the same",
 }
 
-_KINDS_WATCHED: dict[str, Callable[[Results, Table], list[Block]]] = {
+_KINDS_WATCHED: dict[str, Callable[[Results, Table], list[ReportBlock]]] = {
     "costs": _costs,
     "spread": _spread,
     "guards": _guards,
@@ -719,7 +721,7 @@ def _short(table: Table, name: str, rows: Sequence[Row]) -> dict[str, str]:
     return dict(zip(places, short_places(places), strict=True))
 
 
-def _at(table: Table, row: Row, header: str) -> Entry:
+def _at(table: Table, row: Row, header: str) -> TableEntry:
     return row[table.headers.index(header)]
 
 

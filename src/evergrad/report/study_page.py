@@ -9,14 +9,25 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from evergrad.report.document import Block, Cell, Column, Commands, DataTable, Facts, Mark, Page, Prose, Section
-from evergrad.report.html import literal, write_page
+from evergrad.report.document import (
+    Commands,
+    DataTable,
+    Facts,
+    Mark,
+    Prose,
+    ReportBlock,
+    ReportPage,
+    Section,
+    TableCell,
+    TableColumn,
+)
+from evergrad.report.html import escape_markup, write_page
 from evergrad.report.study_data import (
-    Published,
+    PublishedFigures,
     StudyData,
     TrialData,
-    place_text,
-    place_words,
+    cell_label,
+    cell_phrase,
     published_for,
     study_data,
 )
@@ -25,16 +36,16 @@ from evergrad.report.study_figures import (
     curve_blocks,
     final_blocks,
     heat_blocks,
+    probe_figures,
     rate_blocks,
-    watched_figures,
 )
 from evergrad.study import results as found
-from evergrad.study.comparisons import DIFFERS, Comparison, Trend, by_value, compare_cells, trend
+from evergrad.study.comparisons import DIFFERS, CellComparison, Trend, compare_cells, sort_by_axis, trend
 from evergrad.study.plan import Plan
-from evergrad.study.probe_tables import watched_kinds, watched_table
+from evergrad.study.probe_tables import probe_kinds, probe_table
 from evergrad.study.results import Cell as results_Cell
 from evergrad.study.results import Results
-from evergrad.study.table_formats import Entry, Quantity, Table, varying_axes
+from evergrad.study.table_formats import Quantity, Table, TableEntry, varying_axes
 from evergrad.study.tables import MEANINGS, PUBLISHED, comparisons_table, published_table, summary_table, trends_table
 from evergrad.study.trials import Outcome
 from evergrad.training.settings import Direction
@@ -48,13 +59,15 @@ def data_table(table: Table, caption: str = "") -> DataTable:
     """A table of a study, to be sorted; what its columns mean comes from its own notes."""
     helps = _meanings(table)
     columns = [
-        Column(header, "number" if numeric else "text", helps.get(header, ""))
+        TableColumn(header, "number" if numeric else "text", helps.get(header, ""))
         for header, numeric in zip(table.headers, table.numeric, strict=True)
     ]
-    return DataTable(columns, [[_cell(entry) for entry in row] for row in table.rows], caption or literal(table.title))
+    return DataTable(
+        columns, [[_cell(entry) for entry in row] for row in table.rows], caption or escape_markup(table.title)
+    )
 
 
-def lead_measure(results: Results, plan: Plan, published: Published | None) -> str:
+def lead_measure(results: Results, plan: Plan, published: PublishedFigures | None) -> str:
     """What a study is first of all about: as published, or mismatches where nothing is trained, or N-EV."""
     if published is not None and published.measure:
         return published.measure
@@ -67,24 +80,25 @@ def measures_shown(lead: str) -> list[str]:
     return list(dict.fromkeys([lead, "nev", "rwc"]))
 
 
-def published_blocks(results: Results, measure: str, published: Published | None) -> list[Block]:
+def published_blocks(results: Results, measure: str, published: PublishedFigures | None) -> list[ReportBlock]:
     """The study's table in the published shape, and what was published beside each column, if it is of this measure."""
     header = PUBLISHED[measure][0]
     table = published_table(results, measure)
     ours = data_table(table, f"{header}: ours, with intervals of {100 * results.confidence:g} %.")
     if published is None or published.measure != measure:
         return [ours]
-    beside = _beside(results, published, table, ours)
+    beside = _with_published_columns(results, published, table, ours)
     if beside is None:
         return [ours]
     series = " / ".join(published.series) if len(published.series) > 1 else ""
-    told = (
-        f"In italics, as published by {literal(published.source)}: {published.what}{f', {series}' if series else ''}. "
-    )
+    of = f", {series}" if series else ""
+    told = f"In italics, as published by {escape_markup(published.source)}: {published.what}{of}. "
     return [beside, Prose(f"{told}They are there to compare shape and order; models, data and scale are not the same.")]
 
 
-def _beside(results: Results, published: Published, table: Table, ours: DataTable) -> DataTable | None:
+def _with_published_columns(
+    results: Results, published: PublishedFigures, table: Table, ours: DataTable
+) -> DataTable | None:
     """Our table with a published column after each of ours that has any published figure."""
     names = [name for name in varying_axes(results) if name != results.columns]
     across = results.columns if any(results.columns in cell.axes for cell in results.cells) else ""
@@ -102,17 +116,17 @@ def _beside(results: Results, published: Published, table: Table, ours: DataTabl
         places.append(place)
         top = column.title if across else ""
         if any(line.get(top) for line in figures.values()):
-            columns.append(Column(f"{column.title}, published" if across else "published"))
+            columns.append(TableColumn(f"{column.title}, published" if across else "published"))
             places.append(-1)
     rows = []
     for entries, row in zip(table.rows, ours.rows, strict=True):
         line = figures.get(tuple(map(str, entries[: len(stubs)])), {})
-        made: list[Cell] = []
+        made: list[TableCell] = []
         top = ""
         for place in places:
             if place < 0:
                 text = line.get(top, "")
-                made.append(Cell(text, _first_number(text), "published"))
+                made.append(TableCell(text, _first_number(text), "published"))
             else:
                 top = ours.columns[place].title if across else ""
                 made.append(row[place])
@@ -125,14 +139,14 @@ def _top(cell: found.Cell, across: str) -> str:
     return "none" if place is None else str(place)
 
 
-def _cell(entry: Entry) -> Cell:
+def _cell(entry: TableEntry) -> TableCell:
     if entry is None:
-        return Cell("–", None, "muted")
+        return TableCell("–", None, "muted")
     if isinstance(entry, Quantity):
-        return Cell(str(entry), entry.value)
+        return TableCell(str(entry), entry.value)
     if isinstance(entry, str):
-        return Cell(entry, entry, _VERDICTS.get(entry, ""))
-    return Cell(str(entry) if isinstance(entry, int) else f"{entry:g}", float(entry))
+        return TableCell(entry, entry, _VERDICTS.get(entry, ""))
+    return TableCell(str(entry) if isinstance(entry, int) else f"{entry:g}", float(entry))
 
 
 def _meanings(table: Table) -> dict[str, str]:
@@ -166,23 +180,25 @@ def worst_trials(data: StudyData) -> list[TrialData]:
     return [*nev, *heapq.nsmallest(_EACH, lost, key=_drop_key)]
 
 
-def worst_blocks(data: StudyData) -> list[Block]:
+def worst_blocks(data: StudyData) -> list[ReportBlock]:
     """The table of them, and the commands that run each again."""
     found = worst_trials(data)
     if not found:
         return []
     columns = [
-        Column("trial"),
-        Column("cell"),
-        Column("outcome", help="nev: a NaN, an infinity or an extreme value was seen"),
-        Column("first seen", "number", "after which step a NaN, an infinity or an extreme value; 0: at the restart"),
-        Column("in"),
-        Column("at restart", "number", "the metric before the first step"),
-        Column("final", "number", "the last metric on record"),
-        Column("worse by", "number", "how much worse than the golden run's final metric this one is"),
+        TableColumn("trial"),
+        TableColumn("cell"),
+        TableColumn("outcome", help="nev: a NaN, an infinity or an extreme value was seen"),
+        TableColumn(
+            "first seen", "number", "after which step a NaN, an infinity or an extreme value; 0: at the restart"
+        ),
+        TableColumn("in"),
+        TableColumn("at restart", "number", "the metric before the first step"),
+        TableColumn("final", "number", "the last metric on record"),
+        TableColumn("worse by", "number", "how much worse than the golden run's final metric this one is"),
     ]  # fmt: skip
     # Programs of users' own have no replay of bits, but the same command runs them again.
-    lines = [(f"{one.outcome.value}: {place_text(one.trial.axes)}", replay_line(data.folder, one)) for one in found]
+    lines = [(f"{one.outcome.value}: {cell_label(one.trial.axes)}", replay_line(data.folder, one)) for one in found]
     told = (
         f"Up to {_EACH} with N-EV, those with the fewest flips first, and up to {_EACH} whose "
         "final metric is worse than the golden run's by most."
@@ -195,26 +211,26 @@ def replay_line(folder: Path, one: TrialData) -> str:
     return f"evergrad study replay {shlex.quote(str(folder))} {one.trial.id}"
 
 
-def _row(one: TrialData) -> list[Cell]:
+def _row(one: TrialData) -> list[TableCell]:
     at = [step for step in (one.seen.nonfinite_at, one.seen.extreme_at) if step is not None]
     first = min(at, default=None)
     where = (one.seen.nonfinite_in if first == one.seen.nonfinite_at else one.seen.extreme_in) if at else ""
     metrics = one.seen.metrics
     finished = bool(metrics) and (len(metrics) > 1 or one.seen.steps == 0)
     return [
-        Cell(one.trial.id),
-        Cell(place_text(one.trial.axes)),
-        Cell(one.outcome.value),
-        Cell("–", None, "muted") if first is None else Cell(str(first), first),
-        Cell(where or "–", where or None),
+        TableCell(one.trial.id),
+        TableCell(cell_label(one.trial.axes)),
+        TableCell(one.outcome.value),
+        TableCell("–", None, "muted") if first is None else TableCell(str(first), first),
+        TableCell(where or "–", where or None),
         _number(metrics[0] if metrics else None),
         _number(metrics[-1] if finished else None),
         _number(one.drop if finished else None),
     ]
 
 
-def _number(value: float | None) -> Cell:
-    return Cell("–", None, "muted") if value is None else Cell(f"{value:.4f}", value)
+def _number(value: float | None) -> TableCell:
+    return TableCell("–", None, "muted") if value is None else TableCell(f"{value:.4f}", value)
 
 
 def _nev_key(one: TrialData) -> tuple[int, int, str]:
@@ -241,22 +257,22 @@ _OTHERS = "of this plan"
 """How the note ends that other trials are in the journal too, which is no reason to doubt those of the plan."""
 
 
-def answer(data: StudyData, lead: str) -> list[str]:
+def study_answer(data: StudyData, lead: str) -> list[str]:
     """Paragraphs, the most important first; an incomplete study says so before anything else."""
     results = data.results
-    kinds = watched_kinds(results)
+    kinds = probe_kinds(results)
     told = completeness(data)
     if not any(cell.known for cell in results.cells):
         return told or ["No training of this study has a known outcome yet: there is no answer."]
     for kind in kinds:
-        told += _WATCHED[kind](watched_table(results, kind), results)
+        told += _WATCHED[kind](probe_table(results, kind), results)
     if set(kinds) & {"costs", "guards"}:  # their cells differ in what no rate of outcomes is asked about
         return [*told, _totals(results)]
     told += _along(results, lead)
     told.append(_totals(results))
     told += _trends(results, lead)
     told += _comparisons_answer(results)
-    return told + [f"Left out: {literal(note)}." for note in results.notes if note.endswith(_OTHERS)]
+    return told + [f"Left out: {escape_markup(note)}." for note in results.notes if note.endswith(_OTHERS)]
 
 
 def completeness(data: StudyData) -> list[str]:
@@ -273,7 +289,7 @@ def completeness(data: StudyData) -> list[str]:
     others = [note for note in results.notes if not (note.startswith("not complete") or note.endswith(_OTHERS))]
     if others:
         more = f" … and {len(others) - 2} more notes" if len(others) > 2 else ""
-        told.append(f"**To be known**: {literal('; '.join(others[:2]))}{more}.")
+        told.append(f"**To be known**: {escape_markup('; '.join(others[:2]))}{more}.")
     lost = sum(cell.counts[Outcome.UNKNOWN] for cell in results.cells)
     if lost:
         told.append(f"Of {lost:,} trainings nothing is known: their workers were lost. They are in no rate.")
@@ -305,14 +321,14 @@ def _along(results: Results, lead: str) -> list[str]:
     sentences = []
     lines: dict[str, list[tuple[results_Cell, Quantity]]] = {}
     quantities = {id(cell): quantity for cell, quantity in found}
-    for cell in by_value([cell for cell, _ in found], down):
+    for cell in sort_by_axis([cell for cell, _ in found], down):
         lines.setdefault(_others(cell, results, down), []).append((cell, quantities[id(cell)]))
     for place, line in list(lines.items())[:_MOST]:
         (first, low), (last, high) = line[0], line[-1]
         where = f"For {place}, " if place else ""
-        ends = f"{_with_unit(low, unit)} at {place_words({down: first.axes[down]})}"
+        ends = f"{_with_unit(low, unit)} at {cell_phrase({down: first.axes[down]})}"
         if len(line) > 1:
-            ends += f" and {_with_unit(high, unit)} at {place_words({down: last.axes[down]})}"
+            ends += f" and {_with_unit(high, unit)} at {cell_phrase({down: last.axes[down]})}"
         sentences.append(f"{where}**{label}** was {ends}.")
     more = f" The table has {len(lines) - _MOST} more." if len(lines) > _MOST else ""
     return [" ".join(sentences) + more + _how(results, label)]
@@ -352,7 +368,8 @@ def _trends(results: Results, lead: str) -> list[str]:
         word = {"rises": "a rise is told", "falls": "a fall is told"}.get(verdict, "no trend is told")
         parts.append(f"{word} for {names}")
     return [
-        f"Along {literal(down)}: {'; '.join(parts)} (Cochran and Armitage's test, Holm's correction).{_early(results)}"
+        f"Along {escape_markup(down)}: {'; '.join(parts)} (Cochran and Armitage's test, "
+        f"Holm's correction).{_early(results)}"
     ]
 
 
@@ -376,11 +393,11 @@ def _comparisons_answer(results: Results) -> list[str]:
     return [f"Told apart after Holm's correction, {many}: {names}{more}.{left}{_early(results)}"]
 
 
-def _pair(one: Comparison, results: Results) -> str:
+def _pair(one: CellComparison, results: Results) -> str:
     label = {"nev": "N-EV", "rwc": "RWC"}[one.measure]
     before, after = (f"{100 * rate:.1f}" for rate in one.rates)
     place = _place(one, results)
-    ends = f"{place_words({one.axis: one.first})} to {place_words({one.axis: one.second})}"
+    ends = f"{cell_phrase({one.axis: one.first})} to {cell_phrase({one.axis: one.second})}"
     return f"{label} {before} → {after} % from {ends}{f' ({place})' if place else ''}"
 
 
@@ -398,7 +415,7 @@ def _costs(table: Table, results: Results) -> list[str]:
             for cost in costs
             if row[cost] is not None
         )
-        told.append(f"{place_words({name: str(row[name]) for name in axes})}: {numbers}")  # fmt: skip
+        told.append(f"{cell_phrase({name: str(row[name]) for name in axes})}: {numbers}")  # fmt: skip
     if not told:
         return []
     return [f"{'; '.join(told)}. Medians; in brackets the quartiles, of the overhead an interval of the median."]
@@ -410,7 +427,7 @@ def _spread(table: Table, results: Results) -> list[str]:
     rows = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
     last = {tuple(str(row[name]) for name in axes): row for row in rows}
     told = [
-        f"{place_words(dict(zip(axes, place, strict=True))) or 'in all'}: {_short(row['elements %'])} % of elements, "
+        f"{cell_phrase(dict(zip(axes, place, strict=True))) or 'in all'}: {_short(row['elements %'])} % of elements, "
         f"{_short(row['layers %'])} % of layers, {_short(row['ranks %'])} % of ranks after {row['steps']} steps"
         for place, row in list(last.items())[:6]
     ]
@@ -422,7 +439,7 @@ def _spread(table: Table, results: Results) -> list[str]:
     )
 
 
-def _short(entry: Entry) -> str:
+def _short(entry: TableEntry) -> str:
     """One digit, and no interval: the table has them."""
     return f"{entry.value:.1f}" if isinstance(entry, Quantity) else "–"
 
@@ -448,12 +465,12 @@ _WATCHED = {"costs": _costs, "spread": _spread, "guards": _guards}
 
 
 def _others(cell: results_Cell, results: Results, down: str) -> str:
-    return place_words({name: cell.axes[name] for name in varying_axes(results) if name != down and name in cell.axes})
+    return cell_phrase({name: cell.axes[name] for name in varying_axes(results) if name != down and name in cell.axes})
 
 
-def _place(found: Comparison | Trend, results: Results) -> str:
+def _place(found: CellComparison | Trend, results: Results) -> str:
     varying = varying_axes(results)
-    return place_words({name: place for name, place in found.others.items() if name in varying})
+    return cell_phrase({name: place for name, place in found.others.items() if name in varying})
 
 
 def _with_unit(quantity: Quantity, unit: str) -> str:
@@ -488,7 +505,7 @@ def write_study_report(folder: Path, out: Path | None = None) -> Path:
     return write_page(study_page(folder), out or folder / REPORT)
 
 
-def study_page(folder: Path) -> Page:
+def study_page(folder: Path) -> ReportPage:
     """The page; a study with no finished trial has one that says so."""
     data = study_data(folder)
     results = data.results
@@ -498,21 +515,21 @@ def study_page(folder: Path) -> Page:
     sections = [*_results_sections(data, lead, published)] if known else []
     sections.append(Section("Settings, versions, machine", _facts(data), "settings"))
     sections.append(Section("How to cite, and how to go on", _citing(data), "cite"))
-    return Page(
+    return ReportPage(
         title=data.plan.title or data.plan.study,
         kind=f"study report · {data.plan.study}{f' at scale {results.scale}' if results.scale else ''}",
         question=data.plan.question,
-        answer=answer(data, lead),
+        answer=study_answer(data, lead),
         sections=[section for section in sections if section.blocks],
         made=f"Evergrad {_version()}, {time.strftime('%Y-%m-%d %H:%M %Z')}",
     )
 
 
-def _results_sections(data: StudyData, lead: str, published: Published | None) -> list[Section]:
+def _results_sections(data: StudyData, lead: str, published: PublishedFigures | None) -> list[Section]:
     results = data.results
-    kinds = watched_kinds(results)
+    kinds = probe_kinds(results)
     sections = [
-        Section(title, [*watched_figures(results, kind), data_table(watched_table(results, kind))], kind)
+        Section(title, [*probe_figures(results, kind), data_table(probe_table(results, kind))], kind)
         for kind, title in _WATCHED_TITLES.items()
         if kind in kinds
     ]
@@ -522,14 +539,14 @@ def _results_sections(data: StudyData, lead: str, published: Published | None) -
         return [*sections, *_course_sections(data, lead)]
     bits = bit_blocks(data, lead)
     sections.append(Section("Sensitivity by bit", bits, "bits"))
-    main: list[Block] = [] if bits else rate_blocks(results, lead, published)
+    main: list[ReportBlock] = [] if bits else rate_blocks(results, lead, published)
     for measure in measures_shown(lead):
         main += published_blocks(results, measure, published)
     sections.append(Section("The study's table", main, "table"))
     sections.append(Section("Sensitivity by place", heat_blocks(results, lead), "places"))
     if published is not None and published.table is not None:
         told = Prose(
-            f"As published by {literal(published.source)}; models, data and scale are not those of this study."
+            f"As published by {escape_markup(published.source)}; models, data and scale are not those of this study."
         )
         sections.append(Section("As published", [told, published.table], "published", folded=True))
     return [*sections, *_course_sections(data, lead)]
@@ -546,8 +563,8 @@ def _course_sections(data: StudyData, lead: str) -> list[Section]:
     ]
 
 
-def _comparisons(results: Results, lead: str) -> list[Block]:
-    blocks: list[Block] = []
+def _comparisons(results: Results, lead: str) -> list[ReportBlock]:
+    blocks: list[ReportBlock] = []
     found = compare_cells(results)
     if found:
         table = comparisons_table(results, found)
@@ -560,12 +577,12 @@ def _comparisons(results: Results, lead: str) -> list[Block]:
     return blocks
 
 
-def _facts(data: StudyData) -> list[Block]:
+def _facts(data: StudyData) -> list[ReportBlock]:
     facts = [(name, value) for name, value in data.results.facts.items() if value]
     return [Facts([*facts, *(("note", note) for note in data.results.notes[:20])])]
 
 
-def _citing(data: StudyData) -> list[Block]:
+def _citing(data: StudyData) -> list[ReportBlock]:
     folder = shlex.quote(str(data.folder))
     told = f"Evergrad {_version()}, study {data.plan.study}, seed {data.plan.seed}"
     pairs = [("tool", told + (f", commit {data.results.facts['commit']}" if "commit" in data.results.facts else ""))]

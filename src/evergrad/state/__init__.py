@@ -4,16 +4,16 @@ from evergrad.state.paths import ROOT, escape, join, split
 from evergrad.state.selection import Where, role_of, select
 from evergrad.state.sharing import Placement, Sharing, find_sharing
 from evergrad.state.skeleton import Skeleton
-from evergrad.state.tree import FlatState, InlineArray, Opaque, Outline, Ready, flatten, outline, unflatten
+from evergrad.state.tree import EncodedNode, FlatState, InlineArray, Opaque, Outline, flatten, outline, unflatten
 
 __all__ = [
     "ROOT",
+    "EncodedNode",
     "FlatState",
     "InlineArray",
     "Opaque",
     "Outline",
     "Placement",
-    "Ready",
     "Sharing",
     "Skeleton",
     "Where",

@@ -13,7 +13,7 @@ from evergrad.dtypes import DType
 from evergrad.errors import UnknownTensor, UsageError, nearest
 from evergrad.records import Role, TensorInfo
 from evergrad.state.paths import split
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 Where: TypeAlias = "str | re.Pattern[str] | Role | Iterable[str | re.Pattern[str] | Role] | None"
 
@@ -38,7 +38,7 @@ def select(tensors: Mapping[str, TensorInfo], where: Where = None) -> list[str]:
     for item in items_of_where(where):
         found = select_one(tensors, item)
         if not found:
-            raise nothing(tensors, item)
+            raise no_match_error(tensors, item)
         chosen.update(found)
     return [name for name in tensors if name in chosen]
 
@@ -81,10 +81,10 @@ def _role_item(text: str) -> Role:
         return Role(text)
     except ValueError:
         roles = ", ".join(role.value for role in Role)
-        raise UsageError(f"unknown role {text!r}.{meant(text, [*Role])} Roles are {roles}.") from None
+        raise UsageError(f"unknown role {text!r}.{did_you_mean(text, [*Role])} Roles are {roles}.") from None
 
 
-def nothing(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> UsageError:
+def no_match_error(tensors: Mapping[str, TensorInfo], item: str | re.Pattern[str] | Role) -> UsageError:
     """The error for an item that chooses nothing, with the nearest names."""
     if isinstance(item, Role) or (isinstance(item, str) and item.startswith("role:")):
         roles = sorted({info.role.value for info in tensors.values()})

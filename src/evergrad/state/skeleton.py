@@ -84,7 +84,7 @@ def array_node(value: np.ndarray) -> Json:
     return {"array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
 
 
-def supports(dtype: np.dtype[Any]) -> bool:
+def is_tensor_dtype(dtype: np.dtype[Any]) -> bool:
     """Whether a NumPy array of this type can be kept as a tensor."""
     return DType.of_numpy(dtype) is not None
 
@@ -393,7 +393,7 @@ class Skeleton:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedStates:
     """One state made of several, each called by a name."""
 
     root: Json
@@ -413,7 +413,7 @@ class _Entry:
     level: dict[str, _Entry] | None = None
 
 
-def join_states(roots: Mapping[str, Json], owners: Mapping[str, str]) -> Joined | None:
+def join_states(roots: Mapping[str, Json], owners: Mapping[str, str]) -> JoinedStates | None:
     """Dicts as one dict, level by level; None where they cannot be joined.
 
     Where two states hold something else at one path, the one in `owners` is taken, else the first.
@@ -428,7 +428,7 @@ def join_states(roots: Mapping[str, Json], owners: Mapping[str, str]) -> Joined 
         return None
     tensors: dict[str, str] = {}
     root = _joined_node(top, tensors)
-    return None if root is None else Joined(root, tensors, lost)
+    return None if root is None else JoinedStates(root, tensors, lost)
 
 
 def _join(

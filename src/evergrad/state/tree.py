@@ -16,7 +16,7 @@ from evergrad.errors import StateError
 from evergrad.records import Json, Role
 from evergrad.state.paths import MAX_PATH_CHARS, ROOT, join, segments
 from evergrad.state.sharing import Placement, find_sharing
-from evergrad.state.skeleton import Skeleton, array_node, decode, encode_scalar, supports
+from evergrad.state.skeleton import Skeleton, array_node, decode, encode_scalar, is_tensor_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class InlineArray:
 
 
 @dataclass(slots=True, eq=False)
-class Ready:
+class EncodedNode:
     """A value that already is a skeleton node."""
 
     node: Json
@@ -140,7 +140,7 @@ def is_stateful(value: object) -> bool:
 
 def is_tensor_like(array: np.ndarray) -> bool:
     """Whether a NumPy array is kept as a tensor; others are values."""
-    return supports(array.dtype) and array.dtype.isnative
+    return is_tensor_dtype(array.dtype) and array.dtype.isnative
 
 
 def array_as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -190,7 +190,7 @@ class _Walker:
             return node
         if kind is list or kind is tuple:
             return {kind.__name__: self._sequence(value, path, depth)}
-        if isinstance(value, Ready):
+        if isinstance(value, EncodedNode):
             return value.node
         if isinstance(value, InlineArray):
             return self._leaf("ndarray", value, path)
@@ -288,7 +288,7 @@ class _Walker:
 
 
 def _encode_key(key: object) -> Json:
-    if isinstance(key, Ready):
+    if isinstance(key, EncodedNode):
         return key.node
     if type(key) is tuple:
         return {"tuple": [encode_scalar(part) for part in key]}

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from evergrad.study.plan import Plan
     from evergrad.study.plan_files import gallery, read_plan_text
     from evergrad.study.results import Cell, Results, results_of
-    from evergrad.study.runner import ExecutorSettings, Progress, run_study
-    from evergrad.study.table_formats import written
+    from evergrad.study.runner import ExecutorSettings, StudyRunStatus, run_study
+    from evergrad.study.table_formats import format_table
     from evergrad.study.tables import study_table
 
 _HOMES = {
@@ -31,7 +31,7 @@ _HOMES = {
     "Estimate": "estimates",
     "ExecutorSettings": "runner",
     "Plan": "plan",
-    "Progress": "runner",
+    "StudyRunStatus": "runner",
     "Results": "results",
     "estimate": "estimates",
     "gallery": "plan_files",
@@ -39,7 +39,7 @@ _HOMES = {
     "results_of": "results",
     "run_study": "runner",
     "study_table": "tables",
-    "written": "table_formats",
+    "format_table": "table_formats",
 }
 
 __all__ = [
@@ -47,15 +47,15 @@ __all__ = [
     "Estimate",
     "ExecutorSettings",
     "Plan",
-    "Progress",
     "Results",
+    "StudyRunStatus",
     "estimate",
+    "format_table",
     "gallery",
     "read_plan_text",
     "results_of",
     "run_study",
     "study_table",
-    "written",
 ]
 
 

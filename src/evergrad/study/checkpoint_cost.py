@@ -29,11 +29,11 @@ from evergrad.errors import StudyError, UsageError
 from evergrad.records import Json
 from evergrad.state.paths import split
 from evergrad.study.folder import SCRATCH
-from evergrad.study.golden import Golden, golden_folder, read_golden
+from evergrad.study.golden import GoldenRun, golden_folder, read_golden
 from evergrad.study.loaded_trainings import read_snapshot
 from evergrad.study.observe import digest_of
-from evergrad.study.rank_group import RankGroup, RankLost, end_groups, warm_group
-from evergrad.study.trials import SAVINGS, End, Observation, Saving, Series, Trial
+from evergrad.study.rank_group import GroupRankLost, RankGroup, cached_group, end_cached_groups
+from evergrad.study.trials import SAVING_STRATEGIES, Observation, Saving, Series, Trial, TrialEnd
 from evergrad.training.mechanisms import make_session
 from evergrad.training.mechanisms.session import Session
 from evergrad.training.settings import Training
@@ -74,7 +74,7 @@ _LINGER_S = 15.0
 """How long an agent stays without trainers: longer than a group of ranks takes to start."""
 
 
-class Strategy(ABC):
+class Saver(ABC):
     """One rank's part of saving a training."""
 
     @abstractmethod
@@ -94,20 +94,20 @@ class Strategy(ABC):
         """Let go of whatever it holds; may be called twice."""
 
 
-def make_strategy(
+def make_saver(
     name: str, folder: Path, state: Mapping[str, Tensor], shared: Sequence[str], cores: Sequence[int], *, ready: bool
-) -> Strategy:
+) -> Saver:
     """A strategy by its name. `shared` names the tensors that are equal on all ranks; `cores` are this machine's.
 
     `ready`: what saves need is made now, and not at the first ones.
     """
-    checked_choice("saving", name, SAVINGS)
+    checked_choice("saving", name, SAVING_STRATEGIES)
     if name == "root":
-        return RootSaving(folder, state)
-    return EvergradSaving(folder, state, shared, cores, ready=ready) if name == "evergrad" else NoSaving()
+        return RankZeroSaver(folder, state)
+    return EvergradSaver(folder, state, shared, cores, ready=ready) if name == "evergrad" else NoSaver()
 
 
-class NoSaving(Strategy):
+class NoSaver(Saver):
     """The training as it is."""
 
     def save(self, step: int) -> None:
@@ -124,7 +124,7 @@ class NoSaving(Strategy):
         """Nothing is held."""
 
 
-class RootSaving(Strategy):
+class RankZeroSaver(Saver):
     """Rank 0 writes, all wait; rank 0 reads, all are told."""
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -162,7 +162,7 @@ class RootSaving(Strategy):
         """No file is open."""
 
 
-class EvergradSaving(Strategy):
+class EvergradSaver(Saver):
     """Memory and the node's own disk at every save, a shared file system at every tenth."""
 
     def __init__(
@@ -251,7 +251,7 @@ def _on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Block:
+class TimedSteps:
     """What a rank saw of one block; times in seconds."""
 
     seconds: float = 0.0
@@ -278,10 +278,10 @@ _loaded: list[_Loaded] = []
 
 def measure_pair(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
     """A block with saves and one without, in the order that the work says."""
-    saving, training = _told(work)
+    saving, training = _saving_and_training(work)
     golden = _golden(folder, training)
-    loaded = _kept(folder, training, golden)
-    strategy = _strategy(loaded.session, saving, work, ready=True)
+    loaded = _load_training(folder, training, golden)
+    strategy = _saver_of(loaded.session, saving, work, ready=True)
     found: dict[str, Json] = {}
     try:
         # What is made at a first save is there then: files, arenas, whatever torch.save imports.
@@ -289,7 +289,7 @@ def measure_pair(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
         strategy.drain()
         for name in work["order"]:
             loaded.take_up()
-            saves = strategy if name == "with" else NoSaving()
+            saves = strategy if name == "with" else NoSaver()
             found[name] = asdict(_block(loaded.session, training, saving, saves, judged=name == "with"))
     finally:
         strategy.close()
@@ -301,14 +301,14 @@ def train_epoch(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
 
     `ready` is the machine's clock when the first step could begin, on this rank.
     """
-    saving, training = _told(work)
+    saving, training = _saving_and_training(work)
     number = int(work["epoch"])
     session = make_session(training, make_workload(training))
-    strategy = _strategy(session, saving, work) if number == 0 else None
-    block = Block()
+    strategy = _saver_of(session, saving, work) if number == 0 else None
+    block = TimedSteps()
     begun = monotonic()
     if strategy is None:
-        strategy = _strategy(session, saving, work)
+        strategy = _saver_of(session, saving, work)
         step = strategy.restore()
         session.epoch = training.checkpoint + step // session.steps_per_epoch
     else:
@@ -331,8 +331,8 @@ def train_epoch(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
     return {"restored": ready - begun, "ready": ready, "from": step, **asdict(block)}
 
 
-def _block(session: Session, training: Training, saving: Saving, strategy: Strategy, *, judged: bool = True) -> Block:
-    block = Block(metrics=[session.evaluate().metric] if judged else [])
+def _block(session: Session, training: Training, saving: Saving, strategy: Saver, *, judged: bool = True) -> TimedSteps:
+    block = TimedSteps(metrics=[session.evaluate().metric] if judged else [])
     per_epoch = session.steps_per_epoch
     distributed.barrier()
     begun = monotonic()
@@ -352,27 +352,27 @@ def _block(session: Session, training: Training, saving: Saving, strategy: Strat
 
 
 def _train(
-    session: Session, training: Training, saving: Saving, strategy: Strategy, block: Block, steps: range
+    session: Session, training: Training, saving: Saving, strategy: Saver, block: TimedSteps, steps: range
 ) -> None:
     """These steps after the checkpoint, of one epoch, with the saves that are due."""
     every = saving.every or session.steps_per_epoch
     for step in steps:
         block.losses.append(float(session.step(step % session.steps_per_epoch)))
         if (step + 1) % every == 0:
-            begun, waited = monotonic(), _queued()
+            begun, waited = monotonic(), _run_queue_wait_s()
             strategy.save(step + 1)
             block.blocked.append(monotonic() - begun)
-            block.queued.append(_queued() - waited)
+            block.queued.append(_run_queue_wait_s() - waited)
 
 
-def _queued() -> float:
+def _run_queue_wait_s() -> float:
     """How long this thread has waited for its core so far, as Linux counts it; 0 where it does not."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
-def _kept(folder: Path, training: Training, golden: Golden) -> _Loaded:
+def _load_training(folder: Path, training: Training, golden: GoldenRun) -> _Loaded:
     """The loaded training, of which a rank keeps one; it has repeated its golden run."""
     if _loaded and _loaded[0].key == training.key:
         return _loaded[0]
@@ -380,7 +380,7 @@ def _kept(folder: Path, training: Training, golden: Golden) -> _Loaded:
     session = make_session(training, make_workload(training))
     session.restore(read_snapshot(golden_folder(folder, training.key), golden, session))
     found = _Loaded(training.key, session, session.remember())
-    again = _block(session, training, Saving(strategy="none"), NoSaving())
+    again = _block(session, training, Saving(strategy="none"), NoSaver())
     seen = golden.observation
     if session.rank == 0 and (tuple(again.metrics), again.digest) != (seen.metrics, seen.digest):
         raise StudyError(
@@ -392,20 +392,20 @@ def _kept(folder: Path, training: Training, golden: Golden) -> _Loaded:
     return found
 
 
-def _golden(folder: Path, training: Training) -> Golden:
+def _golden(folder: Path, training: Training) -> GoldenRun:
     golden = read_golden(folder, training.key)
     assert golden is not None, "the golden run comes first"
     return golden
 
 
-def _strategy(session: Session, saving: Saving, work: Mapping[str, Any], *, ready: bool = False) -> Strategy:
+def _saver_of(session: Session, saving: Saving, work: Mapping[str, Any], *, ready: bool = False) -> Saver:
     state = session.state()
     # Replicas agree in what is averaged over ranks; the statistics of norms are each rank's own until the next pass.
     shared = [name for name in state if name in session.parameters() or not name.startswith("model/")]
-    return make_strategy(saving.strategy, Path(work["scratch"]), state, shared, work["cores"], ready=ready)
+    return make_saver(saving.strategy, Path(work["scratch"]), state, shared, work["cores"], ready=ready)
 
 
-def _told(work: Mapping[str, Any]) -> tuple[Saving, Training]:
+def _saving_and_training(work: Mapping[str, Any]) -> tuple[Saving, Training]:
     trial = Trial.from_json(work["trial"])
     assert trial.saving is not None
     assert isinstance(trial.training, Training)
@@ -428,7 +428,7 @@ _PAIR = "evergrad.study.checkpoint_cost:measure_pair"
 _EPOCH = "evergrad.study.checkpoint_cost:train_epoch"
 
 
-def perform_saving(folder: Path, trial: Trial, golden: Golden) -> Observation:
+def perform_saving(folder: Path, trial: Trial, golden: GoldenRun) -> Observation:
     """One trial: a training that is saved on its way, or killed and restarted, and what that cost."""
     began = perf_counter()
     training, saving = trial.training, trial.saving
@@ -447,10 +447,10 @@ def perform_saving(folder: Path, trial: Trial, golden: Golden) -> Observation:
                 "cores": [*sorted(os.sched_getaffinity(0))],
             }
             seen = (_restarted if saving.restarts else _paired)(folder, trial, training, work)
-    except RankLost as lost:
-        return Observation(end=End.LOST, reason=f"{lost}, of {training.ranks}", seconds=perf_counter() - began)
+    except GroupRankLost as lost:
+        return Observation(end=TrialEnd.LOST, reason=f"{lost}, of {training.ranks}", seconds=perf_counter() - began)
     return Observation(
-        end=End.FINISHED,
+        end=TrialEnd.FINISHED,
         steps=len(seen["losses"]),
         metrics=tuple(seen["metrics"]),
         losses=Series.of(seen["losses"]),
@@ -463,8 +463,10 @@ def perform_saving(folder: Path, trial: Trial, golden: Golden) -> Observation:
 def _paired(folder: Path, trial: Trial, training: Training, work: Mapping[str, Json]) -> dict[str, Any]:
     """Both blocks; which comes first takes turns."""
     order: list[Json] = ["without", "with"] if trial.repetition % 2 == 0 else ["with", "without"]
-    group = warm_group(training.ranks, training.device, pinned=True)  # each on a core of its own where there are enough
-    answers = _whole(group.call(_PAIR, folder, {**work, "order": order}))
+    group = cached_group(
+        training.ranks, training.device, pinned=True
+    )  # each on a core of its own where there are enough
+    answers = _all_answers(group.call(_PAIR, folder, {**work, "order": order}))
     saved, bare = ([answer[name] for answer in answers] for name in ("with", "without"))
     if bare[0]["digest"] != saved[0]["digest"]:
         raise StudyError(
@@ -489,10 +491,10 @@ def _restarted(folder: Path, trial: Trial, training: Training, work: Mapping[str
     restarts: list[float] = []
     digest = ""
     killed = 0.0
-    end_groups()  # nobody else is on the cores whose time is taken
+    end_cached_groups()  # nobody else is on the cores whose time is taken
     for epoch in range(training.epochs):
         with RankGroup(training.ranks, device=training.device, pinned=True) as group:
-            answers = _whole(group.call(_EPOCH, folder, {**work, "epoch": epoch}))
+            answers = _all_answers(group.call(_EPOCH, folder, {**work, "epoch": epoch}))
             killed, before = monotonic(), killed
         first = answers[0]
         metrics += first["metrics"]
@@ -531,7 +533,7 @@ def _blocked(answers: Sequence[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(max(save) for save in zip(*times, strict=True)) for name, times in found.items()}
 
 
-def _whole(answers: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+def _all_answers(answers: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
     found = [answer for answer in answers if answer is not None]
     assert len(found) == len(answers), "no answer ends a group early here"
     return found

@@ -21,9 +21,9 @@ from evergrad.errors import UsageError
 from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import checked_confidence, checked_counts, checked_part, scipy_part, wilson
 from evergrad.study.trials import Axes, Outcome
-from evergrad.wording import checked_choice, meant, shown
+from evergrad.wording import checked_choice, did_you_mean, short_repr
 
-Place: TypeAlias = "str | int | float"
+AxisValue: TypeAlias = "str | int | float"
 
 MEASURES = ("nev", "rwc")
 DIFFERS = "differs"
@@ -31,14 +31,14 @@ NOT_TOLD_APART = "not told apart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class CellComparison:
     """Two cells that are neighbours on one axis and the same on all others."""
 
     measure: str
     """`nev` or `rwc`."""
     axis: str
-    first: Place
-    second: Place
+    first: AxisValue
+    second: AxisValue
     others: Axes
     """Where both are on the other axes."""
     first_counts: tuple[int, int]
@@ -68,7 +68,7 @@ class Trend:
 
     measure: str
     axis: str
-    places: tuple[Place, ...]
+    places: tuple[AxisValue, ...]
     others: Axes
     counts: tuple[tuple[int, int], ...]
     z: float
@@ -90,20 +90,20 @@ def compare_cells(
     axis: str | None = None,
     measures: Sequence[str] = MEASURES,
     confidence: float | None = None,
-) -> tuple[Comparison, ...]:
+) -> tuple[CellComparison, ...]:
     """Every pair of neighbours along one axis, or along all that vary, in the plan's order.
 
     Cells of which nothing is known yet are passed over. The correction is over all that is returned.
     """
     level = checked_confidence(results.confidence if confidence is None else confidence)
-    found: list[Comparison] = []
+    found: list[CellComparison] = []
     for name in results.axes if axis is None else (_checked_axis(results, axis),):
         for others, cells in _lines(results, name):
             for measure in measures:
                 for one, other in pairwise(cells):
-                    before, after = measured(one, measure), measured(other, measure)
+                    before, after = count_measure(one, measure), count_measure(other, measure)
                     found.append(
-                        Comparison(
+                        CellComparison(
                             measure=measure,
                             axis=name,
                             first=one.axes[name],
@@ -133,8 +133,8 @@ def trend(results: Results, axis: str, *, measure: str = "nev", confidence: floa
     for others, line in _lines(results, _checked_axis(results, axis)):
         if len(line) < 2:
             continue
-        cells = by_value(line, axis)
-        counts = tuple(measured(cell, measure) for cell in cells)
+        cells = sort_by_axis(line, axis)
+        counts = tuple(count_measure(cell, measure) for cell in cells)
         places = tuple(cell.axes[axis] for cell in cells)
         z, p = cochran_armitage(counts)
         found.append(Trend(measure=measure, axis=axis, places=places, others=others, counts=counts, z=z, p=p))
@@ -145,7 +145,7 @@ def trend(results: Results, axis: str, *, measure: str = "nev", confidence: floa
     )
 
 
-def by_value(cells: Sequence[Cell], axis: str) -> list[Cell]:
+def sort_by_axis(cells: Sequence[Cell], axis: str) -> list[Cell]:
     """Cells by their places on an axis of numbers, the lowest first; in the order given if it is of anything else."""
     places = [cell.axes.get(axis) for cell in cells]
     numbers = [place for place in places if isinstance(place, int | float)]
@@ -154,7 +154,7 @@ def by_value(cells: Sequence[Cell], axis: str) -> list[Cell]:
     return [cell for _, cell in sorted(zip(numbers, cells, strict=True), key=lambda pair: pair[0])]
 
 
-def measured(cell: Cell, measure: str) -> tuple[int, int]:
+def count_measure(cell: Cell, measure: str) -> tuple[int, int]:
     """How many of a cell's known trainings show it: a NaN, infinity or extreme value (`nev`), or any change (`rwc`)."""
     checked_choice("measure", measure, MEASURES)
     return (cell.counts[Outcome.NEV] if measure == "nev" else cell.changed_result), cell.known
@@ -232,7 +232,7 @@ def benjamini_hochberg(ps: Sequence[float]) -> list[float]:
 
 def _lines(results: Results, axis: str) -> Iterator[tuple[Axes, list[Cell]]]:
     """The cells that differ on this axis alone, in the plan's order; those with nothing known are left out."""
-    lines: dict[frozenset[tuple[str, Place]], list[Cell]] = {}
+    lines: dict[frozenset[tuple[str, AxisValue]], list[Cell]] = {}
     for cell in results.cells:
         if axis in cell.axes and cell.known:
             lines.setdefault(frozenset(_others(cell, axis).items()), []).append(cell)
@@ -240,7 +240,7 @@ def _lines(results: Results, axis: str) -> Iterator[tuple[Axes, list[Cell]]]:
         yield _others(cells[0], axis), cells
 
 
-def _others(cell: Cell, axis: str) -> dict[str, Place]:
+def _others(cell: Cell, axis: str) -> dict[str, AxisValue]:
     return {name: place for name, place in cell.axes.items() if name != axis}
 
 
@@ -248,7 +248,9 @@ def _checked_axis(results: Results, axis: str) -> str:
     known = list(dict.fromkeys(name for cell in results.cells for name in cell.axes))
     if axis not in known:
         names = ", ".join(known) or "none"
-        raise UsageError(f"axis: expected one of the study's, {names}, found {shown(axis)}.{meant(axis, known)}")
+        raise UsageError(
+            f"axis: expected one of the study's, {names}, found {short_repr(axis)}.{did_you_mean(axis, known)}"
+        )
     return axis
 
 

@@ -28,7 +28,7 @@ _GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ProgramExit:
     """How a program ended."""
 
     seconds: float
@@ -43,7 +43,7 @@ class Ending:
     """The last lines of its stderr, without empty ones."""
 
 
-class Lines:
+class LineSplitter:
     """Bytes in pieces become lines of text; a carriage return ends one too, as progress bars use it."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def run_program(
     folder: Path,
     environment: Mapping[str, str],
     limit_s: float | None = None,
-) -> Ending:
+) -> ProgramExit:
     """Run a program to its end, and give `heed` each line that it prints; once that says True, the program is ended.
 
     No shell. Whatever the program has started is gone when this returns, or when this process dies.
@@ -95,19 +95,19 @@ def run_program(
                 pass_fds=[far_end.fileno()],
             )
         except OSError as error:
-            return Ending(monotonic() - began, refusal=f"{error.filename or words[0]}: {error.strerror or error}")
+            return ProgramExit(monotonic() - began, refusal=f"{error.filename or words[0]}: {error.strerror or error}")
         far_end.close()
         stack.callback(_wait, reaper)
         stack.callback(line.close)  # comes before the wait, and ends a program that is left in the middle
         assert reaper.stdout is not None
         assert reaper.stderr is not None
         out, errors = stack.enter_context(reaper.stdout), stack.enter_context(reaper.stderr)
-        hearing = _Hearing(line, out, errors, heed, began + limit_s if limit_s else None)
+        hearing = _ProgramMonitor(line, out, errors, heed, began + limit_s if limit_s else None)
         hearing.listen()
     return hearing.ending(words[0], monotonic() - began)
 
 
-class _Hearing:
+class _ProgramMonitor:
     """What a program says until nothing of it is left, and whether we ended it."""
 
     def __init__(
@@ -120,7 +120,7 @@ class _Hearing:
     ) -> None:
         """`line` is the reaper's: how the program ended comes there, and shutting it down ends the program."""
         self._line, self._out, self._errors, self._heed, self._deadline = line, out, errors, heed, deadline
-        self._lines, self._complaints, self._told = Lines(), b"", b""
+        self._lines, self._complaints, self._told = LineSplitter(), b"", b""
         self._enough = self._overtime = self._closing = False
 
     def listen(self) -> None:
@@ -143,11 +143,11 @@ class _Hearing:
         if not self._is_by_us:
             self._enough = self._heed(self._lines.rest())
 
-    def ending(self, program: str, seconds: float) -> Ending:
+    def ending(self, program: str, seconds: float) -> ProgramExit:
         """How it ended, after so long."""
         word, _, rest = self._told.decode("utf-8", "replace").partition(" ")
         lines = self._complaints.decode("utf-8", "replace").splitlines()
-        return Ending(
+        return ProgramExit(
             seconds=seconds,
             code=int(rest) if word == "exit" and not self._is_by_us else None,
             overtime=self._overtime,

@@ -31,16 +31,16 @@ from evergrad._forkserver import describe_exit
 from evergrad.errors import EvergradError, UsageError
 from evergrad.formats import open_checkpoint
 from evergrad.formats.bitcast import values
-from evergrad.formats.checkpoint import Bits, blocks
+from evergrad.formats.checkpoint import Bits, block_ranges
 from evergrad.injection import InjectionLog, inject
 from evergrad.injection.faults import fault_of
 from evergrad.injection.sampling import population
 from evergrad.records import TensorInfo
-from evergrad.study.external_process import Ending, run_program
-from evergrad.study.target_selection import aimed_at
-from evergrad.study.trials import Command, End, Observation, Rules, Series, Trial
+from evergrad.study.external_process import ProgramExit, run_program
+from evergrad.study.target_selection import select_targets
+from evergrad.study.trials import Command, Observation, Rules, Series, Trial, TrialEnd
 from evergrad.training.settings import PATTERN
-from evergrad.wording import meant, shown
+from evergrad.wording import did_you_mean, short_repr
 
 __all__ = ["check_command", "check_golden", "make_golden", "run_trial"]
 
@@ -54,10 +54,10 @@ _NO_NUMBER = re.compile(r"[+-]?(?:nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 _MOST = 200
 
 
-class Source:
+class NumberExtractor:
     """Where a number is in a line: under a key, or where a pattern's first group is.
 
-    >>> Source("metric", r"pattern:acc (\\S+)").read("epoch 2: acc 0.91", None)
+    >>> NumberExtractor("metric", r"pattern:acc (\\S+)").read("epoch 2: acc 0.91", None)
     0.91
     """
 
@@ -69,15 +69,15 @@ class Source:
             try:
                 self._pattern = re.compile(text)
             except (re.error, OverflowError, RecursionError) as error:
-                raise UsageError(f"{name}: {shown(text)} is not a regular expression: {error}") from None
+                raise UsageError(f"{name}: {short_repr(text)} is not a regular expression: {error}") from None
             if not self._pattern.groups:
                 raise UsageError(
                     f"{name}: expected a regular expression whose first group is the number, such as "
-                    f"'pattern:accuracy (\\S+)', found no group in {shown(text)}"
+                    f"'pattern:accuracy (\\S+)', found no group in {short_repr(text)}"
                 )
 
     def __str__(self) -> str:
-        return f"pattern {shown(self._pattern.pattern)}" if self._pattern else f"key {shown(self._key)}"
+        return f"pattern {short_repr(self._pattern.pattern)}" if self._pattern else f"key {short_repr(self._key)}"
 
     def read(self, line: str, record: dict[str, Any] | None) -> float | None:
         """The number that is in a line, or in the object that the line is; None if there is none."""
@@ -96,7 +96,7 @@ class Source:
             return math.inf if value > 0 else -math.inf
 
 
-class Kept:
+class ThinnedNumbers:
     """The numbers of one kind in order: all, or evenly thinned to a few hundred once there are many."""
 
     def __init__(self) -> None:
@@ -121,19 +121,19 @@ class Kept:
         return (*self._values, self._last) if left_out else tuple(self._values)
 
 
-class Readings:
+class ProgramReadings:
     """What has been read so far from a program's lines.
 
     A step is a loss that was printed; as long as there is none, a metric.
     """
 
     def __init__(self, metric: str, loss: str, rules: Rules) -> None:
-        self.metrics, self.losses = Kept(), Kept()
+        self.metrics, self.losses = ThinnedNumbers(), ThinnedNumbers()
         self.nonfinite: tuple[int | None, str] = (None, "")
         self.extreme: tuple[int | None, str] = (None, "")
         self.reason = ""
         """The rule by which enough has been seen."""
-        self._metric, self._loss, self._rules = Source("metric", metric), Source("loss", loss), rules
+        self._metric, self._loss, self._rules = NumberExtractor("metric", metric), NumberExtractor("loss", loss), rules
 
     @property
     def steps(self) -> int:
@@ -189,26 +189,26 @@ def _number(text: str | None) -> float | None:
 SEED = 0
 """`{seed}`: the same in every run, so that the fault is all in which a trial differs from the golden run."""
 
-_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}((?:\.\w+)*)")
-_PLACES = {"command": ("checkpoint", "output", "seed", "python"), "prepare": ("checkpoint", "seed", "python")}
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}((?:\.\w+)*)")
+_PLACEHOLDERS = {"command": ("checkpoint", "output", "seed", "python"), "prepare": ("checkpoint", "seed", "python")}
 
 
 def check_command(command: Command) -> None:
     """Refuse what cannot work, before anything runs; `UsageError` names the setting and what it may be."""
     for name in ("command", "checkpoint", "prepare", "metric", "loss", "folder"):
         if not isinstance(getattr(command, name), str):
-            raise UsageError(f"{name}: expected a text, found {shown(getattr(command, name))}")
+            raise UsageError(f"{name}: expected a text, found {short_repr(getattr(command, name))}")
     if type(command.timeout_s) not in (int, float) or not 0 <= command.timeout_s < math.inf:
-        raise UsageError(f"timeout_s: expected seconds, 0 or more, found {shown(command.timeout_s)}")
+        raise UsageError(f"timeout_s: expected seconds, 0 or more, found {short_repr(command.timeout_s)}")
     chance = command.chance
     if chance is not None and (type(chance) not in (int, float) or not math.isfinite(chance)):
-        raise UsageError(f"chance: expected the metric of one who guesses, a number, found {shown(chance)}")
+        raise UsageError(f"chance: expected the metric of one who guesses, a number, found {short_repr(chance)}")
     if not command.metric:
         raise UsageError("metric: expected a key of JSON lines, or 'pattern:' and a regular expression, found nothing")
-    Source("metric", command.metric)
-    Source("loss", command.loss)
+    NumberExtractor("metric", command.metric)
+    NumberExtractor("loss", command.loss)
     if not Path(command.base, command.folder).is_dir():
-        raise UsageError(f"folder: expected a folder that exists, found {shown(command.folder)}")
+        raise UsageError(f"folder: expected a folder that exists, found {short_repr(command.folder)}")
     if bool(command.checkpoint) == bool(command.prepare):
         found = "both" if command.checkpoint else "neither"
         raise UsageError(
@@ -216,7 +216,7 @@ def check_command(command: Command) -> None:
             f"{{checkpoint}}, found {found}"
         )
     for setting in ("command", "prepare") if command.prepare else ("command",):
-        _check_program(setting, words_of(command, setting), Path(command.base, command.folder))
+        _check_program(setting, command_words(command, setting), Path(command.base, command.folder))
     if command.checkpoint:
         try:
             open_checkpoint(clean_checkpoint(command)).close()
@@ -229,35 +229,37 @@ def clean_checkpoint(command: Command) -> Path:
     return Path(command.base, command.folder) / Path(command.checkpoint).expanduser()
 
 
-def words_of(command: Command, setting: str) -> list[str]:
+def command_words(command: Command, setting: str) -> list[str]:
     """The words of `command` or `prepare`, with places still open."""
     text: str = getattr(command, setting)
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"{setting}: {str(error).lower()} in {shown(text)}") from None
-    allowed = _PLACES[setting]
-    for name, _ in (place for word in words for place in _PLACE.findall(word)):
+        raise UsageError(f"{setting}: {str(error).lower()} in {short_repr(text)}") from None
+    allowed = _PLACEHOLDERS[setting]
+    for name, _ in (place for word in words for place in _PLACEHOLDER.findall(word)):
         if name not in allowed:
             known = ", ".join(f"{{{one}}}" for one in allowed)
-            raise UsageError(f"{setting}: expected places out of {known}, found {{{name}}}.{meant(name, allowed)}")
-    if not asks_for(words, "checkpoint"):
+            raise UsageError(
+                f"{setting}: expected places out of {known}, found {{{name}}}.{did_you_mean(name, allowed)}"
+            )
+    if not has_placeholder(words, "checkpoint"):
         what = "goes on from" if setting == "command" else "writes the clean checkpoint to"
-        raise UsageError(f"{setting}: expected the place {{checkpoint}}, which it {what}, found {shown(text)}")
+        raise UsageError(f"{setting}: expected the place {{checkpoint}}, which it {what}, found {short_repr(text)}")
     return words
 
 
-def asks_for(words: Sequence[str], name: str) -> bool:
+def has_placeholder(words: Sequence[str], name: str) -> bool:
     """Whether there is such a place."""
     return any(f"{{{name}}}" in word for word in words)
 
 
-def tail_of(words: Sequence[str], name: str) -> str:
+def placeholder_suffix(words: Sequence[str], name: str) -> str:
     """The suffix that follows a place."""
-    return next((tail for word in words for found, tail in _PLACE.findall(word) if found == name and tail), "")
+    return next((tail for word in words for found, tail in _PLACEHOLDER.findall(word) if found == name and tail), "")
 
 
-def filled(words: Sequence[str], places: Mapping[str, Path]) -> list[str]:
+def fill_placeholders(words: Sequence[str], places: Mapping[str, Path]) -> list[str]:
     """The words to run: paths in their places, and the Python that runs this one for `python`."""
     values = {name: str(path) for name, path in places.items()} | {"seed": str(SEED), "python": sys.executable}
 
@@ -266,15 +268,15 @@ def filled(words: Sequence[str], places: Mapping[str, Path]) -> list[str]:
         return value if value.endswith(tail) else value + tail
 
     first = sys.executable if words[0] == "python" else words[0]
-    return [_PLACE.sub(fill, word) for word in (first, *words[1:])]
+    return [_PLACEHOLDER.sub(fill, word) for word in (first, *words[1:])]
 
 
 def _check_program(setting: str, words: Sequence[str], folder: Path) -> None:
     program = words[0]
     if program in ("python", "{python}"):
         script = folder / words[1]  # there is one: a place for the checkpoint at least
-        if script.suffix == ".py" and not _PLACE.search(words[1]) and not script.is_file():
-            raise UsageError(f"{setting}: there is no {shown(words[1])} in folder {shown(str(folder))}")
+        if script.suffix == ".py" and not _PLACEHOLDER.search(words[1]) and not script.is_file():
+            raise UsageError(f"{setting}: there is no {short_repr(words[1])} in folder {short_repr(str(folder))}")
         return
     found = (
         os.path.isfile(folder / program) and os.access(folder / program, os.X_OK)
@@ -282,8 +284,8 @@ def _check_program(setting: str, words: Sequence[str], folder: Path) -> None:
         else shutil.which(program) is not None
     )
     if not found:
-        where = f"in folder {shown(str(folder))}" if os.sep in program else "on PATH"
-        raise UsageError(f"{setting}: expected a program that can be run, found no {shown(program)} {where}")
+        where = f"in folder {short_repr(str(folder))}" if os.sep in program else "on PATH"
+        raise UsageError(f"{setting}: expected a program that can be run, found no {short_repr(program)} {where}")
 
 
 # A training's state as files: copied, and looked through for numbers that no training should end with.
@@ -345,7 +347,7 @@ def read_state(path: Path, extreme: float) -> FileState:
     with open_checkpoint(path) as ck:
         for name, info in ck.tensors.items():
             digest.update(f"{name}\0{info.dtype}\0{info.shape}\0".encode("utf-8", "surrogateescape"))
-            for start, stop in blocks(info):
+            for start, stop in block_ranges(info):
                 bits = ck.read_bits(name, start, stop)
                 digest.update(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
                 none, far = _odd(bits, info, extreme)
@@ -354,14 +356,14 @@ def read_state(path: Path, extreme: float) -> FileState:
     return FileState(digest.hexdigest(), _some(nonfinite), _some(beyond))
 
 
-def known_state(path: Path, extreme: float) -> FileState:
+def read_state_once(path: Path, extreme: float) -> FileState:
     """The same of a file that stays as it is: read once."""
     with file_errors(path):
         there = os.stat(path if path.exists() else path.parent)
     return _known(path, extreme, (there.st_ino, there.st_mtime_ns))
 
 
-def hit_state(log: InjectionLog, extreme: float) -> tuple[bool, bool]:
+def new_abnormal_values(log: InjectionLog, extreme: float) -> tuple[bool, bool]:
     """Whether faults made numbers that are none, and extreme ones, out of sound ones."""
     nonfinite = far = False
     for column in log.columns:
@@ -465,20 +467,20 @@ def run_trial(command: Command, checkpoint: Path, golden: Observation, trial: Tr
     with TemporaryDirectory(prefix="trial-", dir=scratch, ignore_cleanup_errors=True) as name:
         place = Path(name).resolve()
         with open_checkpoint(checkpoint) as ck:
-            names = aimed_at(ck.tensors, trial.where, trial.layer)
+            names = select_targets(ck.tensors, trial.where, trial.layer)
             places = population(ck, fault, names).bits
         out = place / f"{_CHECKPOINT}{suffix_of(checkpoint)}"
         log = inject(checkpoint, fault, count=trial.flips, where=names, seed=trial.seed, out=out)
         if out.is_dir() and not checkpoint.is_dir():  # several files, named by one of them
             out /= checkpoint.name
-        readings = Readings(command.metric, command.loss, trial.rules)
-        _judge_state(readings, hit_state(log, trial.rules.extreme), step=0)
+        readings = ProgramReadings(command.metric, command.loss, trial.rules)
+        _judge_state(readings, new_abnormal_values(log, trial.rules.extreme), step=0)
         if readings.reason:
-            run = _Run(Ending(0.0, enough=True), readings)
+            run = _Run(ProgramExit(0.0, enough=True), readings)
         else:
             run = _run(command, out, place, readings, trial.seed, _limit(command, golden))
         digest, reason = "", run.reason
-        if run.end is End.FINISHED and run.output is not None:
+        if run.end is TrialEnd.FINISHED and run.output is not None:
             before = _golden_final(command, checkpoint, trial.rules.extreme)
             try:
                 state = read_state(run.output, trial.rules.extreme)
@@ -493,40 +495,42 @@ def run_trial(command: Command, checkpoint: Path, golden: Observation, trial: Tr
 class _Run:
     """A program's run, and what was read of it."""
 
-    ending: Ending
-    readings: Readings
+    ending: ProgramExit
+    readings: ProgramReadings
     output: Path | None = None
 
     @property
-    def end(self) -> End:
+    def end(self) -> TrialEnd:
         if self.ending.enough:
-            return End.ABANDONED
+            return TrialEnd.ABANDONED
         if self.ending.overtime:
-            return End.OVERTIME
+            return TrialEnd.OVERTIME
         if self.ending.refusal:
-            return End.LOST  # the golden run could be started: this is not the fault's doing
-        return End.CRASHED if self.ending.code else End.FINISHED
+            return TrialEnd.LOST  # the golden run could be started: this is not the fault's doing
+        return TrialEnd.CRASHED if self.ending.code else TrialEnd.FINISHED
 
     @property
     def reason(self) -> str:
         """One line."""
-        if self.end is End.ABANDONED:
+        if self.end is TrialEnd.ABANDONED:
             return self.readings.reason
-        if self.end is End.OVERTIME:
+        if self.end is TrialEnd.OVERTIME:
             return f"ended after {self.ending.seconds:.0f} s"
-        if self.end is End.CRASHED:
+        if self.end is TrialEnd.CRASHED:
             return f"{describe_exit(self.ending.code or 0)}: {_last_lines(self.ending, 1)}"[:300]
         return self.ending.refusal or ("" if self.readings.metrics.count else "it printed no metric")
 
 
-def _run(command: Command, checkpoint: Path, place: Path, readings: Readings, seed: int, limit_s: float | None) -> _Run:
+def _run(
+    command: Command, checkpoint: Path, place: Path, readings: ProgramReadings, seed: int, limit_s: float | None
+) -> _Run:
     """Let the program go on from this file; what it writes goes to a file in `place`."""
-    words = words_of(command, "command")
+    words = command_words(command, "command")
     places, output = {"checkpoint": checkpoint}, None
-    if asks_for(words, "output"):
+    if has_placeholder(words, "output"):
         output = places["output"] = place / _output_name(command, checkpoint)
     ending = run_program(
-        filled(words, places),
+        fill_placeholders(words, places),
         readings.heed,
         folder=Path(command.base, command.folder).resolve(),
         environment=_environment(seed),
@@ -541,14 +545,15 @@ def _golden_run(
     with TemporaryDirectory(prefix="golden-", dir=folder, ignore_cleanup_errors=True) as copies:
         # A program that saves where it has read from must not alter what all trials begin with.
         copy = copy_state(checkpoint, Path(copies), _CHECKPOINT)
-        readings = Readings(command.metric, command.loss, _GOLDEN_RULES)
+        readings = ProgramReadings(command.metric, command.loss, _GOLDEN_RULES)
         run = _run(command, copy, place, readings, seed, limit_s or command.timeout_s or None)
-    if run.end is not End.FINISHED:
+    if run.end is not TrialEnd.FINISHED:
         raise UsageError(f"command: the golden run, without any fault, did not finish: {_failure(run)}")
     if not readings.metrics.count:
         said = f" Its last error line: {_last_lines(run.ending, 1)}" if run.ending.errors else ""
         raise UsageError(
-            f"metric: expected a number on stdout by the {Source('metric', command.metric)}, found none in the golden "
+            f"metric: expected a number on stdout by the {NumberExtractor('metric', command.metric)}, found none in "
+            "the golden "
             f"run.{said}"
         )
     digest = ""
@@ -562,7 +567,7 @@ def _golden_run(
 
 def _check_repeated(command: Command, first: Observation, second: Observation) -> None:
     """Refuse a program whose results change by themselves: what a fault changes could not be told from that."""
-    metric, loss = Source("metric", command.metric), Source("loss", command.loss)
+    metric, loss = NumberExtractor("metric", command.metric), NumberExtractor("loss", command.loss)
     differing = ""
     for name, one, other in (
         (metric, first.metrics, second.metrics),
@@ -586,16 +591,16 @@ def _check_repeated(command: Command, first: Observation, second: Observation) -
 
 def _prepared(command: Command, folder: Path) -> Path:
     """Have the program write the clean checkpoint."""
-    words = words_of(command, "prepare")
-    path = folder / f"{_CHECKPOINT}{tail_of(words, 'checkpoint')}"
+    words = command_words(command, "prepare")
+    path = folder / f"{_CHECKPOINT}{placeholder_suffix(words, 'checkpoint')}"
     ending = run_program(
-        filled(words, {"checkpoint": path}),
+        fill_placeholders(words, {"checkpoint": path}),
         lambda _: False,
         folder=Path(command.base, command.folder).resolve(),
         environment=_environment(0),
     )
     if ending.code != 0:
-        raise UsageError(f"prepare: did not finish: {_failure(_Run(ending, Readings('', '', _GOLDEN_RULES)))}")
+        raise UsageError(f"prepare: did not finish: {_failure(_Run(ending, ProgramReadings('', '', _GOLDEN_RULES)))}")
     try:
         open_checkpoint(path).close()
     except EvergradError as error:
@@ -612,11 +617,11 @@ def _copied(command: Command, folder: Path) -> Path:
 
 def _output_name(command: Command, checkpoint: Path) -> str:
     """With the suffix that the command asks for, or the checkpoint's."""
-    return f"{_FINAL}{tail_of(words_of(command, 'command'), 'output') or suffix_of(checkpoint)}"
+    return f"{_FINAL}{placeholder_suffix(command_words(command, 'command'), 'output') or suffix_of(checkpoint)}"
 
 
 def _golden_final(command: Command, checkpoint: Path, extreme: float) -> FileState:
-    return known_state(checkpoint.parent.resolve() / _FINAL / _output_name(command, checkpoint), extreme)
+    return read_state_once(checkpoint.parent.resolve() / _FINAL / _output_name(command, checkpoint), extreme)
 
 
 def _limit(command: Command, golden: Observation) -> float:
@@ -628,7 +633,7 @@ def _environment(seed: int) -> dict[str, str]:
     return {"PYTHONUNBUFFERED": "1", **os.environ, "EVERGRAD_TRIAL_SEED": str(seed)}
 
 
-def _judge_state(readings: Readings, found: tuple[bool, bool], step: int) -> None:
+def _judge_state(readings: ProgramReadings, found: tuple[bool, bool], step: int) -> None:
     nonfinite, extreme = found
     if nonfinite:
         readings.note("non-finite", "state", step)
@@ -660,11 +665,11 @@ def _observation(
 
 def _failure(run: _Run) -> str:
     """Why a run without a fault did not do, with the last that the program said."""
-    if run.end is not End.CRASHED:
+    if run.end is not TrialEnd.CRASHED:
         return run.reason
     return f"{describe_exit(run.ending.code or 0)}: {_last_lines(run.ending, 3)}"
 
 
-def _last_lines(ending: Ending, count: int) -> str:
+def _last_lines(ending: ProgramExit, count: int) -> str:
     text = " / ".join(ending.errors[-count:]) or "no error was printed"
     return text if len(text) <= 300 else f"…{text[-299:]}"

@@ -27,7 +27,7 @@ from evergrad.formats.version_records import read_record, record_bytes
 from evergrad.records import Json
 from evergrad.study.plan import Plan
 from evergrad.study.plan_files import parse
-from evergrad.study.trials import End, Observation, Trial
+from evergrad.study.trials import Observation, Trial, TrialEnd
 
 # The journal: one line a trial, appended and never altered.
 #
@@ -42,7 +42,7 @@ _SUM = b', "sum": '
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """A trial that was run."""
 
     trial: Trial
@@ -53,14 +53,14 @@ class Entry:
     @property
     def known(self) -> bool:
         """Whether anything was learnt: a lost one runs again."""
-        return self.observation.end is not End.LOST
+        return self.observation.end is not TrialEnd.LOST
 
 
 @dataclass(slots=True)
-class Kept:
+class JournalContents:
     """What a journal holds."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, JournalEntry] = field(default_factory=dict)
     """By the trial's id; the newest of each."""
     runs: list[dict[str, Json]] = field(default_factory=list)
     """Who wrote when: versions, commit, machine."""
@@ -68,16 +68,16 @@ class Kept:
     """Lines that could not be used, each in words."""
 
 
-def read_journal(path: Path, *, brief: bool = False, only: Collection[str] | None = None) -> Kept:
+def read_journal(path: Path, *, brief: bool = False, only: Collection[str] | None = None) -> JournalContents:
     """Everything that is sound in a journal; nothing if there is none. In brief, without what was seen step by step.
 
     `only` names the trials that are wanted, of a journal that is too long to be kept as a whole.
     """
-    kept = Kept()
+    kept = JournalContents()
     try:
         with path.open("rb") as file:
             for line in read_lines(file, _LONGEST_LINE):
-                _take(kept, line, f"{path.name} line {line.number}", brief, only)
+                _add_line(kept, line, f"{path.name} line {line.number}", brief, only)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -85,7 +85,7 @@ def read_journal(path: Path, *, brief: bool = False, only: Collection[str] | Non
     return kept
 
 
-def _take(kept: Kept, line: Line, where: str, brief: bool, only: Collection[str] | None) -> None:
+def _add_line(kept: JournalContents, line: Line, where: str, brief: bool, only: Collection[str] | None) -> None:
     if not line.data.strip():
         return
     try:
@@ -101,7 +101,7 @@ def _take(kept: Kept, line: Line, where: str, brief: bool, only: Collection[str]
         if only is not None and told["trial"]["id"] not in only:
             return
         seen = Observation.from_json(told["observation"], brief=brief)
-        entry = Entry(Trial.from_json(told["trial"]), seen, str(told["golden"]))
+        entry = JournalEntry(Trial.from_json(told["trial"]), seen, str(told["golden"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         torn = ", torn by whoever wrote it" if line.is_torn else ""
         kept.damaged.append(f"{where}: {error or type(error).__name__}{torn}; its trial runs again")
@@ -111,7 +111,7 @@ def _take(kept: Kept, line: Line, where: str, brief: bool, only: Collection[str]
         kept.entries[entry.trial.id] = entry
 
 
-class Journal:
+class TrialJournal:
     """A journal that is being written. Whoever writes holds the study's lock."""
 
     def __init__(self, path: Path) -> None:
@@ -121,7 +121,7 @@ class Journal:
         except OSError as error:
             raise FileAccessError(path, f"cannot be written: {reason(error)}") from error
 
-    def append(self, entries: Iterable[Entry]) -> None:
+    def append(self, entries: Iterable[JournalEntry]) -> None:
         """Add entries, durably; all of them or, on a full disk, none."""
         self._write(
             {
@@ -183,7 +183,7 @@ class StudyFolder:
         """The journal's file."""
         return self.path / "journal.jsonl"
 
-    def kept(self, *, brief: bool = False) -> Kept:
+    def kept(self, *, brief: bool = False) -> JournalContents:
         """What the journal holds; in brief, without what was seen step by step."""
         return read_journal(self.journal, brief=brief)
 

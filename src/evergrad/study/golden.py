@@ -33,7 +33,7 @@ _MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Golden:
+class GoldenRun:
     """A golden run, as trials are judged by it."""
 
     key: str
@@ -77,7 +77,7 @@ def golden_folder(study: Path, key: str) -> Path:
     return study / "golden" / key
 
 
-def fresh_folder(study: Path, key: str) -> Path:
+def make_empty_folder(study: Path, key: str) -> Path:
     """An empty folder for it; what a run that was cut short has left there is removed."""
     folder = golden_folder(study, key)
     try:
@@ -88,7 +88,7 @@ def fresh_folder(study: Path, key: str) -> Path:
     return folder
 
 
-def keep_golden(study: Path, golden: Golden) -> None:
+def write_golden(study: Path, golden: GoldenRun) -> None:
     """Write the record; from here on the run counts."""
     path = golden_folder(study, golden.key) / _RECORD
     told = golden.to_json()
@@ -97,7 +97,7 @@ def keep_golden(study: Path, golden: Golden) -> None:
         temporary.write_bytes(record_bytes(told))
 
 
-def read_golden(study: Path, key: str) -> Golden | None:
+def read_golden(study: Path, key: str) -> GoldenRun | None:
     """The golden run of these settings, if it has been made; `DamagedFile` if its record is not one of ours.
 
     A record without its checkpoint is no golden run: it is made again.
@@ -114,7 +114,7 @@ def read_golden(study: Path, key: str) -> Golden | None:
             raise ValueError(f"chance {chance!r}")
         if told["key"] != key or not told["observation"]["metrics"]:
             raise ValueError("it is not whole")
-        return Golden(
+        return GoldenRun(
             key=str(told["key"]),
             settings=dict(told["settings"]),
             observation=Observation.from_json(told["observation"]),

@@ -20,25 +20,25 @@ from evergrad._files import fsync_path
 from evergrad.errors import StudyError, UsageError
 from evergrad.formats import open_checkpoint
 from evergrad.injection.faults import fault_of
-from evergrad.injection.live_faults import Aim, LiveState
+from evergrad.injection.live_faults import LiveState, PreparedFault
 from evergrad.records import Role
 from evergrad.state.paths import split
-from evergrad.study.golden import CHECKPOINT, Golden, fresh_folder, golden_folder, keep_golden, read_golden
-from evergrad.study.observe import Course, observe
-from evergrad.study.target_selection import aimed_at
+from evergrad.study.golden import CHECKPOINT, GoldenRun, golden_folder, make_empty_folder, read_golden, write_golden
+from evergrad.study.observe import GoldenTrajectory, observe
+from evergrad.study.target_selection import select_targets
 from evergrad.study.trials import Command, Observation, Rules, Trial
 from evergrad.training.mechanisms import make_session
-from evergrad.training.mechanisms.session import Session, Snapshot
+from evergrad.training.mechanisms.session import Session, TrainingSnapshot
 from evergrad.training.settings import Training
 from evergrad.training.workloads.registry import make_workload
 from evergrad.wording import first_line
 
 
-def made_golden(folder: Path, trial: Trial) -> Golden:
+def ensure_golden(folder: Path, trial: Trial) -> GoldenRun:
     """The golden run of a trial's training; made, if it is not there."""
     settings, key = trial.training, trial.training.key
     found = read_golden(folder, key)
-    meet()  # nobody writes before all have looked
+    wait_for_ranks()  # nobody writes before all have looked
     if found is not None and (golden_folder(folder, key) / found.checkpoint).exists():
         if isinstance(settings, Command):
             from evergrad.study.external_training import check_golden
@@ -46,26 +46,26 @@ def made_golden(folder: Path, trial: Trial) -> Golden:
             check_golden(settings, golden_folder(folder, key) / found.checkpoint, found.observation)
         return found
     place = golden_folder(folder, key)
-    if is_first():
-        fresh_folder(folder, key)
+    if is_rank_zero():
+        make_empty_folder(folder, key)
     if isinstance(settings, Command):
         golden = _run_golden(place, settings)
     else:
         golden = _train_golden(place, settings, trial.rules)
-    if is_first():
+    if is_rank_zero():
         if (place / golden.checkpoint).is_file():
             fsync_path(place / golden.checkpoint)
-        keep_golden(folder, golden)
-    meet()
+        write_golden(folder, golden)
+    wait_for_ranks()
     return golden
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is rank 0, or has no others beside it."""
     return not _is_spread() or torch.distributed.get_rank() == 0
 
 
-def meet() -> None:
+def wait_for_ranks() -> None:
     """Wait for the other ranks, if there are any."""
     if _is_spread():
         torch.distributed.barrier()
@@ -75,11 +75,11 @@ def _is_spread() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _run_golden(place: Path, settings: Command) -> Golden:
+def _run_golden(place: Path, settings: Command) -> GoldenRun:
     from evergrad.study.external_training import make_golden, read_state
 
     observation, checkpoint = make_golden(settings, place)
-    return Golden(
+    return GoldenRun(
         key=settings.key,
         settings=settings.to_json(),
         observation=observation,
@@ -91,21 +91,21 @@ def _run_golden(place: Path, settings: Command) -> Golden:
     )
 
 
-def _train_golden(place: Path, training: Training, rules: Rules) -> Golden:
+def _train_golden(place: Path, training: Training, rules: Rules) -> GoldenRun:
     workload = make_workload(training)
     session = make_session(training, workload)
     while session.epoch < training.checkpoint:
         for number in range(session.steps_per_epoch):
             session.step(number)
     state = session.snapshot()
-    if is_first():
+    if is_rank_zero():
         _save(_nested(state), place / CHECKPOINT)
-    meet()
+    wait_for_ranks()
     began = perf_counter()
-    seen = observe(session, training.epochs, rules, Course.empty(session, training.epochs), golden=True)
+    seen = observe(session, training.epochs, rules, GoldenTrajectory.empty(session, training.epochs), golden=True)
     seen = replace(seen, seconds=perf_counter() - began)
     check_sound(training, seen, rules)
-    return Golden(
+    return GoldenRun(
         key=training.key,
         settings=training.to_json(),
         observation=seen,
@@ -147,7 +147,7 @@ def _spread(training: Training) -> dict[str, str]:
     return found
 
 
-def _nested(state: Snapshot) -> dict[str, Any]:
+def _nested(state: TrainingSnapshot) -> dict[str, Any]:
     """As people save it: `{"model": …, "optimizer": {"state": {0: …}}, "epoch": …}`."""
     nested: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}, "epoch": state.epoch}
     for name, tensor in state.tensors.items():
@@ -173,27 +173,27 @@ _ROLES = {"weights": Role.MODEL, "buffers": Role.BUFFER, "optimizer": Role.OPTIM
 
 
 @dataclass(slots=True)
-class Warm:
+class LoadedTraining:
     """A training that is loaded, proven to repeat its golden run, and ready for trials."""
 
     session: Session
     take_up: Callable[[], None]
-    course: Course
-    golden: Golden
+    course: GoldenTrajectory
+    golden: GoldenRun
     live: LiveState
-    aims: dict[tuple[str, ...], Aim] = field(default_factory=dict)
+    aims: dict[tuple[str, ...], PreparedFault] = field(default_factory=dict)
 
-    def aim(self, trial: Trial) -> Aim:
+    def aim(self, trial: Trial) -> PreparedFault:
         """What this trial's faults may hit; the same for all trials of a cell."""
         key = (trial.fault, trial.where, trial.layer, trial.target)
         if key not in self.aims:
-            self.aims[key] = Aim(self.live, fault_of(trial.fault), self.names(trial))
+            self.aims[key] = PreparedFault(self.live, fault_of(trial.fault), self.names(trial))
         return self.aims[key]
 
     def names(self, trial: Trial) -> list[str]:
         """The tensors of the state that this trial's faults may hit."""
         tensors = self.live.tensors
-        names = aimed_at(tensors, trial.where, trial.layer, self.session.parameters())
+        names = select_targets(tensors, trial.where, trial.layer, self.session.parameters())
         if (role := _ROLES.get(trial.target)) is not None:
             names = [name for name in names if tensors[name].role is role]
             if not names:
@@ -206,20 +206,20 @@ class Warm:
         return names
 
 
-_warm: OrderedDict[tuple[str, str], Warm] = OrderedDict()
+_loaded_trainings: OrderedDict[tuple[str, str], LoadedTraining] = OrderedDict()
 
 
-def warm(folder: Path, training: Training, rules: Rules) -> Warm:
+def load_training(folder: Path, training: Training, rules: Rules) -> LoadedTraining:
     """The loaded training; loads it, and repeats its golden run, if it is not loaded yet."""
     place = (str(folder), training.key)
-    if place in _warm:
-        _warm.move_to_end(place)
-        return _warm[place]
+    if place in _loaded_trainings:
+        _loaded_trainings.move_to_end(place)
+        return _loaded_trainings[place]
     golden = read_golden(folder, training.key)
     if golden is None:
         raise StudyError(f"{golden_folder(folder, training.key)}: the golden run is missing. Run the study again.")
-    while len(_warm) >= _KEPT:
-        _warm.popitem(last=False)
+    while len(_loaded_trainings) >= _KEPT:
+        _loaded_trainings.popitem(last=False)
     workload = make_workload(training)
     if workload.judged_by is not golden.direction:
         place_of = golden_folder(folder, training.key)
@@ -230,7 +230,7 @@ def warm(folder: Path, training: Training, rules: Rules) -> Warm:
     session = make_session(training, workload)
     session.restore(read_snapshot(golden_folder(folder, training.key), golden, session))
     take_up = session.remember()
-    course = Course.empty(session, training.epochs)
+    course = GoldenTrajectory.empty(session, training.epochs)
     # Twice, the second time as trials do: what is left over from the first would show.
     for number in range(2):
         take_up()
@@ -240,8 +240,8 @@ def warm(folder: Path, training: Training, rules: Rules) -> Warm:
             _check_repeated(training, again, golden.observation, "" if number == 0 else "once more ")
     parameters = session.parameters()
     roles = {name: Role.MODEL if name in parameters else Role.BUFFER for name in session.state() if _is_model(name)}
-    _warm[place] = Warm(session, take_up, course, golden, LiveState(session.state(), roles))
-    return _warm[place]
+    _loaded_trainings[place] = LoadedTraining(session, take_up, course, golden, LiveState(session.state(), roles))
+    return _loaded_trainings[place]
 
 
 def _is_model(name: str) -> bool:
@@ -263,7 +263,7 @@ def _check_repeated(training: Training, again: Observation, golden: Observation,
     )
 
 
-def read_snapshot(place: Path, golden: Golden, session: Session) -> Snapshot:
+def read_snapshot(place: Path, golden: GoldenRun, session: Session) -> TrainingSnapshot:
     """The checkpoint of a golden run, as this session takes it up."""
     path = place / golden.checkpoint
     if digest_file(path) != golden.digest:
@@ -272,4 +272,4 @@ def read_snapshot(place: Path, golden: Golden, session: Session) -> Snapshot:
         tensors = {name: ck.read(name) for name in session.state()}
     epoch = golden.settings["checkpoint"]
     assert isinstance(epoch, int)
-    return Snapshot(epoch, tensors)
+    return TrainingSnapshot(epoch, tensors)

@@ -13,19 +13,19 @@ from torch import Tensor
 from evergrad._digest import digest_labelled
 from evergrad.errors import EvergradError
 from evergrad.recovery.guard.norms import magnitudes
-from evergrad.study.probe_base import Watchers
-from evergrad.study.probes import make_watchers
-from evergrad.study.trials import End, Observation, Rules, Series
+from evergrad.study.probe_base import TrialProbes
+from evergrad.study.probes import make_probes
+from evergrad.study.trials import Observation, Rules, Series, TrialEnd
 from evergrad.training.mechanisms.session import Evaluation, Session
 
-_COURSE_BYTES = 256 << 20
+_TRAJECTORY_BYTES = 256 << 20
 """What a golden run's weights, step by step, may take in a worker's memory."""
 _LOOK_EVERY = 16
 """Steps between two looks at what is still on a GPU: a look waits for it."""
 
 
 @dataclass(slots=True)
-class Course:
+class GoldenTrajectory:
     """The golden run's weights along its way, and what its model said at the restart."""
 
     every: int = 1
@@ -38,29 +38,29 @@ class Course:
     """The largest |number| of each tensor at the restart."""
 
     @classmethod
-    def empty(cls, session: Session, epochs: int) -> Course:
+    def empty(cls, session: Session, epochs: int) -> GoldenTrajectory:
         """To be filled by the golden run."""
         weights = session.weights()
         size = weights.numel() * weights.element_size() * session.steps_per_epoch * epochs * session.ranks
-        return cls(every=max(1, math.ceil(size / _COURSE_BYTES)))
+        return cls(every=max(1, math.ceil(size / _TRAJECTORY_BYTES)))
 
 
 def observe(
     session: Session,
     epochs: int,
     rules: Rules,
-    course: Course,
+    course: GoldenTrajectory,
     *,
     golden: bool = False,
 ) -> Observation:
     """Let the session train on from where it stands; the golden run fills the course that trials are compared with."""
-    look = _Look(session, rules, course, golden)
+    look = _Recording(session, rules, course, golden)
     steps = epochs * session.steps_per_epoch
-    with Watchers() if golden else make_watchers(session, rules, course, steps) as watchers:
-        return _observed(session, epochs, course, look, watchers, golden)
+    with TrialProbes() if golden else make_probes(session, rules, course, steps) as watchers:
+        return _observe_steps(session, epochs, course, look, watchers, golden)
 
 
-class CutShort(Exception):
+class TrainingFailed(Exception):
     """The training has raised an error; what was seen before it."""
 
     def __init__(self, seen: Observation) -> None:
@@ -68,8 +68,8 @@ class CutShort(Exception):
         self.seen = seen
 
 
-def _observed(
-    session: Session, epochs: int, course: Course, look: _Look, watchers: Watchers, golden: bool
+def _observe_steps(
+    session: Session, epochs: int, course: GoldenTrajectory, look: _Recording, watchers: TrialProbes, golden: bool
 ) -> Observation:
     watchers.begin()
     start = session.evaluate()
@@ -87,12 +87,14 @@ def _observed(
         raise
     except Exception as error:
         told = look.seen
-        raise CutShort(Observation(end=End.CRASHED, metrics=tuple(metrics), mismatches=mismatches, **told)) from error
+        raise TrainingFailed(
+            Observation(end=TrialEnd.CRASHED, metrics=tuple(metrics), mismatches=mismatches, **told)
+        ) from error
     look.read()
     watched = watchers.found()
     finished = look.steps == epochs * session.steps_per_epoch and not look.settled
     return Observation(
-        end=End.FINISHED if finished else End.ABANDONED,
+        end=TrialEnd.FINISHED if finished else TrialEnd.ABANDONED,
         reason="" if finished else look.why,
         metrics=tuple(metrics),
         **look.seen,
@@ -105,7 +107,7 @@ def _observed(
     )
 
 
-def _train(session: Session, epochs: int, look: _Look, watchers: Watchers, metrics: list[float]) -> None:
+def _train(session: Session, epochs: int, look: _Recording, watchers: TrialProbes, metrics: list[float]) -> None:
     for _ in range(epochs):
         if look.settled:
             return
@@ -124,10 +126,10 @@ def digest_of(session: Session) -> str:
     return digest_labelled((name.encode(), one) for name, one in session.state().items() if name.startswith("model/"))
 
 
-class _Look:
+class _Recording:
     """What has been seen so far. Numbers stay on the device until somebody has to know."""
 
-    def __init__(self, session: Session, rules: Rules, course: Course, golden: bool) -> None:
+    def __init__(self, session: Session, rules: Rules, course: GoldenTrajectory, golden: bool) -> None:
         self.losses: list[float] = []
         self.magnitudes: list[float] = []
         self.distances: list[float] = []

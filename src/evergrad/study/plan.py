@@ -42,7 +42,7 @@ from evergrad.records import Json
 from evergrad.study.plan_files import PlanText, read_plan_text
 from evergrad.study.trials import Axes, Command, Rules, Saving, Thresholds, Trial
 from evergrad.training.settings import Training
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, short_repr
 
 SCALES = ("tiny", "small", "paper")
 
@@ -64,14 +64,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.trainings is not None and (type(self.trainings) is not int or not 1 <= self.trainings <= MOST_TRIALS):
-            raise UsageError(f"trainings: expected a whole number, 1 or more, found {shown(self.trainings)}")
+            raise UsageError(f"trainings: expected a whole number, 1 or more, found {short_repr(self.trainings)}")
         for name, most in (("half_width", 0.5), ("confidence", 1.0)):
             value = getattr(self, name)
             if type(value) is not float or not 0 < value < most:
-                raise UsageError(f"{name}: expected a number between 0 and {most:g}, found {shown(value)}")
+                raise UsageError(f"{name}: expected a number between 0 and {most:g}, found {short_repr(value)}")
         checked_choice("interval", self.interval, ("wilson", "clopper-pearson"))
         if type(self.stop) is not bool:
-            raise UsageError(f"stop: expected true or false, found {shown(self.stop)}")
+            raise UsageError(f"stop: expected true or false, found {short_repr(self.stop)}")
 
     @property
     def method(self) -> str:
@@ -193,7 +193,7 @@ class Plan:
         36
         """
         if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            raise UsageError(f"device: expected cpu, cuda or cuda:1, found {shown(device)}")
+            raise UsageError(f"device: expected cpu, cuda or cuda:1, found {short_repr(device)}")
         given: dict[str, Json] = {"device": device, "trainings": trials_per_cell, "seed": seed}
         overrides = {key: value for key, value in given.items() if value is not None}
         return cls.of(read_plan_text(name_or_path), scale, overrides)

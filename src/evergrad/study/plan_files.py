@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from evergrad._files import read_small
 from evergrad.errors import FileAccessError, UsageError, reason
-from evergrad.wording import meant, shown
+from evergrad.wording import did_you_mean, short_repr
 
 GALLERY = "evergrad.study.gallery"
 
@@ -22,7 +22,7 @@ _KEY = re.compile(r"""^\s*(?:"([^"]*)"|'([^']*)'|([A-Za-z0-9_.-]+))\s*=""")
 _PARTS = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^.\s]+))\s*(?:\.|$)""")
 
 
-Found: TypeAlias = "Mapping[str, tuple[Any, tuple[str, ...]]]"
+LocatedValues: TypeAlias = "Mapping[str, tuple[Any, tuple[str, ...]]]"
 """Values by key, and where each is written."""
 
 
@@ -56,7 +56,7 @@ class PlanText:
         for depth, name in enumerate(place, 1):
             found = found.get(name, {})
             if not isinstance(found, Mapping):
-                self.fail(place[:depth], f"{'.'.join(place[:depth])}: expected a table, found {shown(found)}")
+                self.fail(place[:depth], f"{'.'.join(place[:depth])}: expected a table, found {short_repr(found)}")
         table: Mapping[str, Any] = found
         return table
 
@@ -66,7 +66,10 @@ class PlanText:
             if key not in known:
                 table = f"[{'.'.join(place)}]" if place else "a plan"
                 allowed = ", ".join(known)
-                self.fail((*place, key), f"unknown key {shown(key)} in {table}.{meant(key, known)} Allowed: {allowed}")
+                self.fail(
+                    (*place, key),
+                    f"unknown key {short_repr(key)} in {table}.{did_you_mean(key, known)} Allowed: {allowed}",
+                )
 
 
 def gallery() -> list[str]:
@@ -87,7 +90,7 @@ def read_plan_text(name_or_path: str | Path) -> PlanText:
             raise UsageError(f"{path}: is larger than any plan: expected at most {_MOST_BYTES:,} bytes")
         text = read_small(path).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
-        hint = f"{meant(str(path), known)} The gallery has {', '.join(known)}."
+        hint = f"{did_you_mean(str(path), known)} The gallery has {', '.join(known)}."
         raise UsageError(f"{path}: neither a study of the gallery nor a file.{hint}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is no text in UTF-8: {error.reason} at byte {error.start}") from None

@@ -12,19 +12,29 @@ from evergrad.errors import UsageError
 from evergrad.injection.faults import fault_of
 from evergrad.records import Json
 from evergrad.study.plan import MOST_TRIALS, CellPlan, Plan, Sampling
-from evergrad.study.plan_files import Found, PlanText
-from evergrad.study.trials import PASSING, SAVINGS, TARGETS, WATCHES, Axes, Command, Rules, Saving, Thresholds
+from evergrad.study.plan_files import LocatedValues, PlanText
+from evergrad.study.trials import (
+    PROBES,
+    SAVING_STRATEGIES,
+    TARGETS,
+    TRANSIENT_TARGETS,
+    Axes,
+    Command,
+    Rules,
+    Saving,
+    Thresholds,
+)
 from evergrad.training.mechanisms import MECHANISMS
 from evergrad.training.settings import Direction, Training
 from evergrad.training.workloads.registry import check_fit
-from evergrad.wording import checked_choice, listed, meant, shown
+from evergrad.wording import checked_choice, did_you_mean, join_with_or, short_repr
 
 # The `[training]` or `[command]` of a cell, from the values that a plan has for it.
 
 _MOST_RANKS = 128
 
 
-def training_of(found: Found, base: str) -> Training:
+def training_of(found: LocatedValues, base: str) -> Training:
     """Checked, as far as that goes without torch; `UsageError` begins with the key that is wrong."""
     training = Training(**{name: value for name, (value, _) in found.items()}, base=base)
     checked_choice("mechanism", training.mechanism, MECHANISMS)
@@ -33,7 +43,9 @@ def training_of(found: Found, base: str) -> Training:
     if training.mechanism == "ddp" and training.ranks > _MOST_RANKS:
         raise UsageError(f"ranks: expected at most {_MOST_RANKS}, which one machine runs, found {training.ranks}")
     if training.mechanism == "ddp" and training.device.startswith("cuda:"):
-        raise UsageError(f"device: ranks of ddp find their own GPUs, expected cuda, found {shown(training.device)}")
+        raise UsageError(
+            f"device: ranks of ddp find their own GPUs, expected cuda, found {short_repr(training.device)}"
+        )
     if training.mechanism == "ddp" and training.batch_size % training.ranks:
         raise UsageError(
             f"batch_size: expected a multiple of the {training.ranks} ranks, which share a batch, "
@@ -44,7 +56,7 @@ def training_of(found: Found, base: str) -> Training:
     return training
 
 
-def command_of(found: Found, base: str, check_files: bool) -> Command:
+def command_of(found: LocatedValues, base: str, check_files: bool) -> Command:
     """Checked; with `check_files` what it names has to be there."""
     from evergrad.study.external_training import check_command
 
@@ -54,11 +66,11 @@ def command_of(found: Found, base: str, check_files: bool) -> Command:
     for name, value in values.items():
         if name in ("chance", "timeout_s"):
             if type(value) not in (int, float):
-                raise UsageError(f"{name}: expected a number, found {shown(value)}")
+                raise UsageError(f"{name}: expected a number, found {short_repr(value)}")
             values[name] = float(value)
         elif not isinstance(value, str):
-            expected = listed([*Direction]) if name == "direction" else "a text"
-            raise UsageError(f"{name}: expected {expected}, found {shown(value)}")
+            expected = join_with_or([*Direction]) if name == "direction" else "a text"
+            raise UsageError(f"{name}: expected {expected}, found {short_repr(value)}")
     if "direction" in values:
         checked_choice("direction", values["direction"], [*Direction])
     command = Command(**values, base=base)
@@ -77,26 +89,26 @@ _STATE = {"state": "role:model", "weights": "role:model", "buffers": "role:buffe
 """What of the state a target means, where the plan does not say it."""
 
 
-def check_aim(source: PlanText, aim: Mapping[str, Any], found: Found) -> None:
+def check_aim(source: PlanText, aim: Mapping[str, Any], found: LocatedValues) -> None:
     """Every key of `[trial]` by itself."""
     for name in _TEXTS:
         if not isinstance(aim.get(name, ""), str):
-            source.fail(found[name][1], f"{name}: expected a text, found {shown(aim[name])}")
+            source.fail(found[name][1], f"{name}: expected a text, found {short_repr(aim[name])}")
     value = aim.get("flips", 1)
     if type(value) is not int or not 1 <= value < 1 << 40:
-        source.fail(found["flips"][1], f"flips: expected a whole number, 1 or more, found {shown(value)}")
+        source.fail(found["flips"][1], f"flips: expected a whole number, 1 or more, found {short_repr(value)}")
     for name in ("corrupt", "step", "save_every"):
         value = aim.get(name, 0)
         if type(value) is not int or not 0 <= value < 1 << 40:
-            source.fail(found[name][1], f"{name}: expected a whole number, 0 or more, found {shown(value)}")
-    for name, allowed in (("target", TARGETS), ("saving", SAVINGS)):
+            source.fail(found[name][1], f"{name}: expected a whole number, 0 or more, found {short_repr(value)}")
+    for name, allowed in (("target", TARGETS), ("saving", SAVING_STRATEGIES)):
         if name in aim:
             try:
                 checked_choice(name, aim[name], allowed)
             except UsageError as error:
                 source.fail(found[name][1], str(error))
     if type(aim.get("restarts", False)) is not bool:
-        source.fail(found["restarts"][1], f"restarts: expected true or false, found {shown(aim['restarts'])}")
+        source.fail(found["restarts"][1], f"restarts: expected true or false, found {short_repr(aim['restarts'])}")
     if "fault" in aim:
         try:
             fault_of(aim["fault"])
@@ -104,18 +116,20 @@ def check_aim(source: PlanText, aim: Mapping[str, Any], found: Found) -> None:
             source.fail(found["fault"][1], str(error))
 
 
-def check_moment(source: PlanText, aim: Mapping[str, Any], found: Found, *, is_command: bool) -> None:
+def check_moment(source: PlanText, aim: Mapping[str, Any], found: LocatedValues, *, is_command: bool) -> None:
     """What a program of the user's own, or what is in no checkpoint, cannot be asked for."""
     for name, usual in (("target", "state"), ("step", 0), *((key, None) for key in _SAVING)):
         if is_command and name in aim and aim[name] != usual:
             source.fail(found[name][1], f"{name}: of a command only the checkpoint file can be hit")
     target = aim.get("target")
-    if aim.get("layer") and target in PASSING:
+    if aim.get("layer") and target in TRANSIENT_TARGETS:
         expected = "goes with state, weights, buffers or optimizer"
         source.fail(found["layer"][1], f"layer: {expected}; of {target} say where")
 
 
-def corrupt_of(source: PlanText, aim: Mapping[str, Any], made: Training | Command, found: Found, cell: Axes) -> int:
+def corrupt_of(
+    source: PlanText, aim: Mapping[str, Any], made: Training | Command, found: LocatedValues, cell: Axes
+) -> int:
     """How many ranks are hit; no more than there are."""
     count, ranks = int(aim.get("corrupt", 1)), made.ranks if isinstance(made, Training) else 1
     at = found["corrupt"][1] if "corrupt" in found else ("trial", "corrupt")
@@ -164,8 +178,8 @@ class PlanReader:
         if scale is None:
             scale = "" if not scales else "tiny" if "tiny" in scales else scales[0]
         elif scale not in scales:
-            hint = meant(scale, scales)
-            raise UsageError(f"{source.name}: scale: expected {listed(scales)}, found {shown(scale)}.{hint}")
+            hint = did_you_mean(scale, scales)
+            raise UsageError(f"{source.name}: scale: expected {join_with_or(scales)}, found {short_repr(scale)}.{hint}")
         self.scale = scale
 
     def plan(self) -> Plan:
@@ -216,20 +230,20 @@ class PlanReader:
     def _text(self, key: str, *, required: bool = False) -> str:
         value = self.source.values.get(key, "")
         if not isinstance(value, str) or (required and not value):
-            self.source.fail((key,), f"{key}: expected a text, found {shown(value) if value else 'none'}")
+            self.source.fail((key,), f"{key}: expected a text, found {short_repr(value) if value else 'none'}")
         return str(value)
 
     def _seed(self) -> int:
         value: Any = self.overrides.get("seed", self.source.values.get("seed", 0))
         if type(value) is not int or not 0 <= value < 1 << 63:
-            self.source.fail(("seed",), f"seed: expected a whole number, 0 or more, found {shown(value)}")
+            self.source.fail(("seed",), f"seed: expected a whole number, 0 or more, found {short_repr(value)}")
         return value
 
     def _axis(self, key: str, known: list[str], default: str) -> str:
         value = self._text(key) or default
         if value and known and value not in known:
-            hint = meant(value, known)
-            self.source.fail((key,), f"{key}: expected an axis ({', '.join(known)}), found {shown(value)}.{hint}")
+            hint = did_you_mean(value, known)
+            self.source.fail((key,), f"{key}: expected an axis ({', '.join(known)}), found {short_repr(value)}.{hint}")
         return value
 
     def _merged(self, table: str) -> dict[str, tuple[Any, tuple[str, ...]]]:
@@ -256,7 +270,7 @@ class PlanReader:
         values = {key: float(value) if _is_real(value, key) else value for key, (value, _) in found.items()}
         return self._made(lambda: kind(**values), found, (table,))
 
-    def _made(self, make: Any, found: Found, table: tuple[str, ...]) -> Any:
+    def _made(self, make: Any, found: LocatedValues, table: tuple[str, ...]) -> Any:
         try:
             return make()
         except UsageError as error:
@@ -268,11 +282,11 @@ class PlanReader:
         found = self._merged("rules")
         extreme, at = found.get("extreme", (1e10, ("rules",)))
         if type(extreme) not in (int, float) or not 0 < extreme < math.inf:
-            self.source.fail(at, f"extreme: expected a number above 0, found {shown(extreme)}")
+            self.source.fail(at, f"extreme: expected a number above 0, found {short_repr(extreme)}")
         abandon, at = found.get("abandon", (["non-finite"], ("rules",)))
         self._check_words("abandon", abandon, ("non-finite", "extreme"), at)
         watch, at = found.get("watch", ([], ("rules",)))
-        self._check_words("watch", watch, WATCHES, at)
+        self._check_words("watch", watch, PROBES, at)
         return Rules(extreme=float(extreme), abandon=tuple(abandon), watch=tuple(watch))
 
     def _check_words(self, name: str, value: Any, known: Sequence[str], at: tuple[str, ...]) -> None:
@@ -280,8 +294,8 @@ class PlanReader:
         wrong = [str(one) for one in value if one not in known] if isinstance(value, list) else [""]
         if wrong:
             expected = " and ".join(repr(one) for one in known)
-            hint = f".{meant(wrong[0], known)}" if wrong[0] else ""
-            self.source.fail(at, f"{name}: expected a list of {expected}, found {shown(value)}{hint}")
+            hint = f".{did_you_mean(wrong[0], known)}" if wrong[0] else ""
+            self.source.fail(at, f"{name}: expected a list of {expected}, found {short_repr(value)}{hint}")
 
     def _axes(self) -> dict[str, tuple[str | int | float, ...]]:
         settings = _COMMAND if self._is_command() else _TRAINING
@@ -290,12 +304,12 @@ class PlanReader:
         found: dict[str, tuple[str | int | float, ...]] = {}
         for name, (values, at) in self._merged("axes").items():
             if not isinstance(values, list) or not values:
-                self.source.fail(at, f"{name}: expected a list of values, found {shown(values)}")
+                self.source.fail(at, f"{name}: expected a list of values, found {short_repr(values)}")
             for value in values:
                 if type(value) not in (str, int, float):
-                    self.source.fail(at, f"{name}: expected texts or numbers, found {shown(value)}")
+                    self.source.fail(at, f"{name}: expected texts or numbers, found {short_repr(value)}")
             if len(set(values)) < len(values):
-                self.source.fail(at, f"{name}: every value once, found {shown(values)}")
+                self.source.fail(at, f"{name}: every value once, found {short_repr(values)}")
             found[name] = tuple(values)
         return found
 
@@ -344,7 +358,7 @@ class PlanReader:
                 saving=saving,
             )
 
-    def _trained(self, base: str, found: Found) -> Training | Command:
+    def _trained(self, base: str, found: LocatedValues) -> Training | Command:
         """What a cell trains, from the values that it has."""
         made: Training | Command
         if base == "command":
@@ -370,8 +384,8 @@ class PlanReader:
             for axis in self.source.table(*home):
                 known = [*TRIAL_KEYS, *settings]
                 if axis not in known:
-                    hint = f"{meant(axis, known)} Allowed: {', '.join(known)}"
-                    self.source.fail((*home, axis), f"unknown axis {shown(axis)} in [{'.'.join(home)}].{hint}")
+                    hint = f"{did_you_mean(axis, known)} Allowed: {', '.join(known)}"
+                    self.source.fail((*home, axis), f"unknown axis {short_repr(axis)} in [{'.'.join(home)}].{hint}")
                 for value in self.source.table(*home, axis):
                     place = (*home, axis, value)
                     self.source.only(place, settings)

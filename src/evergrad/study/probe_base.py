@@ -1,7 +1,7 @@
 """What a watcher is: it looks at a training that has a fault, after each step, and alters nothing.
 
 - Every rank has its own, and all are called in the same order: `begin`, `after` each step, `found`. So they may talk to
-  each other, by `gathered`. What rank 0's `found` says is what is kept.
+  each other, by `gather_rows`. What rank 0's `found` says is what is kept.
 - The training that is watched ends with the bits of one that is not.
 - `end` takes every hook off again, also when the training has raised an error; twice is fine.
 """
@@ -28,19 +28,21 @@ GUARD_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class ProbeReadings:
     """What was seen, as an `Observation` has it."""
 
     spread: Mapping[str, Series] = field(default_factory=dict)
     alarms: Mapping[str, int | None] = field(default_factory=dict)
     costs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def plus(self, other: Watched) -> Watched:
+    def plus(self, other: ProbeReadings) -> ProbeReadings:
         """Together with what another watcher has seen."""
-        return Watched({**self.spread, **other.spread}, {**self.alarms, **other.alarms}, {**self.costs, **other.costs})
+        return ProbeReadings(
+            {**self.spread, **other.spread}, {**self.alarms, **other.alarms}, {**self.costs, **other.costs}
+        )
 
 
-class Watcher(ABC):
+class TrialProbe(ABC):
     """One rank's eyes. See above."""
 
     @abstractmethod
@@ -52,7 +54,7 @@ class Watcher(ABC):
         """That step, counted from 1, is done; its loss is that of the whole batch."""
 
     @abstractmethod
-    def found(self) -> Watched:
+    def found(self) -> ProbeReadings:
         """What was seen; no step follows."""
 
     @abstractmethod
@@ -60,25 +62,25 @@ class Watcher(ABC):
         """Take off what was hooked in."""
 
 
-class Watchers:
+class TrialProbes:
     """All watchers of a trial, from `with` to its end."""
 
-    def __init__(self, watchers: Sequence[Watcher] = ()) -> None:
+    def __init__(self, watchers: Sequence[TrialProbe] = ()) -> None:
         self._watchers = watchers
 
     def begin(self) -> None:
-        """As `Watcher.begin`."""
+        """As `TrialProbe.begin`."""
         for one in self._watchers:
             one.begin()
 
     def after(self, step: int, loss: Tensor) -> None:
-        """As `Watcher.after`."""
+        """As `TrialProbe.after`."""
         for one in self._watchers:
             one.after(step, loss)
 
-    def found(self) -> Watched:
+    def found(self) -> ProbeReadings:
         """What all of them have seen."""
-        found = Watched()
+        found = ProbeReadings()
         for one in self._watchers:
             found = found.plus(one.found())
         return found
@@ -91,7 +93,7 @@ class Watchers:
             one.end()
 
 
-def gathered(session: Session, mine: Tensor) -> Tensor:
+def gather_rows(session: Session, mine: Tensor) -> Tensor:
     """Every rank's numbers, a row each; the same shape and type on all of them."""
     if session.ranks == 1:
         return mine.unsqueeze(0)

@@ -12,19 +12,19 @@ from evergrad.records import Json
 from evergrad.study.probe_base import GUARD_EVERY, GUARDS
 from evergrad.study.results import Cell, Results
 from evergrad.study.statistics import mean, paired_interval, wilson
-from evergrad.study.table_formats import Entry, Quantity, Table, facts_under, varying_axes
+from evergrad.study.table_formats import Quantity, Table, TableEntry, notes_under, varying_axes
 from evergrad.study.trials import Observation, Outcome
 
-WATCHED = ("costs", "spread", "guards")
+PROBE_TABLE_KINDS = ("costs", "spread", "guards")
 
 
-def watched_kind(results: Results) -> str:
-    """Which of `WATCHED` this study is first of all about; empty: outcomes are what it asks for."""
-    return next(iter(watched_kinds(results)), "")
+def main_probe_kind(results: Results) -> str:
+    """Which of `PROBE_TABLE_KINDS` this study is first of all about; empty: outcomes are what it asks for."""
+    return next(iter(probe_kinds(results)), "")
 
 
-def watched_kinds(results: Results) -> list[str]:
-    """Of `WATCHED`, those that there is something to show of."""
+def probe_kinds(results: Results) -> list[str]:
+    """Of `PROBE_TABLE_KINDS`, those that there is something to show of."""
     seen = [one for cell in results.cells for one in cell.seen]
     there = {
         "guards": any(one.alarms for one in seen),
@@ -34,18 +34,18 @@ def watched_kinds(results: Results) -> list[str]:
     return [kind for kind, is_there in there.items() if is_there]
 
 
-def watched_to_json(results: Results) -> dict[str, Json]:
+def probe_tables_to_json(results: Results) -> dict[str, Json]:
     """Every table of these, a mapping a row; a number with what stands in brackets behind it."""
     found: dict[str, Json] = {}
-    for kind in watched_kinds(results):
-        table = watched_table(results, kind)
+    for kind in probe_kinds(results):
+        table = probe_table(results, kind)
         found[kind] = [dict(zip(table.headers, map(_plain, row), strict=True)) for row in table.rows]
     return found
 
 
-def watched_table(results: Results, kind: str) -> Table:
+def probe_table(results: Results, kind: str) -> Table:
     """The table of that kind; `UsageError` if the study has nothing to put into it."""
-    found = watched_kinds(results)
+    found = probe_kinds(results)
     if kind not in found:
         told = f"it has {' and '.join(found)}" if found else "its trials were not asked for more than outcomes"
         raise UsageError(f"study {results.study}: no table of {kind}: {told}")
@@ -57,7 +57,7 @@ def watched_table(results: Results, kind: str) -> Table:
     return cost_table(results)
 
 
-def _plain(entry: Entry) -> Json:
+def _plain(entry: TableEntry) -> Json:
     if not isinstance(entry, Quantity):
         return entry
     return {"value": entry.value, "low": entry.low, "high": entry.high}
@@ -85,7 +85,7 @@ _MEANINGS_SPREAD_TABLES = {
 def spread_table(results: Results) -> Table:
     """How far faults have come after so many steps: means over the trainings of a cell, with intervals."""
     places = varying_axes(results)
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     for cell in results.cells:
         for after in _shown(cell):
             seen = _seen(cell, after)
@@ -96,7 +96,7 @@ def spread_table(results: Results) -> Table:
     notes = [f"{header}: {_MEANINGS_SPREAD_TABLES[header]}." for header in headers]
     notes.append(f"Means over trainings, with intervals by bootstrap where they differ; {level}.")
     title = f"{results.title or results.study}: parts that differ from the fault-free run"
-    return Table(title, (*places, *headers), tuple(rows), (*notes, *facts_under(results)), groups=len(places))
+    return Table(title, (*places, *headers), tuple(rows), (*notes, *notes_under(results)), groups=len(places))
 
 
 def _shown(cell: Cell) -> list[int]:
@@ -158,14 +158,14 @@ _MEANINGS_GUARD_TABLES = {
 
 def guard_table(results: Results) -> Table:
     """A row for each guard in each cell with a fault."""
-    rows: dict[tuple[Entry, ...], list[Cell]] = {}
+    rows: dict[tuple[TableEntry, ...], list[Cell]] = {}
     faulty = [cell for cell in results.cells if cell.axes.get("corrupt") != 0]
     places = [name for name in varying_axes(results) if name != "seed" and _tells(name, faulty, results)]
     for cell in faulty:
         rows.setdefault(tuple(cell.axes.get(name) for name in places), []).append(cell)
     clean = [cell for cell in results.cells if cell.axes.get("corrupt") == 0]
     headers = tuple(_MEANINGS_GUARD_TABLES)
-    lines: list[tuple[Entry, ...]] = []
+    lines: list[tuple[TableEntry, ...]] = []
     for place, cells in rows.items():
         quiet = [one for cell in clean if _is_same_training(cell, cells[0]) for one in cell.seen if one.alarms]
         seen = [(cell, one) for cell in cells for one in cell.seen if one.alarms]
@@ -178,12 +178,12 @@ def guard_table(results: Results) -> Table:
         f"Intervals: Wilson; {level}.",
     ]
     title = results.title or results.study
-    return Table(title, (*places, *headers), tuple(lines), (*notes, *facts_under(results)), groups=len(places))
+    return Table(title, (*places, *headers), tuple(lines), (*notes, *notes_under(results)), groups=len(places))
 
 
 def _row(
     guard: str, seen: Sequence[tuple[Cell, Observation]], quiet: Sequence[Observation], results: Results
-) -> tuple[Entry, ...]:
+) -> tuple[TableEntry, ...]:
     delays = [(cell, one, _delay(cell, one, guard)) for cell, one in seen]
     met = [delay for _, one, delay in delays if _is_nev(one)]
     changed = [delay for cell, one, delay in delays if _is_nev(one) or one.metrics[-1:] != (cell.golden,)]
@@ -278,7 +278,7 @@ def cost_table(results: Results) -> Table:
     """A row a cell: how often the result was the golden run's, and what saving or restarting took."""
     cells = results.cells
     varying = varying_axes(results)
-    columns: dict[str, list[Entry]] = {
+    columns: dict[str, list[TableEntry]] = {
         "trainings": [cell.trainings for cell in cells],
         "identical": [cell.counts[Outcome.IDENTICAL] for cell in cells],
     }
@@ -325,16 +325,16 @@ def _quartiles(numbers: Sequence[float], digits: int) -> Quantity | None:
     return Quantity(middle, digits, low, high)
 
 
-def _milliseconds(cost: str) -> Callable[[Cell, float], Entry]:
+def _milliseconds(cost: str) -> Callable[[Cell, float], TableEntry]:
     return lambda cell, _: _quartiles([1000 * time for time in _times(cell, cost)], 1)
 
 
-def _bare(cell: Cell, _: float) -> Entry:
+def _bare(cell: Cell, _: float) -> TableEntry:
     times = _times(cell, "without_s")
     return Quantity(median(times), 2) if times else None
 
 
-def _overhead(cell: Cell, confidence: float) -> Entry:
+def _overhead(cell: Cell, confidence: float) -> TableEntry:
     numbers = _overheads(cell)
     if not numbers:
         return None
@@ -342,7 +342,7 @@ def _overhead(cell: Cell, confidence: float) -> Entry:
     return Quantity(middle, 1, low, high)
 
 
-_ENTRIES: dict[str, Callable[[Cell, float], Entry]] = {
+_ENTRIES: dict[str, Callable[[Cell, float], TableEntry]] = {
     "blocked ms": _milliseconds("blocked_s"),
     "own ms": _milliseconds("own_s"),
     "bare s": _bare,
@@ -375,4 +375,4 @@ def _notes(results: Results, columns: Sequence[str]) -> tuple[str, ...]:
     if machine := results.facts.get("machine"):
         notes.append(f"Cores: {machine}; ranks are pinned to one each, in turn, and what saves beside them has all.")
     facts = {name: value for name, value in results.facts.items() if name not in _UNRELATED}
-    return (*notes, *facts_under(replace(results, facts=facts)))
+    return (*notes, *notes_under(replace(results, facts=facts)))

@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from evergrad.recovery.guard.norms import Magnitude, Norms, Ranges
+from evergrad.recovery.guard.norms import GradientNorms, MagnitudeHistory, SuspiciousMagnitude
 from evergrad.recovery.guard.replicas import DigestTree, GuardSettings, module_of, replica_of
-from evergrad.study.probe_base import GUARD_EVERY, Watched, Watcher, Watchers, gathered
+from evergrad.study.probe_base import GUARD_EVERY, ProbeReadings, TrialProbe, TrialProbes, gather_rows
 from evergrad.study.trials import Series
 from evergrad.training.mechanisms.session import Session
 
 if TYPE_CHECKING:
-    from evergrad.study.observe import Course
+    from evergrad.study.observe import GoldenTrajectory
     from evergrad.study.trials import Rules
 
-__all__ = ["make_watchers"]
+__all__ = ["make_probes"]
 
 
-def make_watchers(session: Session, rules: Rules, course: Course, steps: int) -> Watchers:
+def make_probes(session: Session, rules: Rules, course: GoldenTrajectory, steps: int) -> TrialProbes:
     """The watchers that the rules ask for, of a training that will take so many steps; on each of its ranks alike."""
-    found: list[Watcher] = []
+    found: list[TrialProbe] = []
     if "spread" in rules.watch:
-        found.append(Spread(session, course, steps))
+        found.append(SpreadProbe(session, course, steps))
     if "guards" in rules.watch:
-        found.append(Guards(session, course))
-    return Watchers(found)
+        found.append(GuardProbe(session, course))
+    return TrialProbes(found)
 
 
 # Guards against silent corruption as they can be asked without letting them act: each only says whether it speaks up.
@@ -49,7 +49,7 @@ def make_watchers(session: Session, rules: Rules, course: Course, steps: int) ->
 # finite`, the check that everybody writes, and `checkpoint range`, which looks once, when a checkpoint is loaded.
 
 
-class Passive(ABC):
+class PassiveGuard(ABC):
     """A guard that is asked at three moments. It says whether it speaks up; None: it did not even look."""
 
     name: str
@@ -67,13 +67,13 @@ class Passive(ABC):
         return None
 
 
-class Norm(Passive):
+class NormGuard(PassiveGuard):
     """The gradient's norm in every step: not finite, or far beyond the median of the last ones."""
 
     name = "norm"
 
     def __init__(self, session: Session, settings: GuardSettings) -> None:
-        self._session, self._norms = session, Norms(settings.norm_factor)
+        self._session, self._norms = session, GradientNorms(settings.norm_factor)
 
     def at_gradients(self) -> bool:
         """A norm that is far off counts for the median all the same: the step is applied, as a job's is in the end."""
@@ -82,13 +82,13 @@ class Norm(Passive):
         return reading.is_suspicious
 
 
-class Range(Passive):
+class RangeGuard(PassiveGuard):
     """Parameters at every check: not finite, or far beyond the largest that their tensor had at any check before."""
 
     name = "range"
 
     def __init__(self, session: Session, settings: GuardSettings) -> None:
-        self._every, self._ranges = settings.every, Ranges(settings.range_factor)
+        self._every, self._ranges = settings.every, MagnitudeHistory(settings.range_factor)
         self._parameters = {name: one.detach() for name, one in session.module.named_parameters()}
 
     def after_step(self, step: int, loss: Tensor) -> bool | None:
@@ -100,7 +100,7 @@ class Range(Passive):
         return bool(found)
 
 
-class Replicas(Passive):
+class ReplicaGuard(PassiveGuard):
     """Digests of parameters and optimizer state at every check, compared over the ranks."""
 
     name = "replicas"
@@ -114,11 +114,11 @@ class Replicas(Passive):
             return None
         replica = replica_of(self._session.module, [self._session.optimizer])
         root = torch.frombuffer(bytearray(DigestTree(replica.digests()).root), dtype=torch.uint8)
-        roots = gathered(self._session, root.to(self._session.weights().device))
+        roots = gather_rows(self._session, root.to(self._session.weights().device))
         return bool((roots != roots[0]).any())
 
 
-class NonFinite(Passive):
+class NonFiniteGuard(PassiveGuard):
     """`torch.isfinite` of gradients and loss in every step."""
 
     name = "non-finite"
@@ -136,27 +136,27 @@ class NonFinite(Passive):
         return not bool(torch.isfinite(loss))
 
 
-class CheckpointRange(Passive):
+class CheckpointRangeGuard(PassiveGuard):
     """A checkpoint against what was noted when it was saved: the largest magnitude of each of its tensors."""
 
     name = "checkpoint range"
 
     def __init__(self, session: Session, settings: GuardSettings, noted: Mapping[str, float]) -> None:
-        self._session, self._ranges = session, Ranges(settings.range_factor)
-        self._ranges.accept(Magnitude(path, largest, largest) for path, largest in noted.items())
+        self._session, self._ranges = session, MagnitudeHistory(settings.range_factor)
+        self._ranges.accept(SuspiciousMagnitude(path, largest, largest) for path, largest in noted.items())
 
     def at_load(self) -> bool:
         """Parameters, buffers and optimizer state."""
         return bool(self._ranges.read(self._session.state()))
 
 
-def passive_guards(session: Session, noted: Mapping[str, float]) -> list[Passive]:
+def passive_guards(session: Session, noted: Mapping[str, float]) -> list[PassiveGuard]:
     """All that this training can have: one rank has nobody to compare with. `noted`: with the checkpoint."""
     settings = GuardSettings(every=GUARD_EVERY)
-    found: list[Passive] = [Norm(session, settings), Range(session, settings)]
+    found: list[PassiveGuard] = [NormGuard(session, settings), RangeGuard(session, settings)]
     if session.ranks > 1:
-        found.append(Replicas(session, settings))
-    return [*found, NonFinite(session), CheckpointRange(session, settings, noted)]
+        found.append(ReplicaGuard(session, settings))
+    return [*found, NonFiniteGuard(session), CheckpointRangeGuard(session, settings, noted)]
 
 
 def _gradients(session: Session) -> list[Tensor]:
@@ -175,10 +175,10 @@ def _gradients(session: Session) -> list[Tensor]:
 _NEVER = 1 << 62
 
 
-class Guards(Watcher):
+class GuardProbe(TrialProbe):
     """Asks every guard at each of its moments, and takes the time."""
 
-    def __init__(self, session: Session, course: Course) -> None:
+    def __init__(self, session: Session, course: GoldenTrajectory) -> None:
         self._session = session
         self._guards = passive_guards(session, course.magnitudes)
         self._alarms = {guard.name: _NEVER for guard in self._guards}
@@ -204,19 +204,19 @@ class Guards(Watcher):
         for guard in self._guards:
             self._ask(guard.name, lambda guard=guard: guard.after_step(step, loss))  # type: ignore[misc]
 
-    def found(self) -> Watched:
+    def found(self) -> ProbeReadings:
         """The first alarm of any rank; 0 is at the load. Seconds a step, by guard, and those of the step itself."""
         device = self._session.weights().device
         mine = torch.tensor(list(self._alarms.values()), dtype=torch.int64, device=device)
-        first: list[int] = gathered(self._session, mine).amin(0).tolist()
+        first: list[int] = gather_rows(self._session, mine).amin(0).tolist()
         alarms = {name: None if step == _NEVER else step for name, step in zip(self._alarms, first, strict=True)}
         if not self._steps:
-            return Watched(alarms=alarms)
+            return ProbeReadings(alarms=alarms)
         costs = {"step": (median(self._steps),)}
         for name, looks in self._seconds.items():
             each = median(looks.values()) if looks else 0.0
             costs[f"guard {name}"] = (each * len(looks) / len(self._steps),)
-        return Watched(alarms=alarms, costs=costs)
+        return ProbeReadings(alarms=alarms, costs=costs)
 
     def end(self) -> None:
         """Take the hooks off."""
@@ -276,10 +276,10 @@ _FIRST = 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Spread(Watcher):
+class SpreadProbe(TrialProbe):
     """Compares with the golden run at its beginning, and after the steps of which its course has kept the weights."""
 
-    def __init__(self, session: Session, course: Course, steps: int) -> None:
+    def __init__(self, session: Session, course: GoldenTrajectory, steps: int) -> None:
         self._session, self._course = session, course
         self._sizes = [one.numel() for one in session.module.parameters()]
         self._layers: dict[str, list[int]] = {}
@@ -301,7 +301,7 @@ class Spread(Watcher):
         if between == 0 and (step <= _FIRST or look % self._thin == 0 or look == self._last):
             self._look(step, self._course.weights[look])
 
-    def found(self) -> Watched:
+    def found(self) -> ProbeReadings:
         """`after` says after how many steps each of the values was taken."""
         rows: list[list[list[int]]] = torch.stack(self._counts).tolist()
         whole, ranks = sum(self._sizes) * self._session.ranks, self._session.ranks
@@ -312,7 +312,7 @@ class Spread(Watcher):
             layers.append(sum(not touched.isdisjoint(numbers) for numbers in self._layers.values()) / len(self._layers))
             hit.append(sum(any(counts) for counts in row) / ranks)
         values = {"after": list(map(float, self._after)), "elements": elements, "layers": layers, "ranks": hit}
-        return Watched(spread={name: Series(1, tuple(numbers)) for name, numbers in values.items()})
+        return ProbeReadings(spread={name: Series(1, tuple(numbers)) for name, numbers in values.items()})
 
     def end(self) -> None:
         """Nothing is hooked in."""
@@ -323,4 +323,4 @@ class Spread(Watcher):
         differs = weights.view(kind) != reference.view(kind)
         counts = torch.stack([part.count_nonzero() for part in torch.split(differs, self._sizes)])
         self._after.append(step)
-        self._counts.append(gathered(self._session, counts))
+        self._counts.append(gather_rows(self._session, counts))

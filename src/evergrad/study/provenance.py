@@ -10,7 +10,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from evergrad.records import Json
-from evergrad.study.golden import Golden
+from evergrad.study.golden import GoldenRun
 from evergrad.study.plan import Plan
 from evergrad.study.trials import Command
 from evergrad.training.settings import Direction
@@ -28,7 +28,7 @@ def run_facts(command: Sequence[str] = ()) -> dict[str, Json]:
     }
 
 
-def facts_of(plan: Plan, golden: Sequence[Golden], runs: Sequence[dict[str, Json]]) -> dict[str, str]:
+def facts_of(plan: Plan, golden: Sequence[GoldenRun], runs: Sequence[dict[str, Json]]) -> dict[str, str]:
     """By name, in the order of printing."""
     limits, rules, sampling = plan.thresholds, plan.rules, plan.sampling
     found = {"study": f"{plan.study}{f' at scale {plan.scale}' if plan.scale else ''}", "seed": str(plan.seed)}
@@ -66,7 +66,7 @@ def facts_of(plan: Plan, golden: Sequence[Golden], runs: Sequence[dict[str, Json
     return found
 
 
-def _directions(plan: Plan, golden: Sequence[Golden]) -> dict[str, str]:
+def _directions(plan: Plan, golden: Sequence[GoldenRun]) -> dict[str, str]:
     """The metrics of programs, and those of workloads that are better lower: which values are better, and why."""
     told: dict[str, None] = {}
     for cell in plan.cells:
@@ -79,7 +79,7 @@ def _directions(plan: Plan, golden: Sequence[Golden]) -> dict[str, str]:
     return {"direction": "; ".join(told)} if told else {}
 
 
-def _sides(plan: Plan, golden: Sequence[Golden]) -> tuple[str, str]:
+def _sides(plan: Plan, golden: Sequence[GoldenRun]) -> tuple[str, str]:
     """The words for a worse metric and for one that is better than guessing, where all cells have one direction."""
     made = {run.key: run.direction for run in golden}
     found: set[Direction | None] = set()
@@ -137,7 +137,7 @@ def _trainings(plan: Plan) -> dict[str, str]:
     return {"training": ", ".join(f"{name} {value}" for name, value in shared.items())}
 
 
-def _name(golden: Golden) -> str:
+def _name(golden: GoldenRun) -> str:
     told = golden.settings
     if "command" in told:
         return str(told["command"])

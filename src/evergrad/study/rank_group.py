@@ -36,7 +36,7 @@ _NEWS_S = 1.0
 _READ = 1 << 16
 
 
-class RankLost(Exception):
+class GroupRankLost(Exception):
     """A rank has died, or the group did not answer in time."""
 
     def __init__(self, rank: int, how: str) -> None:
@@ -72,7 +72,7 @@ class RankGroup:
     ) -> None:
         """`pinned`: each rank on one of this process's cores, in turn. `folder`: where they meet, for a while.
 
-        `RankLost` if one dies before all are there; `StudyError` if one cannot join.
+        `GroupRankLost` if one dies before all are there; `StudyError` if one cannot join.
         """
         self.ranks = ranks
         self.device = device
@@ -116,7 +116,7 @@ class RankGroup:
                 try:
                     child = self._server.fork(_SERVE_RANK, {}, [theirs.fileno()])
                 except ForkserverLost:
-                    raise RankLost(rank, _WITH_SERVER) from None
+                    raise GroupRankLost(rank, _WITH_SERVER) from None
             self._processes.append(child)
 
     def call(
@@ -131,7 +131,7 @@ class RankGroup:
         """Every rank's answer. `is_last` tells of an answer that the others will not follow: then the group is ended,
         and theirs are None.
 
-        `RankLost` if a rank dies or the limit passes; `StudyError` if the function raises an error of its own.
+        `GroupRankLost` if a rank dies or the limit passes; `StudyError` if the function raises an error of its own.
         """
         assert not self.is_over, "the group has ended"
         try:
@@ -153,14 +153,14 @@ class RankGroup:
         return [process.pid for process in self._processes]
 
     def check_alive(self, wait_s: float) -> None:
-        """`RankLost` if a rank has died, or does within that time."""
+        """`GroupRankLost` if a rank has died, or does within that time."""
         try:
             found = self._server.first_ended(self._processes, wait_s)
         except ForkserverLost:
-            raise RankLost(0, _WITH_SERVER) from None
+            raise GroupRankLost(0, _WITH_SERVER) from None
         if found is not None:
             rank = self._processes.index(found)
-            raise RankLost(rank, self._how(rank))
+            raise GroupRankLost(rank, self._how(rank))
 
     def end(self) -> None:
         """End all ranks, whatever they are at; may be called twice."""
@@ -194,7 +194,7 @@ class RankGroup:
             while any(answer is None for answer in answers):
                 left = None if until is None else until - monotonic()
                 if left is not None and left <= 0:
-                    raise RankLost(answers.index(None), f"did not answer within {limit_s:g} s")
+                    raise GroupRankLost(answers.index(None), f"did not answer within {limit_s:g} s")
                 for key, _ in selector.select(left):
                     rank = int(key.data)
                     line = self._line(rank)
@@ -216,7 +216,7 @@ class RankGroup:
             return _WITH_SERVER
 
     def _line(self, rank: int) -> bytes | None:
-        """The next line of a rank, if it is whole; `RankLost` if none will come."""
+        """The next line of a rank, if it is whole; `GroupRankLost` if none will come."""
         heard = self._heard[rank]
         with suppress(BlockingIOError):
             try:
@@ -224,7 +224,7 @@ class RankGroup:
             except ConnectionResetError:
                 part = b""
             if not part:
-                raise RankLost(rank, self._how(rank))
+                raise GroupRankLost(rank, self._how(rank))
             heard += part
         line, end, rest = heard.partition(b"\n")
         if not end:
@@ -242,21 +242,21 @@ def _send(link: socket.socket, told: Mapping[str, Json]) -> None:
 
 # The group of ranks that a worker keeps warm between trials; one at a time, since idle ranks hold memory.
 
-_kept: dict[tuple[int, str, bool], RankGroup] = {}
+_cached_groups: dict[tuple[int, str, bool], RankGroup] = {}
 
 
-def warm_group(ranks: int, device: str, *, pinned: bool = False, folder: Path | None = None) -> RankGroup:
+def cached_group(ranks: int, device: str, *, pinned: bool = False, folder: Path | None = None) -> RankGroup:
     """The group of that kind: the one that is there, or a new one in its place."""
     key = ranks, device, pinned
-    found = _kept.get(key)
+    found = _cached_groups.get(key)
     if found is None or found.is_over:
-        end_groups()
-        found = _kept[key] = RankGroup(ranks, device=device, pinned=pinned, folder=folder)
+        end_cached_groups()
+        found = _cached_groups[key] = RankGroup(ranks, device=device, pinned=pinned, folder=folder)
     return found
 
 
-def end_groups() -> None:
+def end_cached_groups() -> None:
     """End all ranks that this process keeps warm."""
-    for group in _kept.values():
+    for group in _cached_groups.values():
         group.end()
-    _kept.clear()
+    _cached_groups.clear()

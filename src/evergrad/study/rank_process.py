@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.records import Json
-from evergrad.study.executors.worker import done, resolve
+from evergrad.study.executors.worker import resolve, run_task
 
 _JOIN = timedelta(seconds=120)
 _NEVER = timedelta(days=7)
@@ -43,7 +43,7 @@ def serve_rank(_work: dict[str, Json], descriptor: int) -> int:
         _answer(link, {"ready": True})
         for line in lines:
             told = json.loads(line)
-            _answer(link, done(resolve(told["call"]), Path(told["folder"]), told["work"]))
+            _answer(link, run_task(resolve(told["call"]), Path(told["folder"]), told["work"]))
     return 0
 
 

@@ -19,7 +19,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SIGKILL, _SIGPIPE, _SIGXFSZ = 9, 13, 25
 
 
-def keep(line: int, command: list[str]) -> None:
+def run_and_reap(line: int, command: list[str]) -> None:
     """Run the command, tell how it ended (`exit -9`, or `failed` and why), and leave nothing of it."""
     os.set_inheritable(line, False)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -27,17 +27,17 @@ def keep(line: int, command: list[str]) -> None:
         # Python ignores two signals, which its children would inherit.
         pid = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigdef=(_SIGPIPE, _SIGXFSZ))
     except OSError as error:
-        _tell(line, f"failed {error.strerror}")
+        _send_status(line, f"failed {error.strerror}")
         return
-    _thread.start_new_thread(_end_when_left, (line, pid))
+    _thread.start_new_thread(_end_with_caller, (line, pid))
     # Looked at and not yet taken away: until then its number cannot become another's.
     seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert seen is not None
-    _tell(line, f"exit {seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status}")
+    _send_status(line, f"exit {seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status}")
     _sweep()
 
 
-def _end_when_left(line: int, pid: int) -> None:
+def _end_with_caller(line: int, pid: int) -> None:
     try:
         while os.read(line, 64):
             continue
@@ -46,7 +46,7 @@ def _end_when_left(line: int, pid: int) -> None:
     _kill(pid)
 
 
-def _tell(line: int, text: str) -> bool:
+def _send_status(line: int, text: str) -> bool:
     try:
         return os.write(line, text.encode()) > 0
     except OSError:
@@ -93,4 +93,4 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), sys.argv[2:])
+    run_and_reap(int(sys.argv[1]), sys.argv[2:])

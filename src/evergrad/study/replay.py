@@ -10,7 +10,7 @@ from typing import Any
 
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.records import Json
-from evergrad.study.folder import Entry, StudyFolder
+from evergrad.study.folder import JournalEntry, StudyFolder
 from evergrad.study.trials import Observation, Trial
 
 _COMPARED = ("end", "reason", "steps", "metrics", "losses", "distances", "magnitudes", "nonfinite_at", "nonfinite_in",
@@ -21,7 +21,7 @@ _FIRST = re.compile(r"^rank \d+: ")
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class TrialReplay:
     """A trial as it was and as it is."""
 
     trial: Trial
@@ -59,7 +59,7 @@ class Replay:
             yield name, before.get(name), now.get(name)
 
 
-def replay_trial(folder: Path, wanted: str) -> Replay:
+def replay_trial(folder: Path, wanted: str) -> TrialReplay:
     """Run the trial of that id, or of the only id that begins so, in this process."""
     entry = _find(folder, wanted)
     import torch
@@ -74,21 +74,21 @@ def replay_trial(folder: Path, wanted: str) -> Replay:
     finally:
         torch.set_num_threads(threads)
     hits = told.pop("hits", [])
-    return Replay(entry.trial, entry.observation, Observation.from_json(told), hits)
+    return TrialReplay(entry.trial, entry.observation, Observation.from_json(told), hits)
 
 
-def _find(folder: Path, wanted: str) -> Entry:
+def _find(folder: Path, wanted: str) -> JournalEntry:
     """The trial as the plan has it: what a journal says is to be run is never run."""
     study = StudyFolder(folder)
     plan, entries = study.plan(), study.kept().entries
-    found: dict[str, Entry] = {}
+    found: dict[str, JournalEntry] = {}
     names = []
     for trial in (cell.trial(number) for cell in plan.cells for number in range(cell.trainings)):
         entry = entries.get(trial.id)
         if entry is not None:
             names.append(trial.id)
             if wanted and trial.id.startswith(wanted):
-                found[trial.id] = Entry(trial, entry.observation, entry.golden)
+                found[trial.id] = JournalEntry(trial, entry.observation, entry.golden)
     if not found:
         raise UnknownTensor(wanted, names, where=str(folder), what="trial")
     if len(found) > 1:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evergrad.study.folder import Entry, Kept, StudyFolder
-from evergrad.study.golden import Golden, read_golden
+from evergrad.study.folder import JournalContents, JournalEntry, StudyFolder
+from evergrad.study.golden import GoldenRun, read_golden
 from evergrad.study.plan import CellPlan, Plan
-from evergrad.study.trials import SCALE, Axes, Command, End, Observation, Outcome, Trial, judge
+from evergrad.study.trials import OUTCOMES_WORST_FIRST, Axes, Command, Observation, Outcome, Trial, TrialEnd, judge
 from evergrad.training.settings import Direction
 
 if TYPE_CHECKING:
@@ -103,12 +103,12 @@ _LOOK_EVERY = 10
 
 
 @dataclass(slots=True)
-class CellTally:
+class CellProgress:
     """One cell while its trials come in."""
 
     plan: CellPlan
-    golden: Golden | None = None
-    entries: dict[int, Entry] = field(default_factory=dict)
+    golden: GoldenRun | None = None
+    entries: dict[int, JournalEntry] = field(default_factory=dict)
     """By repetition."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     enough_at: int | None = None
@@ -129,7 +129,7 @@ class CellTally:
             return self.plan.training.judged_by
         return Direction.HIGHER if self.golden is None else self.golden.direction
 
-    def take(self, entry: Entry, plan: Plan) -> None:
+    def take(self, entry: JournalEntry, plan: Plan) -> None:
         """Count a trial of this cell."""
         assert self.golden is not None, "the golden run comes first"
         number = entry.trial.repetition
@@ -148,14 +148,14 @@ class CellTally:
 
     def _look(self, plan: Plan) -> None:
         """Only trials without a gap before them count here: what ends early must not be heard first."""
-        from evergrad.study.statistics import enough
+        from evergrad.study.statistics import is_precise_enough
 
         while self.enough_at is None and self.outcomes.get(self._prefix, Outcome.UNKNOWN) is not Outcome.UNKNOWN:
             self._hits += self.outcomes[self._prefix] is Outcome.NEV
             self._prefix += 1
             at_look = self._prefix % _LOOK_EVERY == 0
             sampling = plan.sampling
-            if at_look and enough([(self._hits, self._prefix)], sampling.half_width, sampling.confidence):
+            if at_look and is_precise_enough([(self._hits, self._prefix)], sampling.half_width, sampling.confidence):
                 self.enough_at = self._prefix
 
     def counted(self) -> list[int]:
@@ -165,7 +165,7 @@ class CellTally:
 
     def counts(self) -> dict[Outcome, int]:
         """How many trainings ended how."""
-        found = dict.fromkeys(SCALE, 0)
+        found = dict.fromkeys(OUTCOMES_WORST_FIRST, 0)
         for number in self.counted():
             found[self.outcomes[number]] += 1
         return found
@@ -177,30 +177,30 @@ class CellTally:
 
 
 @dataclass(slots=True)
-class Tally:
+class StudyProgress:
     """A study while its trials come in."""
 
     plan: Plan
-    cells: list[CellTally]
-    by_axes: dict[str, CellTally]
+    cells: list[CellProgress]
+    by_axes: dict[str, CellProgress]
     planned: int = 0
     """Trials of the journal that the plan has."""
     strange: int = 0
     """Of those, trials that began with another golden run."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Tally:
+    def of(cls, plan: Plan) -> StudyProgress:
         """With nothing in it."""
-        cells = [CellTally(cell) for cell in plan.cells]
+        cells = [CellProgress(cell) for cell in plan.cells]
         return cls(plan, cells, {_key(cell.plan.axes): cell for cell in cells})
 
-    def take_golden(self, golden: Golden) -> None:
+    def take_golden(self, golden: GoldenRun) -> None:
         """The golden run of every cell with these settings."""
         for cell in self.cells:
             if cell.plan.training.key == golden.key:
                 cell.golden = golden
 
-    def take_journal(self, kept: Kept) -> None:
+    def take_journal(self, kept: JournalContents) -> None:
         """What is there already; trials that are not (or no longer) planned are passed over."""
         self.planned = self.strange = 0
         for cell in self.cells:
@@ -213,11 +213,11 @@ class Tally:
                     continue
                 self.planned += 1
                 if entry.golden == cell.golden.mark:
-                    cell.take(Entry(trial, entry.observation, entry.golden), self.plan)
+                    cell.take(JournalEntry(trial, entry.observation, entry.golden), self.plan)
                 else:
                     self.strange += 1
 
-    def take_up(self, study: StudyFolder, *, brief: bool = True) -> Kept:
+    def take_up(self, study: StudyFolder, *, brief: bool = True) -> JournalContents:
         """Golden runs and journal of a folder; what the journal holds, in brief without what was seen step by step."""
         for key in self.plan.by_training():
             if (golden := read_golden(study.path, key)) is not None:
@@ -226,7 +226,7 @@ class Tally:
         self.take_journal(kept)
         return kept
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: JournalEntry) -> None:
         """A trial that has just ended."""
         self.by_axes[_key(entry.trial.axes)].take(entry, self.plan)
 
@@ -244,7 +244,7 @@ class Tally:
                     if number < cell.due and cell.outcomes.get(number, Outcome.UNKNOWN) is Outcome.UNKNOWN:
                         yield cell.plan.trial(number)
 
-    def unfinished(self) -> list[list[CellTally]]:
+    def unfinished(self) -> list[list[CellProgress]]:
         """Cells that trials are missing of, by their training."""
         found = ([cell for cell in cells if _is_open(cell)] for cells in self._by_training())
         return [cells for cells in found if cells]
@@ -259,8 +259,8 @@ class Tally:
         """Trials with a verdict that is known."""
         return sum(cell.known for cell in self.cells)
 
-    def _by_training(self) -> list[list[CellTally]]:
-        found: dict[str, list[CellTally]] = {}
+    def _by_training(self) -> list[list[CellProgress]]:
+        found: dict[str, list[CellProgress]] = {}
         for cell in self.cells:
             found.setdefault(cell.plan.training.key, []).append(cell)
         return list(found.values())
@@ -268,17 +268,17 @@ class Tally:
 
 def results_of(folder: Path) -> Results:
     """What the study in a folder has found so far."""
-    return results_from(*tally_of(folder))
+    return results_from(*study_progress(folder))
 
 
-def tally_of(folder: Path, *, brief: bool = True) -> tuple[Tally, Kept]:
+def study_progress(folder: Path, *, brief: bool = True) -> tuple[StudyProgress, JournalContents]:
     """The trials of the study in a folder, counted, and its journal, in brief without what was seen step by step."""
     study = StudyFolder(folder)
-    tally = Tally.of(study.plan())
+    tally = StudyProgress.of(study.plan())
     return tally, tally.take_up(study, brief=brief)
 
 
-def results_from(tally: Tally, kept: Kept) -> Results:
+def results_from(tally: StudyProgress, kept: JournalContents) -> Results:
     """What a tally says, beside what its journal says of itself."""
     from evergrad.study.provenance import facts_of
 
@@ -308,22 +308,22 @@ def results_from(tally: Tally, kept: Kept) -> Results:
     )
 
 
-def _golden_runs(tally: Tally) -> list[Golden]:
+def _golden_runs(tally: StudyProgress) -> list[GoldenRun]:
     found = {cell.golden.key: cell.golden for cell in tally.cells if cell.golden is not None}
     return list(found.values())
 
 
-def _cell(tally: CellTally, plan: Plan) -> Cell:
+def _cell(tally: CellProgress, plan: Plan) -> Cell:
     counted = tally.counted()
     seen = [tally.entries[number].observation for number in counted]
-    known = [one for one in seen if one.end is not End.LOST]
+    known = [one for one in seen if one.end is not TrialEnd.LOST]
     counts = tally.counts()
     golden = tally.golden.observation.metrics if tally.golden is not None else (float("nan"),)
     finished = [
         tally.entries[number].observation.metrics[-1]
         for number in counted
         if tally.outcomes[number] not in (Outcome.NEV, Outcome.UNKNOWN)
-        and tally.entries[number].observation.end is End.FINISHED
+        and tally.entries[number].observation.end is TrialEnd.FINISHED
         and tally.entries[number].observation.metrics
     ]
     return Cell(
@@ -356,7 +356,7 @@ def _interval(counts: Mapping[Outcome, int], plan: Plan) -> tuple[float, float]:
     return proportion_interval(hits, known, plan.sampling.confidence, plan.sampling.interval)
 
 
-def _is_open(cell: CellTally) -> bool:
+def _is_open(cell: CellProgress) -> bool:
     return any(cell.outcomes.get(number, Outcome.UNKNOWN) is Outcome.UNKNOWN for number in range(cell.due))
 
 

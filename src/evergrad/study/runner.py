@@ -16,15 +16,15 @@ from time import monotonic
 
 from evergrad.errors import StudyError, UsageError
 from evergrad.study.estimates import default_workers, duration
-from evergrad.study.executors.base import Ended, Executor, Fate, Task
-from evergrad.study.folder import SCRATCH, Entry, Journal, StudyFolder
-from evergrad.study.golden import Golden, read_golden
+from evergrad.study.executors.base import Executor, Task, TaskResult, TaskStatus
+from evergrad.study.folder import SCRATCH, JournalEntry, StudyFolder, TrialJournal
+from evergrad.study.golden import GoldenRun, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.provenance import run_facts
-from evergrad.study.results import Results, Tally, results_from, results_of
+from evergrad.study.results import Results, StudyProgress, results_from, results_of
 from evergrad.study.statistics import proportion_interval
-from evergrad.study.trials import Command, End, Observation, Trial, golden_work, is_own_doing, trial_work
-from evergrad.wording import checked_choice, shown
+from evergrad.study.trials import Command, Observation, Trial, TrialEnd, crashed_by_itself, golden_work, trial_work
+from evergrad.wording import checked_choice, short_repr
 
 PERFORM = "evergrad.study.tasks:perform"
 """The function that runs a task of a study, as executors are told of it."""
@@ -37,7 +37,7 @@ _SLURM_JOBS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StudyRunStatus:
     """How far a run is."""
 
     phase: str
@@ -69,7 +69,7 @@ class Progress:
     def __str__(self) -> str:
         """One line.
 
-        >>> print(Progress("trials", 30, 60, seconds=300, ran=30))
+        >>> print(StudyRunStatus("trials", 30, 60, seconds=300, ran=30))
         trials: 30 of 60, 5.0 min to go
         """
         return ", ".join(filter(None, (f"{self.what}: {self.done:,} of {self.due:,}", self.outlook)))
@@ -145,7 +145,7 @@ def run_study(
     device: str | None = None,
     workers: int | None = None,
     executor: str | ExecutorSettings | Executor | Callable[[Path], Executor] = "local",
-    progress: Callable[[Progress], object] | None = None,
+    progress: Callable[[StudyRunStatus], object] | None = None,
 ) -> Results:
     """Run a study: golden runs, then every trial that is missing; the same call again goes on.
 
@@ -166,7 +166,7 @@ def run_study(
     if isinstance(executor, str):
         executor = ExecutorSettings(executor)
     if workers is not None and (type(workers) is not int or workers < 1):
-        raise UsageError(f"workers: expected a whole number, 1 or more, found {shown(workers)}")
+        raise UsageError(f"workers: expected a whole number, 1 or more, found {short_repr(workers)}")
     command: tuple[str, ...] = ()
     if isinstance(plan, Plan):
         for name, value in given.items():
@@ -184,7 +184,7 @@ def run_study(
         run = _Run(plan, folder, progress or (lambda _: None))
         if not run.tally.unfinished():
             return results_from(run.tally, run.kept)
-        with Journal(folder.journal) as journal, _opened(executor, plan, folder.path, workers) as opened:
+        with TrialJournal(folder.journal) as journal, _opened(executor, plan, folder.path, workers) as opened:
             journal.note_run(run_facts(command))
             run.make_golden(opened)
             run.run_trials(opened, journal)
@@ -217,8 +217,8 @@ def _command(name: str, plan: Plan) -> tuple[str, ...]:
 class _Run:
     """One run of a study, from what is there to what is missing."""
 
-    def __init__(self, plan: Plan, folder: StudyFolder, report: Callable[[Progress], object]) -> None:
-        self.folder, self.tally, self.report = folder, Tally.of(plan), report
+    def __init__(self, plan: Plan, folder: StudyFolder, report: Callable[[StudyRunStatus], object]) -> None:
+        self.folder, self.tally, self.report = folder, StudyProgress.of(plan), report
         self.kept = self.tally.take_up(folder)  # the journal as this run begins, in brief
         self.began = monotonic()
         self.ran = self.lost = self.in_a_row = 0
@@ -238,15 +238,15 @@ class _Run:
             executor.submit(task)
         tried: Counter[str] = Counter()
         while waiting:
-            self.report(Progress("golden", due - len(waiting), due, seconds=monotonic() - self.began))
+            self.report(StudyRunStatus("golden", due - len(waiting), due, seconds=monotonic() - self.began))
             for ended in executor.collect(_WAIT_S):
                 key = ended.id.removeprefix("golden ")
-                if ended.fate is Fate.DONE and ended.result is not None:
+                if ended.fate is TaskStatus.DONE and ended.result is not None:
                     golden = read_golden(self.folder.path, key)
-                    assert isinstance(golden, Golden), "a golden run that was made is there"
+                    assert isinstance(golden, GoldenRun), "a golden run that was made is there"
                     self.tally.take_golden(golden)
                     del waiting[key]
-                elif ended.fate is Fate.BROKEN or tried[key] + 1 >= _ATTEMPTS:
+                elif ended.fate is TaskStatus.BROKEN or tried[key] + 1 >= _ATTEMPTS:
                     raise StudyError(f"the golden run cannot be made: {ended.reason}")
                 else:
                     tried[key] += 1
@@ -254,7 +254,7 @@ class _Run:
         # A journal may know trials of a golden run that had to be made again.
         self.tally.take_journal(self.kept)
 
-    def run_trials(self, executor: Executor, journal: Journal) -> None:
+    def run_trials(self, executor: Executor, journal: TrialJournal) -> None:
         """Keep the executor busy until nothing is missing."""
         missing, running = self.tally.missing(), dict[str, Trial]()
         self.patience = max(_LOST_IN_A_ROW, 3 * executor.slots)  # a machine that goes takes many workers at once
@@ -282,7 +282,7 @@ class _Run:
                 if seen is None:
                     again.append(trial)
                 else:
-                    entries.append(Entry(trial, seen, self.tally.mark(trial)))
+                    entries.append(JournalEntry(trial, seen, self.tally.mark(trial)))
             if entries:
                 journal.append(entries)
                 for entry in entries:
@@ -291,27 +291,27 @@ class _Run:
             if broken is not None:  # after what has ended well is safe
                 raise broken
 
-    def _seen(self, ended: Ended) -> Observation | None:
+    def _seen(self, ended: TaskResult) -> Observation | None:
         """What the end of a task tells of its trial; None: it has to be tried again."""
-        if ended.fate is Fate.DONE and ended.result is not None:
+        if ended.fate is TaskStatus.DONE and ended.result is not None:
             self.in_a_row = 0
             return Observation.from_json(ended.result)
-        if ended.fate is Fate.BROKEN:
+        if ended.fate is TaskStatus.BROKEN:
             raise StudyError(f"trial {ended.id} cannot be run: {ended.reason}")
-        if ended.fate is Fate.OVERTIME:
-            return Observation(end=End.OVERTIME, reason=ended.reason)
+        if ended.fate is TaskStatus.OVERTIME:
+            return Observation(end=TrialEnd.OVERTIME, reason=ended.reason)
         self.lost += 1
         self.in_a_row += 1
         if self.in_a_row >= self.patience:
             raise StudyError(f"{self.in_a_row} workers were lost one after the other, the last: {ended.reason}")
         self.attempts[ended.id] += 1
-        if is_own_doing(ended.reason):
+        if crashed_by_itself(ended.reason):
             self.deaths[ended.id] += 1
             if self.deaths[ended.id] > 1:
-                return Observation(end=End.CRASHED, reason=ended.reason)
+                return Observation(end=TrialEnd.CRASHED, reason=ended.reason)
         if self.attempts[ended.id] < _ATTEMPTS:
             return None
-        return Observation(end=End.LOST, reason=ended.reason)
+        return Observation(end=TrialEnd.LOST, reason=ended.reason)
 
     def _limit(self, trial: Trial) -> float:
         """Far beyond what the golden run took; a first trial also loads model and data."""
@@ -320,9 +320,9 @@ class _Run:
         own = trial.training.timeout_s if isinstance(trial.training, Command) else 0.0
         return max(own + 60, 120 + 20 * cell.golden.observation.seconds)
 
-    def _progress(self, began: float) -> Progress:
+    def _progress(self, began: float) -> StudyRunStatus:
         tally = self.tally
-        return Progress("trials", tally.done, tally.due, self.lost, monotonic() - began, self.ran)
+        return StudyRunStatus("trials", tally.done, tally.due, self.lost, monotonic() - began, self.ran)
 
 
 def _processes(trial: Trial) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from evergrad.errors import UsageError
-from evergrad.wording import checked_choice, install_hint, shown
+from evergrad.wording import checked_choice, install_hint, short_repr
 
 INTERVALS = ("wilson", "clopper-pearson", "anytime")
 
@@ -91,7 +91,7 @@ def strata_sizes(
     """
     sizes = {}
     for name, population in populations.items():
-        _checked_count(f"population of {shown(name)}", population, least=1)
+        _checked_count(f"population of {short_repr(name)}", population, least=1)
         sizes[name] = sample_size(half_width, confidence, population, rate)
     return sizes
 
@@ -100,7 +100,7 @@ def expected_half_width(n: int, confidence: float = 0.95, rate: float = 0.5, met
     """Half of the interval to expect of n trainings, if the rate is this; the worst case if not told."""
     n = _checked_count("trainings", n)
     if not 0 <= _checked_number("rate", rate) <= 1:
-        raise UsageError(f"rate: expected a number from 0 to 1, found {shown(rate)}")
+        raise UsageError(f"rate: expected a number from 0 to 1, found {short_repr(rate)}")
     low, high = proportion_interval(round(n * rate), n, confidence, method)
     return (high - low) / 2
 
@@ -180,7 +180,7 @@ def checked_confidence(confidence: float) -> float:
 def checked_part(name: str, value: float) -> float:
     """A number above 0 and below 1."""
     if not 0 < _checked_number(name, value) < 1:
-        raise UsageError(f"{name}: expected a number above 0 and below 1, found {shown(value)}")
+        raise UsageError(f"{name}: expected a number above 0 and below 1, found {short_repr(value)}")
     return float(value)
 
 
@@ -198,7 +198,7 @@ def _checked_count(name: str, value: int, least: int = 0) -> int:
     except TypeError:
         whole = -1
     if whole < least or isinstance(value, bool):
-        raise UsageError(f"{name}: expected a whole number, {least} or more, found {shown(value)}")
+        raise UsageError(f"{name}: expected a whole number, {least} or more, found {short_repr(value)}")
     return whole
 
 
@@ -208,7 +208,7 @@ def _checked_number(name: str, value: float) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise UsageError(f"{name}: expected a finite number, found {shown(value)}")
+        raise UsageError(f"{name}: expected a finite number, found {short_repr(value)}")
     return number
 
 
@@ -226,7 +226,8 @@ def _rounded_up(number: float) -> int:
 # likelihood at one rate. At the true rate that ratio is a martingale that starts at 1, so it ever exceeds 1/α with
 # probability α at most; rates whose ratio does are excluded.
 #
-# The promise is for each cell by itself, as that of a table's other intervals is. A rule over all cells, as `enough`
+# The promise is for each cell by itself, as that of a table's other intervals is. A rule over all cells, as
+# `is_precise_enough`
 # is, does not weaken it: it only chooses the look.
 
 _PRIOR = 0.5
@@ -244,7 +245,7 @@ def anytime_interval(k: int, n: int, confidence: float = 0.95) -> tuple[float, f
     return _bounds(k, n, checked_confidence(confidence))
 
 
-def enough(cells: Iterable[tuple[int, int]], half_width: float, confidence: float = 0.95) -> bool:
+def is_precise_enough(cells: Iterable[tuple[int, int]], half_width: float, confidence: float = 0.95) -> bool:
     """Whether every cell, (N-EV, trainings), is known to ± `half_width` by its anytime interval: the study may stop."""
     checked_part("half width", half_width)
     for k, n in cells:
@@ -259,7 +260,7 @@ def stopping_time(rate: float, half_width: float, confidence: float = 0.95) -> i
     checked_part("half width", half_width)
     checked_confidence(confidence)
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
-        raise UsageError(f"rate: expected a number from 0 to 1, found {shown(rate)}")
+        raise UsageError(f"rate: expected a number from 0 to 1, found {short_repr(rate)}")
 
     def narrow(n: int) -> bool:
         low, high = _bounds(rate * n, n, confidence)
@@ -269,7 +270,7 @@ def stopping_time(rate: float, half_width: float, confidence: float = 0.95) -> i
     while not narrow(last):
         last *= 2
         if last > _MOST_TRIALS:
-            raise UsageError(f"half width: expected one that trainings can reach, found {shown(half_width)}")
+            raise UsageError(f"half width: expected one that trainings can reach, found {short_repr(half_width)}")
     first = last // 2
     while last - first > 1:
         middle = (first + last) // 2

@@ -80,7 +80,7 @@ class Quantity:
         return f"{round(number, self.digits) + 0.0:.{self.digits}f}"  # without a minus before zero
 
 
-Entry: TypeAlias = "str | int | float | Quantity | None"
+TableEntry: TypeAlias = "str | int | float | Quantity | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Table:
 
     title: str
     headers: tuple[str, ...]
-    rows: tuple[tuple[Entry, ...], ...]
+    rows: tuple[tuple[TableEntry, ...], ...]
     notes: tuple[str, ...] = ()
     """What stands under it."""
     groups: int = 0
@@ -134,7 +134,7 @@ class Table:
         return after is not None and self.rows[place][: self.groups] != after[: self.groups]
 
 
-def written(table: Table, form: str) -> str:
+def format_table(table: Table, form: str) -> str:
     """The table as text in one of `FORMS`; for a terminal, rich prints the table itself."""
     return FORMS[checked_choice("format", form, tuple(FORMS))](table)
 
@@ -148,7 +148,7 @@ def _csv(table: Table) -> str:
     headers: list[str] = []
     for header, has_interval in zip(table.headers, wide, strict=True):
         headers += [header, f"{header} low", f"{header} high"] if has_interval else [header]
-    writer.writerow([defused(header) for header in headers])
+    writer.writerow([escape_formula(header) for header in headers])
     for row in table.rows:
         cells: list[str] = []
         for one, has_interval in zip(row, wide, strict=True):
@@ -156,7 +156,7 @@ def _csv(table: Table) -> str:
                 numbers = (one.value, one.low, one.high) if has_interval else (one.value,)
                 cells += ["" if number is None else f"{number:.10g}" for number in numbers]
             else:
-                cells += [defused(one) if isinstance(one, str) else "" if one is None else str(one)]
+                cells += [escape_formula(one) if isinstance(one, str) else "" if one is None else str(one)]
                 cells += ["", ""] * has_interval
         writer.writerow(cells)
     for note in (table.title, *table.notes):
@@ -203,13 +203,13 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _shown(entry: Entry) -> str:
+def _shown(entry: TableEntry) -> str:
     if entry is None:
         return _MISSING
     return f"{entry:.6g}" if isinstance(entry, float) else str(entry)
 
 
-def defused(text: str) -> str:
+def escape_formula(text: str) -> str:
     """A text that no spreadsheet takes for a formula."""
     return f"'{text}" if text.lstrip().startswith(_FORMULA) or text.startswith(("\t", "\r")) else text
 
@@ -240,7 +240,7 @@ def varying_axes(results: Results) -> list[str]:
     return [name for name in names if name in results.axes or len({cell.axes.get(name) for cell in results.cells}) > 1]
 
 
-def facts_under(results: Results) -> tuple[str, ...]:
+def notes_under(results: Results) -> tuple[str, ...]:
     """How many trainings there are, what all cells share, and everything that the numbers depend on."""
     done = sum(cell.trainings for cell in results.cells)
     notes = [f"{done:,} of {results.trials:,} trainings."]

@@ -13,10 +13,16 @@ from typing import TypeAlias
 from evergrad._files import replacing
 from evergrad.errors import FileAccessError, reason
 from evergrad.records import Json
-from evergrad.study.comparisons import Comparison, Trend, compare_cells, measured, trend
+from evergrad.study.comparisons import CellComparison, Trend, compare_cells, count_measure, trend
 from evergrad.study.folder import StudyFolder
-from evergrad.study.probe_tables import WATCHED, watched_kind, watched_kinds, watched_table, watched_to_json
-from evergrad.study.results import Cell, Results, results_of, tally_of
+from evergrad.study.probe_tables import (
+    PROBE_TABLE_KINDS,
+    main_probe_kind,
+    probe_kinds,
+    probe_table,
+    probe_tables_to_json,
+)
+from evergrad.study.results import Cell, Results, results_of, study_progress
 from evergrad.study.statistics import (
     coefficient_of_variation,
     mean,
@@ -24,14 +30,22 @@ from evergrad.study.statistics import (
     proportion_interval,
     standard_deviation,
 )
-from evergrad.study.table_formats import Entry, Quantity, Table, defused, facts_under, varying_axes, written
+from evergrad.study.table_formats import (
+    Quantity,
+    Table,
+    TableEntry,
+    escape_formula,
+    format_table,
+    notes_under,
+    varying_axes,
+)
 from evergrad.study.trials import Outcome
 from evergrad.training.settings import Direction
 from evergrad.wording import checked_choice
 
 # The columns of a study's tables: what each says of a cell, and what its name means.
 
-Column: TypeAlias = "Callable[[Cell, Results], Quantity | None]"
+ColumnFunction: TypeAlias = "Callable[[Cell, Results], Quantity | None]"
 
 COUNTED = {
     "N-EV": Outcome.NEV,
@@ -130,7 +144,7 @@ def _quantity(value: float | None) -> Quantity | None:
 
 
 # Shown where any cell has a value: inference has mismatches, and a command may measure nothing.
-ACCURACIES: dict[str, Column] = {
+ACCURACIES: dict[str, ColumnFunction] = {
     "mismatch %": _mismatch,
     "AvgI-Acc": start,
     "ACC": _accuracy,
@@ -140,7 +154,7 @@ ACCURACIES: dict[str, Column] = {
 }
 
 # What can be shown in the published shape, by the name to ask for it.
-PUBLISHED: dict[str, tuple[str, Column]] = {
+PUBLISHED: dict[str, tuple[str, ColumnFunction]] = {
     "nev": ("N-EV %", nev_rate),
     "rwc": ("RWC %", rwc_rate),
     "failed": ("TF %", _failed),
@@ -159,15 +173,15 @@ _METHODS = {
 }
 
 
-TABLES = ("summary", "paper", "comparisons", "trends", *WATCHED)
+TABLES = ("summary", "paper", "comparisons", "trends", *PROBE_TABLE_KINDS)
 
 
 def study_table(results: Results, layout: str | None = None, *, default: str = "summary") -> Table:
     """The table of that layout, one of `TABLES`. Without one, the first of costs, spread and guards that the study asks
     for; for a study of outcomes, `default`."""
-    layout = checked_choice("layout", layout or watched_kind(results) or default, TABLES)
-    if layout in WATCHED:
-        return watched_table(results, layout)
+    layout = checked_choice("layout", layout or main_probe_kind(results) or default, TABLES)
+    if layout in PROBE_TABLE_KINDS:
+        return probe_table(results, layout)
     if layout == "paper":
         return published_table(results)
     if layout == "comparisons":
@@ -179,7 +193,7 @@ def summary_table(results: Results) -> Table:
     """One row a cell: its axes, how its trainings ended, rates with intervals, and accuracy where there is any."""
     cells = results.cells
     places = varying_axes(results)
-    columns: dict[str, list[Entry]] = {"trainings": [cell.trainings for cell in cells]}
+    columns: dict[str, list[TableEntry]] = {"trainings": [cell.trainings for cell in cells]}
     if any(cell.trainings != cell.due for cell in cells):
         columns["due"] = [cell.due for cell in cells]
     for header, outcome in COUNTED.items():
@@ -191,7 +205,7 @@ def summary_table(results: Results) -> Table:
     columns["RWC"] = [cell.changed_result for cell in cells]
     columns["RWC %"] = [rwc_rate(cell, results) for cell in cells]
     for header, entry in ACCURACIES.items():
-        found: list[Entry] = [entry(cell, results) for cell in cells]
+        found: list[TableEntry] = [entry(cell, results) for cell in cells]
         if any(one is not None for one in found):
             columns[header] = found
     return Table(
@@ -216,14 +230,14 @@ def published_table(results: Results, measure: str = "nev") -> Table:
     groups = [name for name in varying if name not in (down, across)]
     stubs = [*groups, down] if down else groups
     tops = list(dict.fromkeys(cell.axes.get(across) for cell in results.cells)) if across else []
-    lines: dict[tuple[Entry, ...], dict[Entry, Entry]] = {}
+    lines: dict[tuple[TableEntry, ...], dict[TableEntry, TableEntry]] = {}
     for cell in results.cells:
         line = lines.setdefault(tuple(cell.axes.get(name) for name in stubs), {})
         line[cell.axes.get(across) if across else header] = entry(cell, results)
     # Cells of a group may lie apart in the plan, where another axis is the outer one.
     order = {key: place for place, key in enumerate(dict.fromkeys(stub[: len(groups)] for stub in lines))}
     rows = sorted(lines.items(), key=lambda item: order[item[0][: len(groups)]])
-    asked: list[Entry] = list(tops) or [header]
+    asked: list[TableEntry] = list(tops) or [header]
     return Table(
         f"{results.title or results.study}: {header}",
         (*stubs, *("none" if top is None else str(top) for top in asked)),
@@ -233,10 +247,10 @@ def published_table(results: Results, measure: str = "nev") -> Table:
     )
 
 
-def comparisons_table(results: Results, comparisons: Sequence[Comparison] | None = None) -> Table:
+def comparisons_table(results: Results, comparisons: Sequence[CellComparison] | None = None) -> Table:
     """Neighbouring cells tested against each other; all that can be, if none are given."""
     found = compare_cells(results) if comparisons is None else comparisons
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     for one in found:
         before, after = (Quantity(100 * rate) for rate in one.rates)
         difference = Quantity(100 * one.difference, 1, 100 * one.interval[0], 100 * one.interval[1])
@@ -255,7 +269,7 @@ def comparisons_table(results: Results, comparisons: Sequence[Comparison] | None
         f"{results.title or results.study}: which cells differ",
         (*headers, "p", "p Holm", "p BH", "verdict"),
         tuple(rows),
-        (*notes, *facts_under(results)),
+        (*notes, *notes_under(results)),
     )
 
 
@@ -283,7 +297,7 @@ def trends_table(results: Results, axis: str, measure: str = "nev", trends: Sequ
     )
     headers = ("at", f"{label} % along {axis}", "z", "p", "p Holm", "a fall", "verdict")
     title = f"{results.title or results.study}: {label} along {axis}"
-    return Table(title, headers, rows, (*notes, *facts_under(results)))
+    return Table(title, headers, rows, (*notes, *notes_under(results)))
 
 
 def results_to_json(results: Results) -> dict[str, Json]:
@@ -303,7 +317,7 @@ def results_to_json(results: Results) -> dict[str, Json]:
         "interval": results.interval,
         "facts": facts,
         "notes": notes,
-        **watched_to_json(results),
+        **probe_tables_to_json(results),
     }
 
 
@@ -316,7 +330,7 @@ def _cell_to_json(cell: Cell, results: Results) -> dict[str, Json]:
     told["nonfinite"] = cell.nonfinite
     told["due"] = cell.due
     told["rwc"] = cell.changed_result
-    told["rwc_interval"] = [*proportion_interval(*measured(cell, "rwc"), results.confidence, results.interval)]
+    told["rwc_interval"] = [*proportion_interval(*count_measure(cell, "rwc"), results.confidence, results.interval)]
     told["direction"] = cell.direction.value
     told["golden"] = cell.golden if math.isfinite(cell.golden) else None
     told["golden_start"] = cell.golden_start if math.isfinite(cell.golden_start) else None
@@ -338,7 +352,7 @@ def _names(results: Results) -> list[str]:
     return list(dict.fromkeys([*results.axes, *(name for cell in results.cells for name in cell.axes)]))
 
 
-def _where(found: Comparison | Trend, results: Results) -> str:
+def _where(found: CellComparison | Trend, results: Results) -> str:
     varying = varying_axes(results)
     return ", ".join(f"{name} {place}" for name, place in found.others.items() if name in varying)
 
@@ -347,7 +361,7 @@ def _notes(results: Results, columns: Sequence[str]) -> tuple[str, ...]:
     """What stands under a table with these columns."""
     meanings = [f"{column}: {MEANINGS[column]}{_sign(results, column)}." for column in columns if column in MEANINGS]
     level = f"{_percent(results.confidence)}, each for its cell alone"
-    return (*meanings, f"Intervals of rates: {_METHODS[results.interval]}; {level}.", *facts_under(results))
+    return (*meanings, f"Intervals of rates: {_METHODS[results.interval]}; {level}.", *notes_under(results))
 
 
 def _sign(results: Results, column: str) -> str:
@@ -387,10 +401,10 @@ def export_study(folder: Path, to: Path) -> list[Path]:
     texts: dict[str, str] = {}
     made = {"summary": summary_table(results), "published": published_table(results)}
     made["comparisons"] = comparisons_table(results)
-    for kind in watched_kinds(results):
-        made[kind] = watched_table(results, kind)
+    for kind in probe_kinds(results):
+        made[kind] = probe_table(results, kind)
     for name, table in made.items():
-        texts |= {f"{name}.{ending}": written(table, form) for form, ending in _ENDINGS.items()}
+        texts |= {f"{name}.{ending}": format_table(table, form) for form, ending in _ENDINGS.items()}
     texts["results.json"] = json.dumps(results_to_json(results), indent=1, allow_nan=False) + "\n"
     texts["trials.csv"] = _trials(folder)
     texts["plan.toml"] = StudyFolder(folder).plan().text
@@ -404,7 +418,7 @@ def export_study(folder: Path, to: Path) -> list[Path]:
 
 def _trials(folder: Path) -> str:
     """One row a trial, with its axes first."""
-    tally, _ = tally_of(folder, brief=False)
+    tally, _ = study_progress(folder, brief=False)
     text = io.StringIO()
     axes = [name for name in tally.plan.axes if name not in _COLUMNS]
     out = csv.writer(text, lineterminator="\n")
@@ -429,4 +443,4 @@ def _or_empty(value: int | None) -> int | str:
 
 
 def _plain(value: object) -> object:
-    return defused(value) if isinstance(value, str) else value
+    return escape_formula(value) if isinstance(value, str) else value

@@ -13,7 +13,7 @@ from evergrad.errors import UnknownTensor, UsageError
 from evergrad.records import Role, TensorInfo
 from evergrad.state import select
 
-PLACES = ("first", "middle", "last")
+LAYER_POSITIONS = ("first", "middle", "last")
 
 _LAST = re.compile(r"[./][^./]+$")
 
@@ -24,7 +24,7 @@ def layers(tensors: Mapping[str, TensorInfo]) -> list[str]:
     return list(dict.fromkeys(_LAST.sub("", name) or name for name in weights))
 
 
-def aimed_at(
+def select_targets(
     tensors: Mapping[str, TensorInfo], where: str, layer: str = "", numbers: Mapping[str, int] | None = None
 ) -> list[str]:
     """The names that faults may hit; `UsageError` if there are none. `numbers` are the optimizer's, by parameter."""
@@ -34,7 +34,7 @@ def aimed_at(
     known = layers(tensors)
     if not known:
         raise UsageError(f"layer {layer!r}: the model has no layers with weights")
-    if layer in PLACES:
+    if layer in LAYER_POSITIONS:
         layer = {"first": known[0], "middle": known[len(known) // 2], "last": known[-1]}[layer]
     parameters = [_inside(name) for name, info in tensors.items() if info.role is Role.MODEL]
     if not any(_belongs(name, layer) for name in parameters):

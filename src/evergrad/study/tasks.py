@@ -23,15 +23,15 @@ import torch
 
 from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.injection import InjectionLog
-from evergrad.injection.bit_changes import Plan
+from evergrad.injection.bit_changes import InjectionPlan
 from evergrad.injection.faults import fault_of
 from evergrad.records import Json
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import golden_folder, read_golden
-from evergrad.study.loaded_trainings import Warm, made_golden, warm
-from evergrad.study.observe import CutShort, observe
-from evergrad.study.rank_group import RankGroup, RankLost, warm_group
-from evergrad.study.trials import PASSING, TARGETS, Command, End, Observation, Trial, is_own_doing
+from evergrad.study.loaded_trainings import LoadedTraining, ensure_golden, load_training
+from evergrad.study.observe import TrainingFailed, observe
+from evergrad.study.rank_group import GroupRankLost, RankGroup, cached_group
+from evergrad.study.trials import TARGETS, TRANSIENT_TARGETS, Command, Observation, Trial, TrialEnd, crashed_by_itself
 from evergrad.training.settings import Training
 
 if TYPE_CHECKING:
@@ -43,32 +43,32 @@ if TYPE_CHECKING:
 # Faults in the state at the restart are the same as in a checkpoint file: the same seed hits the same elements and
 # bits. Faults that happen later, or to what is never in a checkpoint, are scheduled by `inject_live`.
 
-STATE_TARGETS = tuple(target for target in TARGETS if target not in PASSING)
+STATE_TARGETS = tuple(target for target in TARGETS if target not in TRANSIENT_TARGETS)
 """What is in a checkpoint."""
 
 
-def hit_ranks(seed: int, count: int, ranks: int) -> list[int]:
+def draw_faulty_ranks(seed: int, count: int, ranks: int) -> list[int]:
     """Which ranks are hit: drawn, since rank 0 is not like the others.
 
-    >>> hit_ranks(7, 2, 8)
+    >>> draw_faulty_ranks(7, 2, 8)
     [2, 6]
     """
-    return sorted(sorted(range(ranks), key=lambda rank: _mixed(seed, rank, "hit"))[:count])
+    return sorted(sorted(range(ranks), key=lambda rank: _derived_seed(seed, rank, "hit"))[:count])
 
 
 def rank_seed(seed: int, rank: int, count: int) -> int:
     """What a rank's faults are drawn from: each has its own, and a single one has the trial's."""
-    return seed if count == 1 else _mixed(seed, rank, "draws")
+    return seed if count == 1 else _derived_seed(seed, rank, "draws")
 
 
 @dataclass(slots=True)
-class Struck:
+class TrialInjection:
     """What a trial's faults have come to on this rank."""
 
     rank: int = 0
     places: int = 0
     """Bits that they could have hit, where that is known."""
-    done: Plan | None = None
+    done: InjectionPlan | None = None
     live: LiveInjection | None = None
 
     @property
@@ -100,15 +100,17 @@ class Struck:
             self.live.remove()
 
     @property
-    def _found(self) -> Plan | InjectionLog | None:
+    def _found(self) -> InjectionPlan | InjectionLog | None:
         return self.done if self.live is None else self.live.log
 
 
-def strike(loaded: Warm, trial: Trial, struck: Struck, *, rehearsal: bool = False) -> None:
+def inject_trial_faults(
+    loaded: LoadedTraining, trial: Trial, struck: TrialInjection, *, rehearsal: bool = False
+) -> None:
     """Let a trial's faults happen on this rank, now or when their step comes; a rehearsal only tries where they aim."""
     session = loaded.session
     struck.rank = session.rank
-    mine = session.rank in hit_ranks(trial.seed, trial.ranks, session.ranks)
+    mine = session.rank in draw_faulty_ranks(trial.seed, trial.ranks, session.ranks)
     seed = rank_seed(trial.seed, session.rank, trial.ranks)
     if trial.target in STATE_TARGETS and trial.step == 0:
         aim = loaded.aim(trial)
@@ -135,7 +137,7 @@ def strike(loaded: Warm, trial: Trial, struck: Struck, *, rehearsal: bool = Fals
             struck.end()
 
 
-def _mixed(seed: int, rank: int, what: str) -> int:
+def _derived_seed(seed: int, rank: int, what: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {rank} {what}".encode(), digest_size=7).digest(), "big")
 
 
@@ -149,9 +151,9 @@ def perform(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
     """Do one task in a study's folder; gives a `Golden` or an `Observation` as JSON."""
     trial = Trial.from_json(work["trial"])
     if work["kind"] != "golden" and trial.saving is not None:
-        return _saved(folder, trial).to_json()
+        return _run_cost_trial(folder, trial).to_json()
     if isinstance(trial.training, Training) and trial.training.mechanism != "single":
-        return _by_ranks(folder, work, trial.training)
+        return _perform_on_ranks(folder, work, trial.training)
     return perform_here(folder, work)
 
 
@@ -159,18 +161,18 @@ def perform_here(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
     """Do it in this process; where it is a rank, all others of its group do the same at the same time."""
     trial = Trial.from_json(work["trial"])
     if work["kind"] == "golden":
-        golden = made_golden(folder, trial)
+        golden = ensure_golden(folder, trial)
         for one in work["aims"]:
-            _check_aim(folder, Trial.from_json(one))
+            _check_targets(folder, Trial.from_json(one))
         return golden.to_json()
     if isinstance(trial.training, Command):
-        return _commanded(folder, trial, trial.training).to_json()
-    struck = Struck()
-    seen = _observed(folder, trial, trial.training, struck).to_json()
+        return _run_program_trial(folder, trial, trial.training).to_json()
+    struck = TrialInjection()
+    seen = _run_trial(folder, trial, trial.training, struck).to_json()
     return {**seen, "hits": struck.hits()} if work["kind"] == "replay" else seen
 
 
-def _saved(folder: Path, trial: Trial) -> Observation:
+def _run_cost_trial(folder: Path, trial: Trial) -> Observation:
     from evergrad.study.checkpoint_cost import perform_saving
 
     golden = read_golden(folder, trial.training.key)
@@ -178,27 +180,27 @@ def _saved(folder: Path, trial: Trial) -> Observation:
     return perform_saving(folder, trial, golden)
 
 
-def _by_ranks(folder: Path, work: Mapping[str, Any], training: Training) -> dict[str, Json]:
+def _perform_on_ranks(folder: Path, work: Mapping[str, Any], training: Training) -> dict[str, Json]:
     """By all ranks of a warm group; rank 0's answer, with the faults of all."""
     reasons: list[str] = []
     for _ in range(_ATTEMPTS):
         try:
-            group = warm_group(training.ranks, training.device, folder=folder / SCRATCH)
-            answers = group.call(_HERE, folder, work, is_last=partial(_ends, group))
-        except RankLost as lost:
+            group = cached_group(training.ranks, training.device, folder=folder / SCRATCH)
+            answers = group.call(_HERE, folder, work, is_last=partial(_ends_trial, group))
+        except GroupRankLost as lost:
             reasons.append(str(lost))
-            if sum(map(is_own_doing, reasons)) > 1:
+            if sum(map(crashed_by_itself, reasons)) > 1:
                 break
             continue
-        return _joined(answers, Trial.from_json(work["trial"]))
+        return _merge_rank_answers(answers, Trial.from_json(work["trial"]))
     reason = f"{reasons[-1]}, of {training.ranks}; so did {len(reasons) - 1} before it"
     if work["kind"] == "golden":
         raise StudyError(f"the golden run of {training.name} has lost a rank: {reason}")
-    end = End.CRASHED if is_own_doing(reasons[-1]) else End.LOST
+    end = TrialEnd.CRASHED if crashed_by_itself(reasons[-1]) else TrialEnd.LOST
     return Observation(end=end, reason=reason).to_json()
 
 
-def _ends(group: RankGroup, answer: Mapping[str, Any]) -> bool:
+def _ends_trial(group: RankGroup, answer: Mapping[str, Any]) -> bool:
     """Whether an answer ends the trial. An error of communication is no training's own: somebody has died."""
     if _is_last(answer) and _CUT_OFF.search(str(answer["reason"])):
         group.check_alive(_DEATHS_S)
@@ -207,10 +209,10 @@ def _ends(group: RankGroup, answer: Mapping[str, Any]) -> bool:
 
 def _is_last(answer: Mapping[str, Any]) -> bool:
     """Whether the other ranks now wait for what will not come."""
-    return answer.get("end") in (End.CRASHED, End.LOST)
+    return answer.get("end") in (TrialEnd.CRASHED, TrialEnd.LOST)
 
 
-def _joined(answers: list[dict[str, Any] | None], trial: Trial) -> dict[str, Json]:
+def _merge_rank_answers(answers: list[dict[str, Any] | None], trial: Trial) -> dict[str, Json]:
     for rank, answer in enumerate(answers):
         if answer is not None and _is_last(answer):
             crashed: dict[str, Json] = {**answer, "reason": f"rank {rank}: {answer['reason']}"}
@@ -227,23 +229,23 @@ def _joined(answers: list[dict[str, Any] | None], trial: Trial) -> dict[str, Jso
     return found
 
 
-def _check_aim(folder: Path, trial: Trial) -> None:
+def _check_targets(folder: Path, trial: Trial) -> None:
     """Whether the faults of a cell have enough places: a cell that cannot be is better known before it begins."""
     if isinstance(trial.training, Command) or trial.saving is not None:
         return  # the injector says so at the first trial
-    loaded = warm(folder, trial.training, trial.rules)
+    loaded = load_training(folder, trial.training, trial.rules)
     try:
         loaded.take_up()
         steps = trial.training.epochs * loaded.session.steps_per_epoch
         if trial.step >= steps and (trial.step or trial.target not in STATE_TARGETS):
             raise UsageError(f"step: expected less than the {steps} steps after the checkpoint, found {trial.step}")
-        strike(loaded, trial, Struck(), rehearsal=True)
+        inject_trial_faults(loaded, trial, TrialInjection(), rehearsal=True)
     except EvergradError as error:
         cell = ", ".join(f"{name} {value}" for name, value in trial.axes.items())
         raise UsageError(f"impossible cell ({cell}): {error}") from None
 
 
-def _commanded(folder: Path, trial: Trial, command: Command) -> Observation:
+def _run_program_trial(folder: Path, trial: Trial, command: Command) -> Observation:
     from evergrad.study.external_training import run_trial
 
     began = perf_counter()
@@ -259,13 +261,13 @@ def _commanded(folder: Path, trial: Trial, command: Command) -> Observation:
     return replace(seen, seconds=perf_counter() - began)
 
 
-def _observed(folder: Path, trial: Trial, training: Training, struck: Struck) -> Observation:
+def _run_trial(folder: Path, trial: Trial, training: Training, struck: TrialInjection) -> Observation:
     began = perf_counter()
-    loaded = warm(folder, training, trial.rules)
+    loaded = load_training(folder, training, trial.rules)
     loaded.take_up()
-    strike(loaded, trial, struck)
+    inject_trial_faults(loaded, trial, struck)
     try:
-        seen = _seen(loaded, trial, training, struck)
+        seen = _observe_trial(loaded, trial, training, struck)
     finally:
         struck.end()
     return replace(
@@ -277,20 +279,20 @@ def _observed(folder: Path, trial: Trial, training: Training, struck: Struck) ->
     )
 
 
-def _seen(loaded: Warm, trial: Trial, training: Training, struck: Struck) -> Observation:
+def _observe_trial(loaded: LoadedTraining, trial: Trial, training: Training, struck: TrialInjection) -> Observation:
     try:
         seen = observe(loaded.session, training.epochs, trial.rules, loaded.course)
     except MemoryError as error:
-        return Observation(end=End.LOST, reason=f"out of memory: {error}"[:300])
+        return Observation(end=TrialEnd.LOST, reason=f"out of memory: {error}"[:300])
     except EvergradError:
         raise  # of a fault that finds no place, say: it is the plan's, and not the training's
-    except CutShort as cut:
+    except TrainingFailed as cut:
         assert cut.__cause__ is not None
         ended = _crashed(cut.__cause__, training)
         return replace(cut.seen, end=ended.end, reason=ended.reason)
     except Exception as error:
         return _crashed(error, training)
-    if seen.end is End.FINISHED:
+    if seen.end is TrialEnd.FINISHED:
         struck.check()
     return seen
 
@@ -298,7 +300,7 @@ def _seen(loaded: Warm, trial: Trial, training: Training, struck: Struck) -> Obs
 def _crashed(error: BaseException, training: Training) -> Observation:
     """The training's own error: an index out of a corrupted number, a check of the model's."""
     if isinstance(error, torch.OutOfMemoryError):
-        return Observation(end=End.LOST, reason=f"out of memory: {error}"[:300])
+        return Observation(end=TrialEnd.LOST, reason=f"out of memory: {error}"[:300])
     if training.device != "cpu":
         try:
             torch.cuda.synchronize()
@@ -306,4 +308,4 @@ def _crashed(error: BaseException, training: Training) -> Observation:
             # Nothing works on that device any more in this process. A second worker dies of it, and it is the trial's.
             os.abort()
     lines = str(error).splitlines()
-    return Observation(end=End.CRASHED, reason=f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])
+    return Observation(end=TrialEnd.CRASHED, reason=f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])

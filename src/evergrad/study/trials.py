@@ -14,24 +14,24 @@ from typing import Any, TypeAlias
 from evergrad.errors import UsageError
 from evergrad.records import Json
 from evergrad.training.settings import Direction, Training, direction_by_name
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, short_repr
 
 Axes: TypeAlias = "Mapping[str, str | int | float]"
 
 TARGETS = ("state", "weights", "buffers", "optimizer", "gradients", "activations", "communication")
 """What a fault may hit: `state` is whatever `where` selects of weights, buffers and optimizer state."""
-PASSING = ("gradients", "activations", "communication")
+TRANSIENT_TARGETS = ("gradients", "activations", "communication")
 """Of those, what lives for one step and is in no checkpoint."""
-SAVINGS = ("none", "root", "evergrad")
+SAVING_STRATEGIES = ("none", "root", "evergrad")
 """How a training may be saved on its way: see `saving.strategies`."""
-WATCHES = ("spread", "guards")
+PROBES = ("spread", "guards")
 """What else may be looked at in every step."""
 
 _MOST_POINTS = 200
 _COUNTS = ("steps", "nonfinite_at", "extreme_at", "mismatches", "predictions", "injected", "changed", "places")
 
 
-class End(StrEnum):
+class TrialEnd(StrEnum):
     """How a trial's training ended; what that means is the outcome's matter."""
 
     FINISHED = "finished"
@@ -91,7 +91,7 @@ class Rules:
     abandon: tuple[str, ...] = ("non-finite",)
     """Of `non-finite` and `extreme`: seeing it ends the trial."""
     watch: tuple[str, ...] = ()
-    """Of `WATCHES`: what else is looked at in every step, and takes its time."""
+    """Of `PROBES`: what else is looked at in every step, and takes its time."""
 
     def to_json(self) -> dict[str, Json]:
         """As `from_json` reads it; a trial that watches nothing more has the id that it always had."""
@@ -109,7 +109,7 @@ class Saving:
     """A training that is saved on its way, and perhaps restarted from what was saved: what that costs."""
 
     strategy: str
-    """Of `SAVINGS`."""
+    """Of `SAVING_STRATEGIES`."""
     every: int = 0
     """Steps between two saves; 0: one at the end of each epoch."""
     restarts: bool = False
@@ -196,7 +196,7 @@ class Series:
 class Observation:
     """What was seen of one training after its checkpoint."""
 
-    end: End
+    end: TrialEnd
     reason: str = ""
     steps: int = 0
     metrics: tuple[float, ...] = ()
@@ -244,7 +244,7 @@ class Observation:
             elif isinstance(value, tuple):
                 told[one.name] = [_told(number) for number in value]
             else:
-                told[one.name] = str(value) if isinstance(value, End) else value
+                told[one.name] = str(value) if isinstance(value, TrialEnd) else value
         return told
 
     @classmethod
@@ -261,7 +261,7 @@ class Observation:
             str(name): None if step is None else int(step) for name, step in values.get("alarms", {}).items()
         }
         values["metrics"] = tuple(float(value) for value in values["metrics"])
-        values["end"] = End(values["end"])
+        values["end"] = TrialEnd(values["end"])
         found = cls(**values)
         for one in fields(cls):
             value = getattr(found, one.name)
@@ -304,7 +304,7 @@ class Outcome(StrEnum):
     """Its worker was lost for reasons of ours; it runs again."""
 
 
-SCALE = tuple(Outcome)
+OUTCOMES_WORST_FIRST = tuple(Outcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +323,7 @@ class Thresholds:
         for name in ("margin", "chance"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise UsageError(f"{name}: expected a number, 0 or more, found {shown(value)}")
+                raise UsageError(f"{name}: expected a number, 0 or more, found {short_repr(value)}")
         checked_choice("result", self.result, ("metric", "weights"))
 
     def to_json(self) -> dict[str, Json]:
@@ -342,11 +342,11 @@ def judge(
     """The verdict on what was seen, against the golden run and the metric of one who guesses."""
     limits = thresholds or Thresholds()
     sign = direction.sign
-    if seen.end is End.LOST:
+    if seen.end is TrialEnd.LOST:
         return Outcome.UNKNOWN
     if seen.nonfinite_at is not None or seen.extreme_at is not None:
         return Outcome.NEV
-    if seen.end in (End.CRASHED, End.OVERTIME) or not seen.metrics:
+    if seen.end in (TrialEnd.CRASHED, TrialEnd.OVERTIME) or not seen.metrics:
         return Outcome.FAILED
     final, reference = seen.metrics[-1], golden.metrics[-1]
     if not math.isfinite(final):
@@ -367,10 +367,10 @@ def judge(
 _DEADLY = re.compile(r"SIG(SEGV|BUS|FPE|ILL|ABRT)")
 
 
-def is_own_doing(how: str) -> bool:
+def crashed_by_itself(how: str) -> bool:
     """Whether a process died of what it did itself: twice in the same trial, and it is the fault's doing.
 
-    >>> is_own_doing("rank 1 ended with SIGSEGV"), is_own_doing("rank 1 ended with SIGKILL")
+    >>> is_own_doing("rank 1 ended with SIGSEGV"), crashed_by_itself("rank 1 ended with SIGKILL")
     (True, False)
     """
     return _DEADLY.search(how) is not None

@@ -17,17 +17,18 @@ Your own training script under failures: `run_job` and `sweep`; as fixtures in `
 from evergrad.recovery.failures.schedule import Failures
 from evergrad.testing.executor_contract import ExecutorContract
 from evergrad.testing.format_contract import FormatContract, raw_bytes
-from evergrad.testing.hang_report import Stuck
-from evergrad.testing.jobs import JobRun, RunJob, Weights, close_forkserver, run_job
+from evergrad.testing.hang_report import StuckProcess
+from evergrad.testing.jobs import FinalWeights, JobRun, RunJob, close_forkserver, run_job
 from evergrad.testing.storage import FullStorage, ReadOnlyStorage, SlowStorage, StorageCall, StorageCalls, kill_after
 from evergrad.testing.sweeps import PHASES, Case, Script, Sweep, sweep
-from evergrad.testing.tier_contract import SharedTierContract, TierContract, captured
+from evergrad.testing.tier_contract import SharedTierContract, TierContract, capture_shard
 
 __all__ = [
     "PHASES",
     "Case",
     "ExecutorContract",
     "Failures",
+    "FinalWeights",
     "FormatContract",
     "FullStorage",
     "JobRun",
@@ -38,11 +39,10 @@ __all__ = [
     "SlowStorage",
     "StorageCall",
     "StorageCalls",
-    "Stuck",
+    "StuckProcess",
     "Sweep",
     "TierContract",
-    "Weights",
-    "captured",
+    "capture_shard",
     "close_forkserver",
     "kill_after",
     "raw_bytes",

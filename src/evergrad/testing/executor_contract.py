@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, ClassVar
 
-from evergrad.study.executors.base import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Executor, Task, TaskResult, TaskStatus
 from evergrad.study.executors.worker import resolve
 
 _PERFORM = "evergrad.study.executors.selftest:perform"
@@ -67,12 +67,12 @@ class ExecutorContract:
         cls._shared = cls._folder = None
 
     @classmethod
-    def ended(cls, *tasks: Task) -> dict[str, Ended]:
+    def ended(cls, *tasks: Task) -> dict[str, TaskResult]:
         """Submit them and wait for all: by id, each once."""
         executor = cls.shared()
         for task in tasks:
             executor.submit(task)
-        found: list[Ended] = []
+        found: list[TaskResult] = []
         until = time.monotonic() + _PATIENCE_S
         while len(found) < len(tasks):
             assert time.monotonic() < until, f"of {len(tasks)} tasks only {len(found)} were ever over: {found}"
@@ -88,7 +88,7 @@ class ExecutorContract:
         assert self._folder is not None
         for i, value in enumerate(values):
             ended = found[f"t{i}"]
-            assert (ended.fate, ended.reason) == (Fate.DONE, "")
+            assert (ended.fate, ended.reason) == (TaskStatus.DONE, "")
             assert ended.result is not None
             assert ended.result["value"] == value
             assert ended.result["folder"] == self._folder.name
@@ -109,28 +109,28 @@ class ExecutorContract:
             Task("other", {"do": "fail", "text": "bad\nshape"}),
             Task("fine", {"do": "echo", "value": 1}),
         )
-        assert found["ours"] == Ended("ours", Fate.BROKEN, None, "no such layer")
-        assert found["other"].fate is Fate.BROKEN
+        assert found["ours"] == TaskResult("ours", TaskStatus.BROKEN, None, "no such layer")
+        assert found["other"].fate is TaskStatus.BROKEN
         for part in ("ValueError", "selftest.py:", r"bad\nshape"):
             assert part in found["other"].reason
-        assert found["fine"].fate is Fate.DONE
+        assert found["fine"].fate is TaskStatus.DONE
 
     def test_a_worker_that_dies_takes_only_its_own_task_along(self) -> None:
         """Those of others, and those that wait, are done."""
         echoes = [Task(f"t{i}", {"do": "echo", "value": i}) for i in range(4)]
         found = self.ended(*echoes[:2], Task("killed", {"do": "die", "signal": "SIGKILL"}), *echoes[2:])
-        assert found["killed"].fate is Fate.LOST
+        assert found["killed"].fate is TaskStatus.LOST
         assert "SIGKILL" in found["killed"].reason
-        assert {found[task.id].fate for task in echoes} == {Fate.DONE}
+        assert {found[task.id].fate for task in echoes} == {TaskStatus.DONE}
 
     def test_a_task_over_its_limit_is_ended_with_all_it_has_started(self) -> None:
         """Nothing of it is left, and the next task is done."""
         alive = self._alive()
         stay = {"do": "stay", "pipe": "alive", "inside": "command"}
         found = self.ended(Task("long", stay, 0.2), Task("next", {"do": "echo", "value": 1}))
-        assert found["long"].fate is Fate.OVERTIME
+        assert found["long"].fate is TaskStatus.OVERTIME
         assert "0.2 s" in found["long"].reason
-        assert found["next"].fate is Fate.DONE
+        assert found["next"].fate is TaskStatus.DONE
         alive.await_end()
 
     def test_closing_ends_every_worker(self) -> None:
@@ -150,7 +150,7 @@ class ExecutorContract:
 
     def test_workers_end_with_a_runner_that_is_killed(self, tmp_path: Path) -> None:
         """By SIGKILL, so nobody has closed anything; and even in a call that lets nothing else of Python run."""
-        alive = _Alive(tmp_path)
+        alive = _WorkersPipe(tmp_path)
         told = json.dumps([sys.path, self.executor, str(tmp_path), dict(self.options), _PERFORM])
         command = [sys.executable, "-c", _RUNNER, told]
         with (
@@ -164,13 +164,13 @@ class ExecutorContract:
         alive.await_end()
 
     @classmethod
-    def _alive(cls) -> _Alive:
+    def _alive(cls) -> _WorkersPipe:
         cls.shared()
         assert cls._folder is not None
-        return _Alive(Path(cls._folder.name))
+        return _WorkersPipe(Path(cls._folder.name))
 
 
-class _Alive:
+class _WorkersPipe:
     """A named pipe that workers hold open: it ends when the last of them does."""
 
     def __init__(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from evergrad._forkserver import Forkserver, ForkserverLost, OwnChild, detach
 from evergrad.errors import RecoveryError
-from evergrad.testing.hang_report import Ending, await_end
+from evergrad.testing.hang_report import LauncherExit, await_end
 
 _NEEDED = ("evergrad.recovery.joining", "evergrad.testing.forkserver")
 _LAUNCH = "evergrad.testing.forkserver:launch"
@@ -54,7 +54,7 @@ class JobLauncher:
         self._server: Forkserver | None = None
         self._is_possible = True
 
-    def launch(self, request: Request) -> Ending:
+    def launch(self, request: Request) -> LauncherExit:
         """Run a job to its end; from nothing, if there can be no forkserver."""
         server = self._started()
         if server is None:
@@ -90,7 +90,7 @@ class JobLauncher:
         return self._server
 
 
-def launch_plainly(request: Request) -> Ending:
+def launch_plainly(request: Request) -> LauncherExit:
     """Run a job to its end as a command line would: everyone imports torch for themselves."""
     with open(f"{request.folder}/stdout", "wb") as out, open(f"{request.folder}/stderr", "wb") as err:
         process = subprocess.Popen(

@@ -13,7 +13,7 @@ import torch
 from evergrad.errors import EvergradError, UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
 from evergrad.formats.checkpoint import Bits
-from evergrad.formats.data_file import NeedsRewrite, rehearsal
+from evergrad.formats.data_file import NeedsRewrite, record_dry_run
 from evergrad.injection import BitFlip, inject, undo
 
 
@@ -92,7 +92,7 @@ class FormatContract:
         path, expected = self._made(tmp_path)
         name = _largest(expected)
         before = _bytes_of(path)
-        with rehearsal() as noted, open_checkpoint(path) as ck:
+        with record_dry_run() as noted, open_checkpoint(path) as ck:
             try:
                 ck.xor(name, *_change(ck, name))
             except NeedsRewrite:

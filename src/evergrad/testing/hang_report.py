@@ -20,7 +20,7 @@ from typing import Any
 from evergrad._forkserver import ForkserverChild, OwnChild
 from evergrad.errors import FormatError
 from evergrad.records import record_from_json, record_to_json
-from evergrad.timeline import read
+from evergrad.timeline import read_events
 
 ABORTED = "Fatal Python error: Aborted"
 """How a process begins to tell where it is."""
@@ -32,7 +32,7 @@ _STATES = {"R": "running", "S": "waiting", "D": "waiting in the kernel", "T": "s
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class StuckProcess:
     """A process that was still there when time was up."""
 
     uid: int
@@ -48,48 +48,48 @@ class Stuck:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class LauncherExit:
     """How a launcher ended."""
 
     exit_code: int
     """Below zero, the signal that ended it."""
     timed_out: bool = False
-    stuck: tuple[Stuck, ...] = ()
+    stuck: tuple[StuckProcess, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return record_to_json(self)
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Ending:
+    def from_json(cls, row: dict[str, Any]) -> LauncherExit:
         """Back from plain values."""
         return record_from_json(cls, row)
 
 
-def await_end(launcher: OwnChild | ForkserverChild, pidfd: int, run: Path, timeout_s: float) -> Ending:
+def await_end(launcher: OwnChild | ForkserverChild, pidfd: int, run: Path, timeout_s: float) -> LauncherExit:
     """Wait for a launcher; when time is up it is ended, with all it started.
 
     `run` is the folder of its run, for its timeline and logs.
     """
     if _wait([pidfd], timeout_s):
-        return Ending(launcher.wait())
-    found = _ask(launcher.pid, pidfd, run)
+        return LauncherExit(launcher.wait())
+    found = _abort_for_stacks(launcher.pid, pidfd, run)
     # What they said goes through the launcher, which ends by itself now, or tries to go on without them.
     _wait([pidfd], _SETTLES_WITHIN_S)
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # the kernel ends its processes with it
     code = launcher.wait()
-    return Ending(code, True, tuple(Stuck(uid, who, state, _stack(run, uid)) for uid, who, state in found))
+    return LauncherExit(code, True, tuple(StuckProcess(uid, who, state, _stack(run, uid)) for uid, who, state in found))
 
 
-def _ask(launcher: int, pidfd: int, run: Path) -> list[tuple[int, str, str]]:
+def _abort_for_stacks(launcher: int, pidfd: int, run: Path) -> list[tuple[int, str, str]]:
     """Abort every process of the job; who they were, and what they were doing."""
     found, handles = [], []
-    for uid, who, pid in _living(run):
+    for uid, who, pid in _running_processes(run):
         with suppress(OSError):
             handle = os.pidfd_open(pid)
             handles.append(handle)
-            state, parent = _looked_up(pid)  # after the handle: it cannot have become another's number since
+            state, parent = _process_state(pid)  # after the handle: it cannot have become another's number since
             if parent == launcher and state != "Z":
                 found.append((handle, uid, who, _STATES.get(state, state)))
     # The launcher would end the others when the first of them ends, before they have said where they are.
@@ -112,12 +112,12 @@ def _ask(launcher: int, pidfd: int, run: Path) -> list[tuple[int, str, str]]:
     return [(uid, who, state) for _, uid, who, state in found]
 
 
-def _living(run: Path) -> list[tuple[int, str, int]]:
+def _running_processes(run: Path) -> list[tuple[int, str, int]]:
     """Whom the timeline knows to be started and not ended: uid, who, pid."""
     started: dict[int, tuple[str, int]] = {}
     members: list[int] = []
     with suppress(FormatError):
-        for event in read(run / "timeline.jsonl"):
+        for event in read_events(run / "timeline.jsonl"):
             fields: dict[str, Any] = event.fields
             if event.event == "process_started":
                 started[fields["uid"]] = fields["label"], fields["pid"]
@@ -144,7 +144,7 @@ def _stack(run: Path, uid: int) -> str:
     return "\n".join([*lines[:_FRAMES], *(["…"] if len(lines) > _FRAMES else [])])
 
 
-def _looked_up(pid: int) -> tuple[str, int]:
+def _process_state(pid: int) -> tuple[str, int]:
     """State and parent of a process."""
     text = Path(f"/proc/{pid}/stat").read_text()
     state, parent, *_ = text.rpartition(")")[2].split()  # its name comes before, and may hold anything

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evergrad.errors import UsageError
-from evergrad.recovery.elastic_sampler import Balance
+from evergrad.recovery.elastic_sampler import SampleCounts
 from evergrad.recovery.failures.schedule import Failures
 from evergrad.recovery.fingerprints import RECORD_WEIGHTS
 from evergrad.testing.forkserver import JobLauncher, Request, launch_plainly
-from evergrad.testing.hang_report import ABORTED, Ending, Stuck
-from evergrad.timeline import Event, read
+from evergrad.testing.hang_report import ABORTED, LauncherExit, StuckProcess
+from evergrad.timeline import Event, read_events
 
 # What became of a job, and what a test can demand of it.
 #
@@ -37,7 +37,7 @@ _LINES = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class FinalWeights:
     """What a rank's model was when it left the job."""
 
     rank: int
@@ -68,11 +68,11 @@ class JobRun:
     timeout: float
     """Seconds that it had."""
     timed_out: bool = False
-    stuck: Sequence[Stuck] = ()
+    stuck: Sequence[StuckProcess] = ()
     """Who was still there when time was up."""
 
     @classmethod
-    def load(cls, folder: Path, ending: Ending, timeout: float) -> JobRun:
+    def load(cls, folder: Path, ending: LauncherExit, timeout: float) -> JobRun:
         """What a job has left in its folder."""
         out, err = (_text(folder / name) for name in ("stdout", "stderr"))
         record = _text(folder / "run" / "run.json")
@@ -81,7 +81,7 @@ class JobRun:
             exit_code=ending.exit_code,
             stdout=out,
             stderr=err,
-            timeline=tuple(read(timeline)) if timeline.exists() else (),
+            timeline=tuple(read_events(timeline)) if timeline.exists() else (),
             summary=json.loads(record).get("summary", {}) if record else {},
             folder=folder,
             timeout=timeout,
@@ -94,10 +94,10 @@ class JobRun:
         return [event.fields for event in self.timeline if event.event == kind]
 
     @property
-    def books(self) -> dict[int, Balance]:
+    def books(self) -> dict[int, SampleCounts]:
         """What became of the samples, by epoch. An epoch that was done again after a restart has its last ones."""
-        names = [one.name for one in fields(Balance)]
-        return {row["epoch"]: Balance(**{name: row[name] for name in names}) for row in self.events("epoch")}
+        names = [one.name for one in fields(SampleCounts)]
+        return {row["epoch"]: SampleCounts(**{name: row[name] for name in names}) for row in self.events("epoch")}
 
     @property
     def finished(self) -> list[int]:
@@ -107,14 +107,14 @@ class JobRun:
         return [uid for uid in plans[-1]["members"] if codes.get(uid) == 0] if plans else []
 
     @property
-    def weights(self) -> dict[int, Weights]:
+    def weights(self) -> dict[int, FinalWeights]:
         """What each rank that finished had in the end, by rank."""
-        names = [one.name for one in fields(Weights)]
-        told: dict[int, Weights] = {}
+        names = [one.name for one in fields(FinalWeights)]
+        told: dict[int, FinalWeights] = {}
         for row in self.events(
             "weight_digests"
         ):  # the first counts: what a script does after it has left is its own affair
-            told.setdefault(row["uid"], Weights(**{name: row[name] for name in names}))
+            told.setdefault(row["uid"], FinalWeights(**{name: row[name] for name in names}))
         return {told[uid].rank: told[uid] for uid in self.finished if uid in told}
 
     def assert_no_hang(self) -> None:
@@ -196,7 +196,7 @@ class JobRun:
             expected, found = ({rank: some.get(rank) for rank in differing} for some in (theirs, mine))
             self._fail("buffers", f"{expected}, as undisturbed, by rank", found, *self._inexact())
 
-    def _balance(self, expected: str, epochs: int | None, is_right: Callable[[Balance], bool]) -> None:
+    def _balance(self, expected: str, epochs: int | None, is_right: Callable[[SampleCounts], bool]) -> None:
         __tracebackhide__ = True
         self.assert_finished()
         books = self.books

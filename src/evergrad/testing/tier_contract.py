@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from evergrad.checkpoint.agent.pipeline import Digest
-from evergrad.checkpoint.arena import Arena, Ticket
-from evergrad.checkpoint.capture.capture import Plan, Target
+from evergrad.checkpoint.agent.pipeline import DigestModule
+from evergrad.checkpoint.arena import Arena, ArenaTicket
+from evergrad.checkpoint.capture.capture import ArenaWriter, CapturePlan
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
@@ -50,7 +50,7 @@ class TierContract:
         """Manifest and bytes are those of the capture."""
         store, site = self._store(tmp_path)
         for rank in (0, 1):
-            with captured(site, Version(7, 1), rank) as work:
+            with capture_shard(site, Version(7, 1), rank) as work:
                 store.put(work)
                 (copy,) = store.find(rank)
                 assert (copy.version, copy.rank) == (Version(7, 1), rank)
@@ -60,7 +60,7 @@ class TierContract:
     def test_putting_the_same_capture_twice_changes_nothing(self, tmp_path: Path) -> None:
         """An agent that was killed before it could say so puts it again."""
         store, site = self._store(tmp_path)
-        with captured(site, Version(7, 1), 0) as work:
+        with capture_shard(site, Version(7, 1), 0) as work:
             store.put(work)
             store.put(work)
             (copy,) = store.find(0)
@@ -69,7 +69,7 @@ class TierContract:
     def test_without_its_manifest_a_shard_is_not_there(self, tmp_path: Path) -> None:
         """The manifest is what makes it complete; what is left is said to be torn."""
         store, site = self._store(tmp_path)
-        with captured(site, Version(7, 1), 0) as work:
+        with capture_shard(site, Version(7, 1), 0) as work:
             store.put(work)
             (copy,) = store.find(0)
             copy.manifest.unlink()
@@ -79,7 +79,7 @@ class TierContract:
     def test_what_was_dropped_is_gone_and_may_be_dropped_again(self, tmp_path: Path) -> None:
         """Dropping one shard leaves the others."""
         store, site = self._store(tmp_path)
-        with captured(site, Version(7, 1), 0) as first, captured(site, Version(7, 1), 1) as second:
+        with capture_shard(site, Version(7, 1), 0) as first, capture_shard(site, Version(7, 1), 1) as second:
             store.put(first)
             store.put(second)
             (copy,) = store.find(0)
@@ -93,7 +93,7 @@ class TierContract:
         """Whatever a tier recycles, nothing of the old shard shows."""
         store, site = self._store(tmp_path)
         for step, size in ((1, 5000), (2, 3000), (3, 9000)):
-            with captured(site, Version(step, 1), 0, float(step), size) as work:
+            with capture_shard(site, Version(step, 1), 0, float(step), size) as work:
                 store.put(work)
                 (copy,) = store.find(0)
                 assert _is_intact(copy, float(step))
@@ -101,12 +101,14 @@ class TierContract:
 
 
 @contextmanager
-def captured(site: Site, version: Version, rank: int, value: float | None = None, size: int = 5000) -> Iterator[Work]:
+def capture_shard(
+    site: Site, version: Version, rank: int, value: float | None = None, size: int = 5000
+) -> Iterator[Work]:
     """A small shard in an arena, as a trainer leaves it; every element is `value`, or the rank."""
     arena = Arena.lease(site.arenas, rank, 0)
     assert arena is not None
     state = {"a": torch.full((size,), float(rank) if value is None else value), "step": version.step}
-    plan = Plan.of(state)
+    plan = CapturePlan.of(state)
     arena.reserve(plan.layout.size)
     gathered = plan.gather(state)
     assert arena.buffer is not None
@@ -114,13 +116,13 @@ def captured(site: Site, version: Version, rank: int, value: float | None = None
     header = plan.header(gathered, {})
     assert header is not None
     arena.begin()
-    Target(plan, arena.buffer).copy(gathered)
+    ArenaWriter(plan, arena.buffer).copy(gathered)
     arena.buffer[: len(header)] = header
-    ticket = Ticket(0, True, version.step, version.attempt, rank, 2, plan.layout.size, "2026-01-01T00:00:00Z")
+    ticket = ArenaTicket(0, True, version.step, version.attempt, rank, 2, plan.layout.size, "2026-01-01T00:00:00Z")
     arena.captured(ticket)
     manifest = Manifest(site.job, version, rank, 2, plan.layout.size, 0, ticket.time, "", {}, site.node)
     work = Work(arena.ticket, arena.files, memoryview(arena.buffer), site, manifest)
-    Digest().run(work)
+    DigestModule().run(work)
     try:
         yield work
     finally:
@@ -170,7 +172,7 @@ class SharedTierContract(TierContract):
     def test_without_its_manifest_a_shard_is_not_there(self, tmp_path: Path) -> None:
         """What is not committed is not found, is known to be begun, and is said to be torn."""
         store, site = self._store(tmp_path)
-        with captured(site, Version(7, 1), 0) as work:
+        with capture_shard(site, Version(7, 1), 0) as work:
             store.put(work)
         assert store.find() == []
         assert [(copy.version, copy.rank) for copy in store.begun()] == [(Version(7, 1), 0)]
@@ -180,7 +182,7 @@ class SharedTierContract(TierContract):
     def test_a_version_with_a_missing_shard_cannot_be_committed(self, tmp_path: Path) -> None:
         """Whoever thinks that all is there is told what is not."""
         store, site = self._store(tmp_path)
-        with captured(site, Version(7, 1), 0) as work:
+        with capture_shard(site, Version(7, 1), 0) as work:
             store.put(work)
         try:
             store.commit(Version(7, 1), 2)
@@ -222,7 +224,7 @@ class SharedTierContract(TierContract):
     @staticmethod
     def _put(store: Store, site: Site, version: Version, value: float | None = None, size: int = 5000) -> None:
         for rank in _RANKS:
-            with captured(site, version, rank, value, size) as work:
+            with capture_shard(site, version, rank, value, size) as work:
                 store.put(work)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from evergrad.errors import UsageError
 from evergrad.records import Json
-from evergrad.wording import checked_choice, shown
+from evergrad.wording import checked_choice, short_repr
 
 PRECISIONS = ("float16", "bfloat16", "float32", "float64")
 OPTIMIZERS = ("sgd", "adam")
@@ -60,13 +60,15 @@ class Training:
             if field.name in _LEAST:
                 if type(value) is not int or not _LEAST[field.name] <= value < 1 << 63:
                     least = _LEAST[field.name]
-                    raise UsageError(f"{field.name}: expected a whole number, {least} or more, found {shown(value)}")
+                    raise UsageError(
+                        f"{field.name}: expected a whole number, {least} or more, found {short_repr(value)}"
+                    )
             elif field.name in _ABOVE_ZERO:
                 if type(value) not in (int, float) or not 0 < value < 1e6:
-                    raise UsageError(f"{field.name}: expected a number above 0, found {shown(value)}")
+                    raise UsageError(f"{field.name}: expected a number above 0, found {short_repr(value)}")
                 object.__setattr__(self, field.name, float(value))
             elif not isinstance(value, str):
-                raise UsageError(f"{field.name}: expected a text, found {shown(value)}")
+                raise UsageError(f"{field.name}: expected a text, found {short_repr(value)}")
         checked_choice("precision", self.precision, PRECISIONS)
         checked_choice("optimizer", self.optimizer, OPTIMIZERS)
 

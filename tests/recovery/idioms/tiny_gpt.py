@@ -89,9 +89,9 @@ def await_joiner(step: int) -> None:
     """
     wanted = os.environ.get("IDIOM_AWAIT")
     if wanted and step >= int(wanted.split(":")[0]):
-        from evergrad.recovery.membership import Keys
+        from evergrad.recovery.membership import StoreKeys
         from evergrad.recovery.store import StoreClient
 
         host, _, port = os.environ["EVERGRAD_STORE"].rpartition(":")
-        StoreClient(host, int(port), secret=None).wait(Keys.waiting(int(wanted.split(":")[1])))
+        StoreClient(host, int(port), secret=None).wait(StoreKeys.waiting(int(wanted.split(":")[1])))
         time.sleep(0.05)

@@ -32,10 +32,17 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from evergrad._files import Process, is_locked, open_lock, open_regular, process, read_small, removal_advice, take_lock
-from evergrad.checkpoint.agent.events import Alive, Attached, Event, Refused, Settled
-from evergrad.checkpoint.agent.pipeline import Engine, load_module
+from evergrad.checkpoint.agent.events import AgentEvent, Alive, Attached, CapturesFinished, Refused
+from evergrad.checkpoint.agent.pipeline import Pipeline, load_module
 from evergrad.checkpoint.arena import open_files_hint
-from evergrad.checkpoint.run_folder import LOCK, Job, arena_folder, moved_to, open_run_folder, remove_orphans
+from evergrad.checkpoint.run_folder import (
+    AGENT_LOCK,
+    RunFolder,
+    arena_folder,
+    moved_to,
+    open_run_folder,
+    remove_orphans,
+)
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, EvergradError, SaveRefused, UsageError
 from evergrad.formats.version_records import read_record, record_bytes
@@ -83,7 +90,7 @@ def timeout_seconds() -> float:
 def agent_process(folder: Path) -> Process | None:
     """The process that serves the arenas of a folder, as it has noted itself; None if it is not seen from here."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = read_record(read_small(folder / LOCK))
+        record = read_record(read_small(folder / AGENT_LOCK))
         found = process(record["pid"])
         if found is not None and found[:2] == (record["pid"], record["started"]) and not found.has_ended:
             return found
@@ -112,7 +119,7 @@ def end_agent(agent: Process) -> bool:
 
 
 def run_agent(
-    job: Job, *, linger_s: float = LINGER_S, detach: bool = False, ready: Callable[[], None] | None = None
+    job: RunFolder, *, linger_s: float = LINGER_S, detach: bool = False, ready: Callable[[], None] | None = None
 ) -> bool:
     """Serve until there is nothing left to do; False if another agent of this job serves the node already.
 
@@ -120,14 +127,14 @@ def run_agent(
     when trainers can connect.
     """
     folder = arena_folder(job)
-    with _in_one_line(folder / LOCK, "cannot be locked"):
-        lock = open_lock(folder / LOCK)
-    if not _take(lock, folder):
+    with _in_one_line(folder / AGENT_LOCK, "cannot be locked"):
+        lock = open_lock(folder / AGENT_LOCK)
+    if not _acquire_agent_lock(lock, folder):
         os.close(lock)
         return False
     with _in_one_line(folder / SOCKET, "cannot be made"):
         listener = _listen(folder)
-    if detach and not _detach(job):
+    if detach and not _daemonize(job):
         # The child has the lock and listens: whoever waited for this process can connect now.
         listener.close()
         os.close(lock)
@@ -159,7 +166,7 @@ def socket_address(folder: Path) -> tuple[int, str]:
 
 
 class _Agent:
-    def __init__(self, job: Job, listener: socket.socket, linger_s: float) -> None:
+    def __init__(self, job: RunFolder, listener: socket.socket, linger_s: float) -> None:
         self._job, self._listener, self._linger_s = job, listener, linger_s
         self._trainers: dict[asyncio.StreamWriter, int] = {}
         self._answers: set[asyncio.Task[None]] = set()
@@ -180,7 +187,7 @@ class _Agent:
         server = await asyncio.start_unix_server(self._talk, sock=self._listener, limit=_MESSAGE_LIMIT, **kept)
         alive = asyncio.create_task(self._say_alive())
         notify = lambda event: _ignore_closed(loop, self._tell, event)  # noqa: E731
-        self._engine = await asyncio.to_thread(Engine, self._job, notify)
+        self._engine = await asyncio.to_thread(Pipeline, self._job, notify)
         await asyncio.to_thread(self._engine.recover)
         self._recovered.set()  # from here on whoever asks hears of what was found
         while not self._leaving.is_set():
@@ -206,7 +213,7 @@ class _Agent:
             return
         self._trainers[writer] = 0
         self._patience_s, self._start_lock = self._linger_s, None
-        _say(writer, Alive(os.getpid()))
+        _send_event(writer, Alive(os.getpid()))
         try:
             await self._recovered.wait()
             while line := await reader.readline():
@@ -233,7 +240,7 @@ class _Agent:
             elif message["op"] == "attach":
                 self._trainers[writer] = attempt = message["attempt"]
                 modules = [load_module(spec) for spec in message["modules"]]
-                _say(writer, Attached(os.getpid()))
+                _send_event(writer, Attached(os.getpid()))
                 await asyncio.to_thread(self._engine.attach, attempt, message["tiers"], modules)
                 self._supersede(attempt)
             elif message["op"] == "captured":
@@ -249,29 +256,31 @@ class _Agent:
                     await asyncio.to_thread(self._engine.commit_whole, slow)
                 else:
                     await asyncio.to_thread(lambda: self._engine.settle(slow, again=message.get("again")))
-                _say(writer, Settled(message["question"], await asyncio.to_thread(self._engine.unfinished)))
+                _send_event(
+                    writer, CapturesFinished(message["question"], await asyncio.to_thread(self._engine.unfinished))
+                )
             elif message["op"] == "failed":
                 version = Version(message["step"], message["attempt"])
                 whose = message["rank"], message["world_size"], message["tiers"], message["why"]
                 await asyncio.to_thread(self._engine.fail, version, *whose)
         except SaveRefused as error:
             _log.warning("refused: %s", error)
-            _say(writer, Refused(self._trainers[writer], str(error)))
+            _send_event(writer, Refused(self._trainers[writer], str(error)))
         except EvergradError as error:
             _log.error("%s", error)
-            _say(writer, Refused(self._trainers[writer], str(error)))
+            _send_event(writer, Refused(self._trainers[writer], str(error)))
 
     async def _say_alive(self) -> None:
         """Whatever the engine does, and however long: that is in other threads."""
         while True:
             for writer in self._trainers:
                 if writer.transport.get_write_buffer_size() < _UNREAD_BYTES:
-                    _say(writer, Alive(os.getpid()))
+                    _send_event(writer, Alive(os.getpid()))
             await asyncio.sleep(_ALIVE_S)
 
     async def _settle_everywhere(self, question: int, writer: asyncio.StreamWriter) -> None:
         await asyncio.to_thread(lambda: self._engine.settle(everywhere=True))
-        _say(writer, Settled(question))
+        _send_event(writer, CapturesFinished(question))
 
     def _has_moved(self, run_dir: str | None) -> bool:
         """True if a trainer has the run folder under another path, and the one that this agent writes to is gone."""
@@ -282,19 +291,21 @@ class _Agent:
     def _supersede(self, attempt: int) -> None:
         for writer, theirs in self._trainers.items():
             if 0 < theirs < attempt:
-                _say(writer, Refused(theirs, f"attempt {theirs} of the job is over: attempt {attempt} runs it now"))
+                _send_event(
+                    writer, Refused(theirs, f"attempt {theirs} of the job is over: attempt {attempt} runs it now")
+                )
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: AgentEvent) -> None:
         for writer in self._trainers:
-            _say(writer, event)
+            _send_event(writer, event)
 
 
-def _say(writer: asyncio.StreamWriter, event: Event) -> None:
+def _send_event(writer: asyncio.StreamWriter, event: AgentEvent) -> None:
     if not writer.is_closing():
         writer.write(event.to_json().encode() + b"\n")
 
 
-def _ignore_closed(loop: asyncio.AbstractEventLoop, call: Any, event: Event) -> None:
+def _ignore_closed(loop: asyncio.AbstractEventLoop, call: Any, event: AgentEvent) -> None:
     with suppress(RuntimeError):  # the loop has ended: there is nobody left to tell
         loop.call_soon_threadsafe(call, event)
 
@@ -308,7 +319,7 @@ def _in_one_line(path: Path, what: str) -> Iterator[None]:
         raise AgentError(f"{path}: {what}: {open_files_hint(error)}{removal_advice(path)}") from error
 
 
-def _take(lock: int, folder: Path) -> bool:
+def _acquire_agent_lock(lock: int, folder: Path) -> bool:
     """Become the node's agent; False if there is one that answers. One that is leaving is waited for."""
     end = time.monotonic() + _LOCK_PATIENCE_S
     while True:
@@ -321,11 +332,11 @@ def _take(lock: int, folder: Path) -> bool:
                 if agent is not None and agent.is_stopped:
                     what = f"the agent of this node is process {agent[0]}, which is stopped"
                     raise AgentError(
-                        f"{folder / LOCK}: {what}: continue it (kill -CONT {agent[0]}), or end it"
+                        f"{folder / AGENT_LOCK}: {what}: continue it (kill -CONT {agent[0]}), or end it"
                     ) from None
                 return False
             if time.monotonic() > end:
-                raise AgentError(f"{folder / LOCK}: held by an agent that does not answer") from None
+                raise AgentError(f"{folder / AGENT_LOCK}: held by an agent that does not answer") from None
             time.sleep(0.02)
 
 
@@ -363,7 +374,7 @@ def _listen(folder: Path) -> socket.socket:
         os.close(fd)
 
 
-def _detach(job: Job) -> bool:
+def _daemonize(job: RunFolder) -> bool:
     """Go on in a child of its own session, with nothing of the caller's open; False in the parent."""
     sys.stdout.flush()
     sys.stderr.flush()

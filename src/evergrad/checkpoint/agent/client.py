@@ -20,11 +20,11 @@ from typing import Any
 
 from evergrad._files import is_locked, locked, removal_advice
 from evergrad.checkpoint.agent.agent import START_LOCK, agent_process, end_agent, socket_address, timeout_seconds
-from evergrad.checkpoint.agent.events import Alive, Attached, Refused, Settled, Unfinished, read_event
-from evergrad.checkpoint.agent.pipeline import Engine, Module, describe_module
-from evergrad.checkpoint.arena import Ticket, open_files_hint
-from evergrad.checkpoint.pending import Board
-from evergrad.checkpoint.run_folder import LOCK, Job, arena_folder, remove_orphans
+from evergrad.checkpoint.agent.events import Alive, Attached, CapturesFinished, Refused, UnfinishedVersion, read_event
+from evergrad.checkpoint.agent.pipeline import ChainModule, Pipeline, describe_module
+from evergrad.checkpoint.arena import ArenaTicket, open_files_hint
+from evergrad.checkpoint.pending import SaveTracker
+from evergrad.checkpoint.run_folder import AGENT_LOCK, RunFolder, arena_folder, remove_orphans
 from evergrad.checkpoint.version import Version
 from evergrad.errors import AgentError, CheckpointError
 
@@ -36,7 +36,7 @@ _TOO_MANY = 5
 _TOO_SHORT_S = 0.2  # an agent that lives no longer than this is not replaced in a hurry
 
 
-class Link(ABC):
+class PipelineClient(ABC):
     """The trainer's side of finishing versions. What comes of them goes to the board."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Link(ABC):
         """Begin an attempt as a rank."""
 
     @abstractmethod
-    def captured(self, rank: int, index: int, ticket: Ticket) -> None:
+    def captured(self, rank: int, index: int, ticket: ArenaTicket) -> None:
         """An arena was captured, with that ticket. Returns at once."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Link(ABC):
     @abstractmethod
     def settle(
         self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
-    ) -> Sequence[Unfinished]:
+    ) -> Sequence[UnfinishedVersion]:
         """Wait until all that was captured on this node can be found in a tier, or could not be put there.
 
         `slow` tiers are looked at first. With `commit`, when all nodes have settled, instead until every version that
@@ -71,18 +71,18 @@ class Link(ABC):
         """After the arenas were let go of: give back what nobody needs, if nobody else does."""
 
 
-class ThreadLink(Link):
+class ThreadClient(PipelineClient):
     """The same chain in a thread of the trainer: no other process, and nothing goes on when this one dies."""
 
-    def __init__(self, job: Job, board: Board, modules: Sequence[Module]) -> None:
+    def __init__(self, job: RunFolder, board: SaveTracker, modules: Sequence[ChainModule]) -> None:
         self._job, self._board, self._modules = job, board, modules
-        self._engine: Engine | None = None
+        self._engine: Pipeline | None = None
         self._rank = -1
 
     def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
         self._engine_of(rank).attach(attempt, tiers, self._modules)
 
-    def captured(self, rank: int, index: int, ticket: Ticket) -> None:
+    def captured(self, rank: int, index: int, ticket: ArenaTicket) -> None:
         assert self._engine is not None, "attach comes first"
         self._engine.submit(rank, index, ticket.generation, ticket)
 
@@ -92,7 +92,7 @@ class ThreadLink(Link):
 
     def settle(
         self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
-    ) -> Sequence[Unfinished]:
+    ) -> Sequence[UnfinishedVersion]:
         is_new = self._engine is None or rank != self._rank  # it tries everything when it is made
         engine = self._engine_of(rank)
         if commit:
@@ -110,19 +110,19 @@ class ThreadLink(Link):
             self._engine.clean()
             remove_orphans()
 
-    def _engine_of(self, rank: int) -> Engine:
+    def _engine_of(self, rank: int) -> Pipeline:
         if self._engine is None or rank != self._rank:
             self.close()
-            _end_stopped(arena_folder(self._job))
-            self._rank, self._engine = rank, Engine(self._job, self._board.take, rank=rank)
+            _kill_stopped_agent(arena_folder(self._job))
+            self._rank, self._engine = rank, Pipeline(self._job, self._board.take, rank=rank)
             self._engine.recover()
         return self._engine
 
 
-def _end_stopped(folder: Path) -> None:
+def _kill_stopped_agent(folder: Path) -> None:
     """End an agent that stays stopped: it would go on one day with arenas that have been overwritten."""
     timeout_s, waited_s, pause = timeout_seconds(), 0.0, 0.05
-    while (agent := agent_process(folder)) is not None and agent.is_stopped and is_locked(folder / LOCK):
+    while (agent := agent_process(folder)) is not None and agent.is_stopped and is_locked(folder / AGENT_LOCK):
         if waited_s >= timeout_s:
             if not end_agent(agent):
                 raise AgentError(f"the agent (process {agent[0]}) is stopped, and cannot be ended: end it by hand")
@@ -132,10 +132,10 @@ def _end_stopped(folder: Path) -> None:
         waited_s += pause
 
 
-class AgentLink(Link):
+class AgentClient(PipelineClient):
     """A connection to the node's agent, which is started if there is none, and again if it dies."""
 
-    def __init__(self, job: Job, board: Board, modules: Sequence[Module], linger_s: float) -> None:
+    def __init__(self, job: RunFolder, board: SaveTracker, modules: Sequence[ChainModule], linger_s: float) -> None:
         self._job, self._board, self._linger_s = job, board, linger_s
         self._modules = [describe_module(module) for module in modules]
         self._folder = arena_folder(job)
@@ -173,7 +173,7 @@ class AgentLink(Link):
         # finished without modules. Capture nothing before it knows of this process; one that is stuck is not awaited.
         self._answered.wait(self._timeout_s)
 
-    def captured(self, rank: int, index: int, ticket: Ticket) -> None:
+    def captured(self, rank: int, index: int, ticket: ArenaTicket) -> None:
         # Never waits: a trainer must not stand still because an agent died. The next one is told, and finds it anyway.
         with self._lock:
             self._captured[index] = {"op": "captured", "rank": rank, "index": index, "generation": ticket.generation}
@@ -189,7 +189,7 @@ class AgentLink(Link):
 
     def settle(
         self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
-    ) -> Sequence[Unfinished]:
+    ) -> Sequence[UnfinishedVersion]:
         self._question += 1
         question = self._question
         asked = {"op": "settle", "question": question, "slow": list(slow), "commit": commit, "again": again}
@@ -268,7 +268,11 @@ class AgentLink(Link):
                             self.pid = event.pid
                             continue
                         self._board.take(event)
-                        if isinstance(event, Settled) and event.question == self._again and self._attach is not None:
+                        if (
+                            isinstance(event, CapturesFinished)
+                            and event.question == self._again
+                            and self._attach is not None
+                        ):
                             self._board.give_up([tier["kind"] for tier in self._attach["tiers"]])
             if self._closed.is_set():
                 return
@@ -379,7 +383,7 @@ class AgentLink(Link):
                 os.close(fd)
             # One at a time: all ranks of a node come at once, and one agent is enough.
             with self._starting():
-                if not is_locked(self._folder / LOCK):
+                if not is_locked(self._folder / AGENT_LOCK):
                     self._start()
                     starts += 1
                     if starts < _TOO_MANY:  # starting may take long where much else runs: the patience is for silence
@@ -429,7 +433,7 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+_links: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
 def _drop_in_child() -> None:

@@ -11,7 +11,7 @@ from evergrad.errors import AgentError, said
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class AgentEvent:
     """Something that a trainer should know."""
 
     kind: ClassVar[str]
@@ -22,7 +22,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached(Event):
+class Attached(AgentEvent):
     """The agent serves this trainer."""
 
     kind: ClassVar[str] = "attached"
@@ -30,7 +30,7 @@ class Attached(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Alive(Event):
+class Alive(AgentEvent):
     """The agent runs: said every second, whatever else it does."""
 
     kind: ClassVar[str] = "alive"
@@ -38,7 +38,7 @@ class Alive(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class _OfVersion(Event):
+class _OfVersion(AgentEvent):
     """What became of a version in a tier."""
 
     step: int
@@ -67,7 +67,7 @@ class Failed(_OfVersion):
 
 
 @dataclass(frozen=True, slots=True)
-class Free(Event):
+class ArenasFree(AgentEvent):
     """The arenas of a rank that may be overwritten: index → the generation that is done with."""
 
     kind: ClassVar[str] = "free"
@@ -76,7 +76,7 @@ class Free(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(Event):
+class Refused(AgentEvent):
     """This trainer is not served any more: a later attempt runs the job."""
 
     kind: ClassVar[str] = "refused"
@@ -86,7 +86,7 @@ class Refused(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class UnfinishedVersion:
     """One node's knowledge of a version that is captured, or begun in a tier, and may be complete in none."""
 
     step: int
@@ -108,23 +108,25 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled(Event):
+class CapturesFinished(AgentEvent):
     """Everything that was captured before the question can be found in a tier by now, or never will be."""
 
     kind: ClassVar[str] = "settled"
     question: int
-    unfinished: list[Unfinished] = field(default_factory=list)
+    unfinished: list[UnfinishedVersion] = field(default_factory=list)
 
 
-_KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in (Alive, Attached, Committed, Failed, Free, Refused, Settled)}
+_KINDS: dict[str, type[AgentEvent]] = {
+    cls.kind: cls for cls in (Alive, Attached, Committed, Failed, ArenasFree, Refused, CapturesFinished)
+}
 
 
-def read_event(line: str | bytes) -> Event:
+def read_event(line: str | bytes) -> AgentEvent:
     """The event of a line."""
     try:
         fields: dict[str, Any] = json.loads(line)
         if "unfinished" in fields:
-            fields["unfinished"] = [Unfinished(**each) for each in fields["unfinished"]]
+            fields["unfinished"] = [UnfinishedVersion(**each) for each in fields["unfinished"]]
         return _KINDS[fields.pop("event")](**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise AgentError(f"the agent said something that is no event: {line!r:.80} ({said(error)})") from None

@@ -16,7 +16,7 @@ from typing import Any
 
 from evergrad._files import open_file, read_small, rewrite
 from evergrad._jsonl import Appender, split_whole
-from evergrad.checkpoint.arena import Ticket, open_files_hint
+from evergrad.checkpoint.arena import ArenaTicket, open_files_hint
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import former_homes, moved_along
@@ -47,7 +47,7 @@ class _Shards:
     """By rank, why its shard is not there and never will be; until it is there all the same."""
 
 
-class Completion:
+class CompletionLog:
     """The ranks whose shards are complete, for each version and tier. Not thread-safe: its owner holds a lock."""
 
     def __init__(self, run_dir: Path, writer: str | None) -> None:
@@ -294,10 +294,10 @@ _said: dict[Path, str] = {}
 """By run folder: the last reported reason why nothing is retired, until that is over."""
 
 
-class Holdings:
+class Inventory:
     """The stores of all tiers that were ever named, for all ranks of a node or for one. Shares its owner's lock."""
 
-    def __init__(self, site: Site, completion: Completion, lock: threading.RLock, rank: int | None) -> None:
+    def __init__(self, site: Site, completion: CompletionLog, lock: threading.RLock, rank: int | None) -> None:
         self._site, self._completion, self._lock, self._rank = site, completion, lock, rank
         self._pins = Pins(site.run_dir)
         self._stores: dict[str, tuple[Tier, Store]] = {}
@@ -311,7 +311,7 @@ class Holdings:
         self.needed: set[tuple[Version, int]] = set()
         """Version and rank of copies that a flush reads from: they stay, however old."""
 
-    def here(self, ticket: Ticket) -> Ticket:
+    def here(self, ticket: ArenaTicket) -> ArenaTicket:
         """A ticket with its tiers where they are now: what lay in the run folder was moved with it."""
         if all(spec.get("path") is None and not str(spec.get("url")).startswith("file:") for spec in ticket.tiers):
             return ticket
@@ -407,7 +407,7 @@ class Holdings:
             newest = self._completion.newest(kind)
             return newest is not None and newest.age() > version.age()
 
-    def missing(self, ticket: Ticket) -> list[str]:
+    def missing(self, ticket: ArenaTicket) -> list[str]:
         """The tiers that a shard should be in, and is not, as far as can be seen; retired is not missing."""
         missing = []
         for tier in read_tiers(self.here(ticket).tiers):
@@ -424,7 +424,7 @@ class Holdings:
                 missing.append(tier.kind)
         return missing
 
-    def originals(self, ticket: Ticket) -> Iterator[tuple[Copy, Manifest]]:
+    def originals(self, ticket: ArenaTicket) -> Iterator[tuple[Copy, Manifest]]:
         """The manifests of a shard's copies in its tiers, with the digests that were taken when it was captured."""
         for tier in read_tiers(ticket.tiers):
             with self._lock:

@@ -25,23 +25,23 @@ from typing import Any, Protocol, runtime_checkable
 from evergrad import _files
 from evergrad._digest import digest_spans
 from evergrad._files import open_regular
-from evergrad.checkpoint.agent.events import Committed, Event, Failed, Free, Unfinished
-from evergrad.checkpoint.agent.inventory import Completion, Holdings
-from evergrad.checkpoint.agent.upload import Shares
-from evergrad.checkpoint.arena import ArenaFiles, Ticket, open_files_hint, populate
-from evergrad.checkpoint.catalogue.history import Journal, shard_digest
-from evergrad.checkpoint.layout import parse
+from evergrad.checkpoint.agent.events import AgentEvent, ArenasFree, Committed, Failed, UnfinishedVersion
+from evergrad.checkpoint.agent.inventory import CompletionLog, Inventory
+from evergrad.checkpoint.agent.upload import UploadDeduplication
+from evergrad.checkpoint.arena import ArenaFiles, ArenaTicket, open_files_hint, populate
+from evergrad.checkpoint.catalogue.history import CatalogueJournal, shard_digest
+from evergrad.checkpoint.layout import parse_header
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
-from evergrad.checkpoint.run_folder import Job, arena_folder, find_arenas
+from evergrad.checkpoint.run_folder import RunFolder, arena_folder, find_arenas
 from evergrad.checkpoint.tiers import Copy, Gone, Site, Tier, Work, read_tiers, without_secrets
 from evergrad.checkpoint.tiers.base import Store
 from evergrad.checkpoint.tiers.base import Work as base_Work
-from evergrad.checkpoint.tiers.memory import Held, held_by
+from evergrad.checkpoint.tiers.memory import ArenaContent, read_arena_content
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, EvergradError, FormatError, SaveRefused, TierError, UsageError, reason
 from evergrad.formats.version_records import shard_name
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 # The chain of small modules that a captured shard goes through.
 #
@@ -53,7 +53,7 @@ from evergrad.wording import meant
 
 
 @runtime_checkable
-class Module(Protocol):
+class ChainModule(Protocol):
     """One thing that is done with a captured shard, in the agent.
 
     Yours may have an attribute `after` with the name of the module it follows ("digest", or a tier's); without, it
@@ -75,7 +75,7 @@ class DamagedCapture(TierError):
 
 
 @dataclass(frozen=True)
-class Digest:
+class DigestModule:
     """Takes the digest of every tensor, before anything else reads the arena."""
 
     name: str = "digest"
@@ -85,7 +85,7 @@ class Digest:
         if work.manifest.digests or work.manifest.header:
             return
         try:
-            parsed = parse(work.shard, work.files.shard)
+            parsed = parse_header(work.shard, work.files.shard)
         except DamagedFile:
             raise DamagedCapture(f"{work.files.shard}: the header of what was captured is damaged") from None
         layout = parsed.layout
@@ -103,7 +103,7 @@ class Digest:
 
 
 @dataclass(frozen=True)
-class Put:
+class StoreModule:
     """Puts the shard into a tier."""
 
     name: str
@@ -114,9 +114,9 @@ class Put:
         self.store.put(work)
 
 
-def arrange(stores: dict[str, Store], extra: Sequence[Module]) -> list[Module]:
+def build_chain(stores: dict[str, Store], extra: Sequence[ChainModule]) -> list[ChainModule]:
     """The whole chain: digest, the tiers nearest first, and the extra modules where they want to be."""
-    chain: list[Module] = [Digest(), *(Put(name, store) for name, store in stores.items())]
+    chain: list[ChainModule] = [DigestModule(), *(StoreModule(name, store) for name, store in stores.items())]
     for module in extra:
         after = getattr(module, "after", None)
         names = [each.name for each in chain]
@@ -125,34 +125,38 @@ def arrange(stores: dict[str, Store], extra: Sequence[Module]) -> list[Module]:
         elif after in names:
             chain.insert(names.index(after) + 1, module)
         else:
-            hint = f"{meant(str(after), names)} There are {', '.join(names)}."
+            hint = f"{did_you_mean(str(after), names)} There are {', '.join(names)}."
             raise UsageError(f"module {module.name!r} wants to follow {after!r}.{hint}")
     return chain
 
 
-def divided(chain: Sequence[Module], slow: Container[str]) -> tuple[list[Module], list[Module]]:
+def split_chain(chain: Sequence[ChainModule], slow: Container[str]) -> tuple[list[ChainModule], list[ChainModule]]:
     """The chain up to the first slow tier, and from there on."""
-    at = next((n for n, module in enumerate(chain) if isinstance(module, Put) and module.name in slow), len(chain))
+    at = next(
+        (n for n, module in enumerate(chain) if isinstance(module, StoreModule) and module.name in slow), len(chain)
+    )
     return list(chain[:at]), list(chain[at:])
 
 
-def run_chain(chain: Sequence[Module], work: base_Work, report: Callable[[Module, Exception | None], None]) -> None:
+def run_chain(
+    chain: Sequence[ChainModule], work: base_Work, report: Callable[[ChainModule, Exception | None], None]
+) -> None:
     """Run every module, and report how each ended."""
     for module in chain:
         try:
             module.run(work)
         except Exception as error:  # whatever a module of the user's raises must not end the agent
             report(module, error)
-            if isinstance(module, Digest):
+            if isinstance(module, DigestModule):
                 return
         else:
             report(module, None)
 
 
-def describe_module(module: Module) -> dict[str, Any]:
+def describe_module(module: ChainModule) -> dict[str, Any]:
     """A module of the user's as the agent can make it again: where it is imported from, and its settings."""
     kind = type(module)
-    if not isinstance(module, Module):
+    if not isinstance(module, ChainModule):
         raise UsageError(f"{kind.__qualname__} is no module: expected an attribute `name` and a method `run(work)`")
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise UsageError(
@@ -163,14 +167,14 @@ def describe_module(module: Module) -> dict[str, Any]:
     return {"import": f"{kind.__module__}:{kind.__qualname__}", "settings": settings}
 
 
-def load_module(spec: dict[str, Any]) -> Module:
+def load_module(spec: dict[str, Any]) -> ChainModule:
     """Import and make a module that `describe_module` described; only for what the user's own trainer sent."""
     place, _, name = str(spec["import"]).partition(":")
     try:
         made = getattr(import_module(place), name)(**spec["settings"])
     except Exception as error:
         raise UsageError(f"module {spec['import']}: cannot be made in the agent: {error}") from error
-    if not isinstance(made, Module):
+    if not isinstance(made, ChainModule):
         raise UsageError(f"module {spec['import']}: expected an attribute `name` and a method `run(work)`")
     return made
 
@@ -178,7 +182,7 @@ def load_module(spec: dict[str, Any]) -> Module:
 # Threads that do a rank's work one thing after the other, and other ranks' at the same time.
 
 
-class Workers:
+class RankThreads:
     """One thread a rank, made when it is first needed. What they are given must not raise."""
 
     def __init__(self, name: str) -> None:
@@ -269,51 +273,51 @@ class ArenaMaps:
 _log = logging.getLogger(__name__)
 
 
-class Desk:
+class PipelineContext:
     """One for an engine and all its workers."""
 
-    def __init__(self, job: Job, site: Site, writer: str, rank: int | None, evaluate: Callable[[], None]) -> None:
+    def __init__(self, job: RunFolder, site: Site, writer: str, rank: int | None, evaluate: Callable[[], None]) -> None:
         """For all ranks of a node, or for one; `evaluate` is called when something may have become complete."""
         self.job, self.site, self.rank, self.evaluate = job, site, rank, evaluate
         self.lock = threading.RLock()
-        self.completion = Completion(job.run_dir, writer)
-        self.holdings = Holdings(site, self.completion, self.lock, rank)
+        self.completion = CompletionLog(job.run_dir, writer)
+        self.holdings = Inventory(site, self.completion, self.lock, rank)
         self.maps = ArenaMaps(site.arenas)
-        self.modules: Sequence[Module] = ()
+        self.modules: Sequence[ChainModule] = ()
         """The user's, as the last trainer has sent them."""
 
-    def chain(self, tiers: Sequence[Tier]) -> tuple[list[Module], list[Module]]:
+    def chain(self, tiers: Sequence[Tier]) -> tuple[list[ChainModule], list[ChainModule]]:
         """What a shard goes through, near and far."""
         stores = {tier.kind: self.holdings.store(tier) for tier in tiers}
         # A shard that does not go to some tier does not go through what follows it either.
-        there, modules = {"digest", *stores}, list[Module]()
+        there, modules = {"digest", *stores}, list[ChainModule]()
         for module in self.modules:
             if getattr(module, "after", None) in (None, *there):
                 modules.append(module)
                 there.add(module.name)
-        return divided(arrange(stores, modules), {tier.kind for tier in tiers if tier.slow})
+        return split_chain(build_chain(stores, modules), {tier.kind for tier in tiers if tier.slow})
 
-    def report(self, ticket: Ticket, tiers: Sequence[Tier], module: Module, error: Exception | None) -> None:
+    def report(self, ticket: ArenaTicket, tiers: Sequence[Tier], module: ChainModule, error: Exception | None) -> None:
         """How a module ended."""
         why = None
         if error is not None:
             why = failure_text(error) if isinstance(error, OSError | EvergradError) else str(error)
-            _log.error("%s: %s: %s", where(ticket), module.name, why)
-        if isinstance(module, Put):
+            _log.error("%s: %s: %s", shard_label(ticket), module.name, why)
+        if isinstance(module, StoreModule):
             self.note(ticket, module.name, why)
         elif error is not None:
             # Without digests nothing is stored; any other module is reported for itself.
-            for kind in [tier.kind for tier in tiers] if isinstance(module, Digest) else [module.name]:
+            for kind in [tier.kind for tier in tiers] if isinstance(module, DigestModule) else [module.name]:
                 self.note(ticket, kind, f"{module.name}: {why}")
         self.evaluate()
 
-    def note(self, ticket: Ticket, tier: str, failure: str | None) -> None:
+    def note(self, ticket: ArenaTicket, tier: str, failure: str | None) -> None:
         """A shard is in a tier, or never will be, and why."""
         with self.lock:
             self.completion.note(ticket.version, tier, ticket.rank, ticket.world_size, failure)
 
 
-def where(ticket: Ticket) -> str:
+def shard_label(ticket: ArenaTicket) -> str:
     """Which shard a message is about."""
     return f"{ticket.version}, rank {ticket.rank} of {ticket.world_size}"
 
@@ -334,15 +338,15 @@ def failure_text(error: Exception) -> str:
 # Which arenas are done with: their trainer may write over them, or nobody needs their memory any more.
 
 
-class Freeing:
+class ArenaReclaimer:
     """The arenas of a node, or of one rank, as whoever finishes what is in them knows them. Thread-safe."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: PipelineContext) -> None:
         self._desk = desk
-        self._ended: dict[tuple[int, int], Ticket] = {}
+        self._ended: dict[tuple[int, int], ArenaTicket] = {}
         """(rank, index) → the ticket of the arena whose chain has ended."""
 
-    def end(self, files: ArenaFiles, ticket: Ticket) -> None:
+    def end(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
         """Nobody reads the arena any more."""
         with self._desk.lock:
             self._ended[files.rank, files.index] = ticket
@@ -352,7 +356,7 @@ class Freeing:
         with self._desk.lock:
             self._ended.pop((files.rank, files.index), None)
 
-    def has_ended(self, files: ArenaFiles, ticket: Ticket) -> bool:
+    def has_ended(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
         """Whether that was said of what is in it now."""
         ended = self._ended.get((files.rank, files.index))
         return ended is not None and ended.generation == ticket.generation
@@ -397,14 +401,14 @@ class Freeing:
                     continue  # a rest: without it the next restore would find nothing, and begin anew
                 files.remove_if_free()
 
-    def lost(self, files: ArenaFiles) -> Held | None:
+    def lost(self, files: ArenaFiles) -> ArenaContent | None:
         """Return the newest version's remains in an arena without a sound ticket; None if a newer one is complete."""
-        held = held_by(files, self._desk.job.id)
+        held = read_arena_content(files, self._desk.job.id)
         complete = self._desk.holdings.complete()  # itself, too, if another process once noted it
         is_newest = held is not None and not any(each.age() > held.version.age() for each in complete)
         return held if is_newest else None
 
-    def _is_needed(self, ticket: Ticket, complete: list[Version], attempt: int) -> bool:
+    def _is_needed(self, ticket: ArenaTicket, complete: list[Version], attempt: int) -> bool:
         version = ticket.version
         kinds = [tier["kind"] for tier in ticket.tiers]
         if "memory" not in kinds:
@@ -422,16 +426,19 @@ class Freeing:
 # One thread a rank, one shard after the other, from a copy on disk where there is one. Another thread commits.
 
 
-class Flushing:
+class Flusher:
     """What is on its way to slow tiers."""
 
     def __init__(
-        self, desk: Desk, end: Callable[[ArenaFiles, Ticket], None], forget: Callable[[Version, str], None]
+        self,
+        desk: PipelineContext,
+        end: Callable[[ArenaFiles, ArenaTicket], None],
+        forget: Callable[[Version, str], None],
     ) -> None:
         """`end` is called when an arena is not read any more, `forget` when a version was retired."""
         self._desk, self._end, self._forget = desk, end, forget
-        self.workers = Workers("evergrad-flush")
-        self.shares = Shares(desk.job.run_dir)
+        self.workers = RankThreads("evergrad-flush")
+        self.shares = UploadDeduplication(desk.job.run_dir)
         self._flushing: set[tuple[Version, int]] = set()
         self._away: set[int] = set()
         """Ranks whose last flush failed."""
@@ -439,7 +446,9 @@ class Flushing:
         self.gone: set[tuple[Version, str]] = set()
         """Versions that somebody has noted in a shared tier where nothing of them is left."""
 
-    def later(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles | None = None) -> bool:
+    def later(
+        self, ticket: ArenaTicket, manifest: Manifest, source: Copy | None, files: ArenaFiles | None = None
+    ) -> bool:
         """Have a shard flushed from a copy, or from its arena; False if it is being flushed already."""
         key = ticket.version, ticket.rank
         with self._desk.lock:
@@ -456,7 +465,7 @@ class Flushing:
         with self._desk.lock:
             self._away.clear()
 
-    def _flush(self, ticket: Ticket, manifest: Manifest, source: Copy | None, files: ArenaFiles) -> None:
+    def _flush(self, ticket: ArenaTicket, manifest: Manifest, source: Copy | None, files: ArenaFiles) -> None:
         tiers = read_tiers(ticket.tiers)
         slow = [tier for tier in tiers if tier.slow]
         shard: Shard | None = None
@@ -475,7 +484,7 @@ class Flushing:
             run_chain(self._desk.chain(tiers)[1], work, lambda *ended: self._desk.report(ticket, tiers, *ended))
         except Exception as error:
             why = failure_text(error)
-            _log.error("%s: not flushed: %s", where(ticket), why)
+            _log.error("%s: not flushed: %s", shard_label(ticket), why)
             for tier in slow:
                 self._desk.note(ticket, tier.kind, why)
         finally:
@@ -490,7 +499,7 @@ class Flushing:
                 self._end(files, ticket)
             self._desk.evaluate()
 
-    def _check_worth(self, ticket: Ticket) -> None:
+    def _check_worth(self, ticket: ArenaTicket) -> None:
         """While a service is away only the newest version waits for it: the disk must not fill with all of them."""
         with self._desk.lock:
             waiting = [version for version, rank in self._flushing if rank == ticket.rank]
@@ -498,7 +507,7 @@ class Flushing:
             if ticket.rank in self._away and newest.age() > ticket.version.age():
                 raise TierError(f"left out: the one before failed there, and {newest} waits for it")
 
-    def _failure(self, ticket: Ticket, kind: str) -> str | None:
+    def _failure(self, ticket: ArenaTicket, kind: str) -> str | None:
         with self._desk.lock:
             return self._desk.completion.failure(ticket.version, kind)
 
@@ -544,19 +553,19 @@ class Flushing:
 _QUICK_S, _SLOW_S = 0.02, 1.0
 
 
-class Engine:
+class Pipeline:
     """Everything that happens to a version after it was captured. Methods may be called from any thread."""
 
-    def __init__(self, job: Job, notify: Callable[[Event], None], *, rank: int | None = None) -> None:
+    def __init__(self, job: RunFolder, notify: Callable[[AgentEvent], None], *, rank: int | None = None) -> None:
         self._job, self._notify, self._rank = job, notify, rank
         self._site = Site(job.id, job.node_folder, arena_folder(job), job.run_dir)
         writer = job.node_folder if rank is None else f"{job.node_folder}.{shard_name(rank)}"
-        self._desk = Desk(job, self._site, writer, rank, self._evaluate)
+        self._desk = PipelineContext(job, self._site, writer, rank, self._evaluate)
         self._lock, self._completion, self._holdings = self._desk.lock, self._desk.completion, self._desk.holdings
-        self._near = Workers("evergrad")
-        self._freeing = Freeing(self._desk)
-        self._flushing = Flushing(self._desk, self._end, self._forget)
-        self._journal, self._writer = Journal(job.run_dir), writer
+        self._near = RankThreads("evergrad")
+        self._freeing = ArenaReclaimer(self._desk)
+        self._flushing = Flusher(self._desk, self._end, self._forget)
+        self._journal, self._writer = CatalogueJournal(job.run_dir), writer
         self._noted: set[tuple[Version, int]] = set()
         """Version and rank of shards that the catalogue knows of."""
         self._unsettled: set[tuple[int, int, int]] = set()
@@ -583,7 +592,7 @@ class Engine:
         }
         """(rank, index) → the generation of what was captured before there was this engine."""
         self._attempt = 0
-        self._told: set[tuple[type[Event], Version, str]] = set()
+        self._told: set[tuple[type[AgentEvent], Version, str]] = set()
         self._news = threading.Event()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="evergrad-watch", daemon=True).start()
@@ -607,8 +616,8 @@ class Engine:
                 self._survey(ticket.tiers)
                 missing = self._holdings.missing(ticket)
             except EvergradError as error:  # such as a tier that this Evergrad does not know
-                _log.error("%s: found in memory, and left there: %s", where(ticket), error)
-                self._left[_use(files, ticket)] = f"rank {ticket.rank}: {error}"
+                _log.error("%s: found in memory, and left there: %s", shard_label(ticket), error)
+                self._left[_arena_use(files, ticket)] = f"rank {ticket.rank}: {error}"
                 continue
             slow = [tier for tier in read_tiers(ticket.tiers) if tier.slow]
             if missing and {tier.kind for tier in slow}.issuperset(missing):
@@ -618,7 +627,7 @@ class Engine:
                     continue  # until it has been looked whether it is there
             if missing and files.shard.exists():  # if not, the arena was being removed
                 if self._queue(files, ticket):
-                    _log.info("%s: found in memory, going on", where(ticket))
+                    _log.info("%s: found in memory, going on", shard_label(ticket))
             else:
                 with self._lock:
                     self._taken[files.rank, files.index] = ticket.generation
@@ -628,13 +637,13 @@ class Engine:
             self._flushing.later(_ticket(manifest, tiers), replace(manifest, owed=()), copy)
         self._evaluate()
 
-    def attach(self, attempt: int, tiers: Sequence[dict[str, Any]], modules: Sequence[Module] = ()) -> None:
+    def attach(self, attempt: int, tiers: Sequence[dict[str, Any]], modules: Sequence[ChainModule] = ()) -> None:
         """A trainer begins; refused if a later attempt of the job is known."""
         with self._lock:
             self._check_attempt(attempt)
             self._attempt = attempt
             self._desk.modules = tuple(modules)
-            arrange(
+            build_chain(
                 {tier.kind: tier.store(self._site) for tier in read_tiers(tiers)}, modules
             )  # says what is wrong now
         self._survey(tiers)
@@ -644,7 +653,7 @@ class Engine:
             self._desk.maps.drop_replaced()
         self.recover()  # what the trainer before it captured, and was killed before it could say so
 
-    def submit(self, rank: int, index: int, generation: int, known: Ticket | None = None) -> None:
+    def submit(self, rank: int, index: int, generation: int, known: ArenaTicket | None = None) -> None:
         """An arena was captured; its ticket is `known` to a trainer of this process, whether it can be read or not."""
         files = ArenaFiles(self._site.arenas, rank, index)
         ticket = files.read_ticket() or known
@@ -720,14 +729,14 @@ class Engine:
         with self._settled:
             self._settled.wait_for(lambda: not self._flushing.is_committing)
 
-    def unfinished(self) -> list[Unfinished]:
+    def unfinished(self) -> list[UnfinishedVersion]:
         """Return the versions in arenas, or begun in a tier shared by all nodes, each with its failures.
 
         Whether a version can be restored all the same is for the ranks to see: what other nodes once noted as complete
         may have been lost since.
         """
         tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
-        found: dict[Version, Unfinished] = {}
+        found: dict[Version, UnfinishedVersion] = {}
         with self._lock:
             tiers = self._holdings.tiers()
             shared = [tier.kind for tier in tiers if tier.shared]
@@ -735,28 +744,28 @@ class Engine:
                 if ticket is None or not ticket.captured:
                     continue
                 version = ticket.version
-                known = found.setdefault(version, Unfinished(*_place(version), ticket.world_size, [], [], ""))
-                (known.damaged if _use(files, ticket) in self._altered else known.ranks).append(ticket.rank)
-                if _use(files, ticket) in self._unreadable:
+                known = found.setdefault(version, UnfinishedVersion(*_place(version), ticket.world_size, [], [], ""))
+                (known.damaged if _arena_use(files, ticket) in self._altered else known.ranks).append(ticket.rank)
+                if _arena_use(files, ticket) in self._unreadable:
                     known.unreadable.append(ticket.rank)
             for kind in shared:
                 visible = {*self._holdings.complete(kind)}
                 for version in self._completion.begun(kind):
                     if version not in visible and not self._holdings.is_retired(version, kind):
                         size = self._completion.world_size(version, kind)
-                        known = found.setdefault(version, Unfinished(*_place(version), size, [], [], ""))
+                        known = found.setdefault(version, UnfinishedVersion(*_place(version), size, [], [], ""))
                         is_gone = (version, kind) in self._flushing.gone
                         (known.damaged if is_gone else known.ranks).extend(self._completion.ranks(version, kind))
             left = {
-                ticket.version: self._left[_use(files, ticket)]
+                ticket.version: self._left[_arena_use(files, ticket)]
                 for files, ticket in tickets
-                if ticket is not None and _use(files, ticket) in self._left
+                if ticket is not None and _arena_use(files, ticket) in self._left
             }
             # The memory tier tells of its own arenas, and whether a version in them was ever complete.
             if all(tier.kind != "memory" for tier in tiers):
                 for files, held in self._without_ticket():
                     known = found.setdefault(
-                        held.version, Unfinished(*_place(held.version), held.world_size, [], [], "")
+                        held.version, UnfinishedVersion(*_place(held.version), held.world_size, [], [], "")
                     )
                     known.damaged.append(files.rank)
                     left[held.version] = f"rank {files.rank}: {files.ticket}: is not as it was written"
@@ -769,7 +778,7 @@ class Engine:
             for version, each in found.items()
         ]
 
-    def _without_ticket(self) -> Iterator[tuple[ArenaFiles, Held]]:
+    def _without_ticket(self) -> Iterator[tuple[ArenaFiles, ArenaContent]]:
         """Yield arenas whose ticket is damaged or gone and that hold a version newer than all complete ones."""
         for files in find_arenas(self._site.arenas, self._rank, rests=True):
             with suppress(OSError):  # a ticket that cannot be opened may be sound
@@ -819,9 +828,9 @@ class Engine:
                 with self._lock:
                     for kind in missing:
                         self._forgive(ticket.version, kind)
-                    self._altered.discard(_use(files, ticket))
-                    self._unreadable.discard(_use(files, ticket))
-                    self._unread.add(_use(files, ticket))
+                    self._altered.discard(_arena_use(files, ticket))
+                    self._unreadable.discard(_arena_use(files, ticket))
+                    self._unread.add(_arena_use(files, ticket))
                     self._taken.pop((files.rank, files.index), None)
                     self._freeing.resume(files)
 
@@ -829,23 +838,23 @@ class Engine:
         self._completion.forgive(version, tier)
         self._told.discard((Failed, version, tier))
 
-    def _is_taken(self, files: ArenaFiles, ticket: Ticket) -> bool:
+    def _is_taken(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
         with self._lock:
             return self._taken.get((files.rank, files.index)) == ticket.generation
 
-    def _queue(self, files: ArenaFiles, ticket: Ticket) -> bool:
+    def _queue(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
         """Have the chain run on a shard; False if that was said before."""
         with self._lock:
             if self._is_taken(files, ticket):
                 return False
             self._taken[files.rank, files.index] = ticket.generation
-            self._unsettled.add(_use(files, ticket))
+            self._unsettled.add(_arena_use(files, ticket))
             if not self._near.submit(files.rank, self._finish, files, ticket):
                 self._settle(files, ticket)
                 return False
             return True
 
-    def _finish(self, files: ArenaFiles, ticket: Ticket) -> None:
+    def _finish(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
         """Run the near part of the chain on one shard; what goes further is flushed afterwards."""
         flushed_from_here = False
         try:
@@ -857,40 +866,40 @@ class Engine:
                         flushed_from_here = self._run(files, ticket)
         except EvergradError as error:
             if isinstance(error, _Altered):
-                self._altered.add(_use(files, ticket))
+                self._altered.add(_arena_use(files, ticket))
             if isinstance(error, DamagedCapture):
-                self._unreadable.add(_use(files, ticket))
-            _log.error("%s: not finished: %s", where(ticket), error)
+                self._unreadable.add(_arena_use(files, ticket))
+            _log.error("%s: not finished: %s", shard_label(ticket), error)
             self._fail(ticket, str(error))
         except OSError as error:
             self._give_up(files, ticket, error)
         except Exception as error:
-            _log.exception("%s: not finished", where(ticket))
+            _log.exception("%s: not finished", shard_label(ticket))
             self._fail(ticket, f"{type(error).__name__}: {error}")
         finally:
             if not flushed_from_here:
                 self._end(files, ticket)
             self._evaluate()
 
-    def _give_up(self, files: ArenaFiles, ticket: Ticket, error: OSError) -> None:
+    def _give_up(self, files: ArenaFiles, ticket: ArenaTicket, error: OSError) -> None:
         """The system refuses what it takes to finish a shard."""
         why = f"{error.filename or files.shard}: {open_files_hint(error)}"
-        _log.error("%s: not finished: %s", where(ticket), why)
+        _log.error("%s: not finished: %s", shard_label(ticket), why)
         self._fail(ticket, why)
 
-    def _end(self, files: ArenaFiles, ticket: Ticket) -> None:
+    def _end(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
         """The arena is not read any more: its shard is in tiers, or will not get there."""
         self._freeing.end(files, ticket)
-        self._unread.discard(_use(files, ticket))
+        self._unread.discard(_arena_use(files, ticket))
         self._settle(files, ticket)
 
-    def _settle(self, files: ArenaFiles, ticket: Ticket) -> None:
+    def _settle(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
         with self._settled:
-            if _use(files, ticket) not in self._unread:
-                self._unsettled.discard(_use(files, ticket))
+            if _arena_use(files, ticket) not in self._unread:
+                self._unsettled.discard(_arena_use(files, ticket))
             self._settled.notify_all()
 
-    def _run(self, files: ArenaFiles, ticket: Ticket) -> bool:
+    def _run(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
         """Digest, near tiers; True if the arena is still needed, because slow tiers are flushed from it."""
         tiers = read_tiers(ticket.tiers)
         owed = [without_secrets(tier.to_json()) for tier in tiers if tier.slow]
@@ -904,21 +913,21 @@ class Engine:
         near, far = self._desk.chain(tiers)
         in_memory = any(tier.kind == "memory" for tier in tiers)
 
-        def report(module: Module, error: Exception | None) -> None:
-            if isinstance(module, Digest) and error is None and not in_memory and earlier is None:
+        def report(module: ChainModule, error: Exception | None) -> None:
+            if isinstance(module, DigestModule) and error is None and not in_memory and earlier is None:
                 _keep_digests(files, ticket, work.manifest)
-            if isinstance(module, Digest) and error is None and far and ticket.world_size > 1:
-                self._flushing.shares.publish(work.manifest, parse(work.shard, files.shard).layout.entries)
-            if isinstance(module, Put) and error is None:
+            if isinstance(module, DigestModule) and error is None and far and ticket.world_size > 1:
+                self._flushing.shares.publish(work.manifest, parse_header(work.shard, files.shard).layout.entries)
+            if isinstance(module, StoreModule) and error is None:
                 self._record(work.manifest)
                 self._settle(files, ticket)
             if isinstance(error, DamagedCapture):
-                self._unreadable.add(_use(files, ticket))
+                self._unreadable.add(_arena_use(files, ticket))
             self._desk.report(ticket, tiers, module, error)
 
         try:
             if earlier is None and self._before.get((files.rank, files.index)) == ticket.generation:
-                Digest().run(work)
+                DigestModule().run(work)
                 work.manifest = self._compared(work.manifest, ticket, files)
             run_chain(near, work, report)
             if not far or not work.manifest.header:
@@ -928,7 +937,7 @@ class Engine:
         finally:
             work.shard.release()
 
-    def _compared(self, manifest: Manifest, ticket: Ticket, files: ArenaFiles) -> Manifest:
+    def _compared(self, manifest: Manifest, ticket: ArenaTicket, files: ArenaFiles) -> Manifest:
         """A manifest whose digests were taken again: `TierError` if the digests of the capture say otherwise.
 
         Those are in the manifests of other copies. Without one the manifest is marked as unverified.
@@ -942,10 +951,12 @@ class Engine:
         if noted is not None and noted.digest and noted.digest != shard_digest(manifest):
             by = "by the digest in the catalogue"
             raise _Altered(f"{files.shard}: is not what was captured, {by}: this arena is left aside")
-        _log.warning("%s: unverified: its digests were taken after a restart, with none to compare", where(ticket))
+        _log.warning(
+            "%s: unverified: its digests were taken after a restart, with none to compare", shard_label(ticket)
+        )
         return replace(manifest, unverified=True)
 
-    def _fail(self, ticket: Ticket, why: str) -> None:
+    def _fail(self, ticket: ArenaTicket, why: str) -> None:
         """A shard does not get into the tiers that it is not in yet."""
         try:
             kinds = self._holdings.missing(ticket)
@@ -964,7 +975,7 @@ class Engine:
 
     def _evaluate(self) -> None:
         """Tell what is complete now or never will be, retire what is no longer needed, say which arenas are free."""
-        news: list[Event] = []
+        news: list[AgentEvent] = []
         with self._lock:
             tiers = self._holdings.tiers()
             for kind in (tier.kind for tier in tiers):
@@ -988,13 +999,13 @@ class Engine:
             for event in news:
                 if isinstance(event, Committed) and event.tier in lasting:
                     self._completion.remember(event.version)
-        for event in (*news, *(Free(rank, self.free_arenas(rank)) for rank in sorted(ranks))):
+        for event in (*news, *(ArenasFree(rank, self.free_arenas(rank)) for rank in sorted(ranks))):
             self._notify(event)
         with self._settled:
             self._settled.notify_all()
         self._news.set()
 
-    def _overtake(self, news: list[Event], kind: str, newest: Version) -> None:
+    def _overtake(self, news: list[AgentEvent], kind: str, newest: Version) -> None:
         for version, tier in list(self._completion.incomplete()):
             if tier == kind and version.age() < newest.age():
                 ranks = ", ".join(map(str, self._completion.missing(version, tier)))
@@ -1007,7 +1018,7 @@ class Engine:
         for kind in (Committed, Failed):
             self._told.discard((kind, version, tier))
 
-    def _tell(self, news: list[Event], event: Committed | Failed) -> None:
+    def _tell(self, news: list[AgentEvent], event: Committed | Failed) -> None:
         key = type(event), event.version, event.tier
         if key not in self._told:
             self._told.add(key)
@@ -1040,7 +1051,7 @@ class _Altered(TierError):
     """An arena does not hold what was captured."""
 
 
-def _use(files: ArenaFiles, ticket: Ticket) -> tuple[int, int, int]:
+def _arena_use(files: ArenaFiles, ticket: ArenaTicket) -> tuple[int, int, int]:
     """Rank, index and generation: one use of one arena."""
     return files.rank, files.index, ticket.generation
 
@@ -1049,7 +1060,7 @@ def _place(version: Version) -> tuple[int, int]:
     return version.step, version.attempt
 
 
-def _earlier(files: ArenaFiles, ticket: Ticket) -> Manifest | None:
+def _earlier(files: ArenaFiles, ticket: ArenaTicket) -> Manifest | None:
     """Digests that were taken before a crash: of what was captured, not of what may have happened to it since."""
     for path in (files.manifest, files.digests):
         try:
@@ -1059,11 +1070,11 @@ def _earlier(files: ArenaFiles, ticket: Ticket) -> Manifest | None:
         except FileNotFoundError:
             continue
         except FormatError as error:
-            _log.warning("%s: %s: the shard is digested again", where(ticket), error)
+            _log.warning("%s: %s: the shard is digested again", shard_label(ticket), error)
     return None
 
 
-def _keep_digests(files: ArenaFiles, ticket: Ticket, manifest: Manifest) -> None:
+def _keep_digests(files: ArenaFiles, ticket: ArenaTicket, manifest: Manifest) -> None:
     """Keep digests beside the arena for whoever goes on after a crash. Nothing else depends on them."""
     try:
         _files.publish(files.digests, replace(manifest, generation=ticket.generation).to_bytes())
@@ -1082,10 +1093,10 @@ def _differing(original: Manifest, found: Manifest) -> str:
     return "" if original.values == found.values and (not is_whole or original.header == found.header) else "the header"
 
 
-def _ticket(manifest: Manifest, tiers: Sequence[Tier]) -> Ticket:
+def _ticket(manifest: Manifest, tiers: Sequence[Tier]) -> ArenaTicket:
     """What a trainer said of a shard whose arena is long in use again."""
     version, specs = manifest.version, [tier.to_json() for tier in tiers]
-    return Ticket(
+    return ArenaTicket(
         0, True, version.step, version.attempt, manifest.rank, manifest.world_size, manifest.size, manifest.time,
         manifest.parent, specs, dict(manifest.meta),
     )  # fmt: skip

@@ -22,7 +22,7 @@ import xxhash
 
 from evergrad import _files
 from evergrad._files import read_small
-from evergrad.checkpoint.layout import Entry, cut, parse
+from evergrad.checkpoint.layout import ShardEntry, cut, parse_header
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.tiers import Work
@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
 
 
-class Shares:
+class UploadDeduplication:
     """What the ranks of a job tell each other of the parts that they upload."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "shares"
 
-    def publish(self, manifest: Manifest, entries: Sequence[Entry]) -> None:
+    def publish(self, manifest: Manifest, entries: Sequence[ShardEntry]) -> None:
         """Tell the digests of this rank's part."""
         mine = {
             path: manifest.digests[path] for path, owner in _owners(manifest, entries).items() if owner == manifest.rank
@@ -54,7 +54,7 @@ class Shares:
         manifest = work.manifest
         if manifest.world_size == 1:
             return work
-        parsed = parse(work.shard, work.files.shard)
+        parsed = parse_header(work.shard, work.files.shard)
         owners = _owners(manifest, parsed.layout.entries)
         others = sorted({owner for owner in owners.values() if owner != manifest.rank})
         told: dict[str, tuple[int, str]] = {}
@@ -105,7 +105,7 @@ class Shares:
                 os.listdir(path.parent)  # makes NFS look again
 
 
-def _owners(manifest: Manifest, entries: Sequence[Entry]) -> dict[str, int]:
+def _owners(manifest: Manifest, entries: Sequence[ShardEntry]) -> dict[str, int]:
     """Who uploads each tensor that all ranks are said to have, so that every rank has about as much."""
     said = Placements.from_json(manifest.placements)
     shared = [entry for entry in entries if entry.nbytes and said.kind(entry.path) in ("replicated", "first")]
@@ -119,7 +119,7 @@ def _owners(manifest: Manifest, entries: Sequence[Entry]) -> dict[str, int]:
     return owners
 
 
-def _runs(entries: Sequence[Entry]) -> list[tuple[int, int]]:
+def _runs(entries: Sequence[ShardEntry]) -> list[tuple[int, int]]:
     """Where the entries lie, neighbours joined."""
     runs: list[tuple[int, int]] = []
     for entry in entries:

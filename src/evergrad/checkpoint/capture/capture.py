@@ -25,15 +25,21 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from evergrad.checkpoint.arena import Arena, Ticket
-from evergrad.checkpoint.capture.cuda import DeviceCopies, Pinned, Settled, device_of, refuse_while_recording
-from evergrad.checkpoint.capture.dtensor import declared, known, local_of, spec_of
-from evergrad.checkpoint.capture.structure_cache import Template
-from evergrad.checkpoint.layout import Entry, Header, Layout, Spec, escaped
-from evergrad.checkpoint.pending import Board
+from evergrad.checkpoint.arena import Arena, ArenaTicket
+from evergrad.checkpoint.capture.cuda import (
+    DeviceCopies,
+    PinnedBuffer,
+    StepOnlyTensors,
+    device_of,
+    refuse_while_recording,
+)
+from evergrad.checkpoint.capture.dtensor import declared, known, local_tensor, sharding_spec
+from evergrad.checkpoint.capture.structure_cache import StateStructure
+from evergrad.checkpoint.layout import HeaderRenderer, Layout, ShardEntry, TensorSpec, escaped
+from evergrad.checkpoint.pending import SaveTracker
 from evergrad.dtypes import DType
 from evergrad.errors import SaveRefused, StateError, TierError, UsageError
-from evergrad.formats.gc_pause import uncollected
+from evergrad.formats.gc_pause import gc_paused
 from evergrad.records import Json
 from evergrad.state import Skeleton, Where, flatten, outline
 from evergrad.state.sharing import View, contiguous_strides
@@ -42,7 +48,7 @@ from evergrad.state.tree import MAX_DEPTH
 # What a plan knows of the tensors it was made for, and whether today's are like them.
 
 
-class Sources:
+class SourceTensors:
     """Shapes, types, devices, and who shares memory with whom.
 
     The same tensor objects are never expected: `module.state_dict()` makes new ones each time. What has to be the
@@ -131,7 +137,7 @@ _SETTLED = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.
 _KEYS = {str, int, bool, bytes, type(None)}
 
 
-class Values:
+class ValueTexts:
     """The texts of a template's holes as they were last seen."""
 
     def __init__(self, count: int) -> None:
@@ -207,10 +213,10 @@ _WORTH_A_THREAD = 16 << 20
 _MOST_THREADS = 8  # a memory bus is full by then
 
 
-class Bulk:
+class HostMemcpy:
     """Entries whose sources lie in host memory exactly as they will in the file."""
 
-    def __init__(self, address: int, entries: Iterable[tuple[int, Entry]]) -> None:
+    def __init__(self, address: int, entries: Iterable[tuple[int, ShardEntry]]) -> None:
         """Entries of a shard at this address, each with its number."""
         pieces: list[tuple[int, int, int, int]] = []
         self._numbers: list[int] = []
@@ -248,9 +254,11 @@ def _move(pieces: Iterable[tuple[int, int, int, int]], addresses: list[int]) -> 
 
 # Copying a state into an arena: the only thing that a save makes the trainer wait for.
 #
-# A `Plan` is made once for a state's form. It knows where every tensor goes in the shard and has the header's text
-# ready. Each save then gathers today's tensors (`Plan.gather`), copies them (`Target.copy`) and writes today's values
-# into the header (`Plan.header`). A plan that no longer fits says so by None, and the next one is made.
+# A `CapturePlan` is made once for a state's form. It knows where every tensor goes in the shard and has the header's
+# text
+# ready. Each save then gathers today's tensors (`CapturePlan.gather`), copies them (`ArenaWriter.copy`) and writes
+# today's values
+# into the header (`CapturePlan.header`). A plan that no longer fits says so by None, and the next one is made.
 #
 # Nothing here is shared between threads.
 
@@ -260,7 +268,7 @@ _MARK = "the root goes here"
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredState:
     """One state as it is now: its tensors in the order of the layout, its values as text."""
 
     tensors: list[torch.Tensor]
@@ -269,7 +277,7 @@ class Gathered:
     """The tensors, by number, on a GPU that nothing but `optimizer.step()` changes."""
 
 
-class Copying(Protocol):
+class AsyncCopy(Protocol):
     """Copies that were begun, on a device, and have not ended yet."""
 
     def wait(self) -> None:
@@ -277,11 +285,16 @@ class Copying(Protocol):
         ...
 
 
-class Plan:
+class CapturePlan:
     """How states of one form are saved."""
 
     def __init__(
-        self, template: Template, values: Values, sources: Sources, header: Header, spread: Mapping[int, object]
+        self,
+        template: StateStructure,
+        values: ValueTexts,
+        sources: SourceTensors,
+        header: HeaderRenderer,
+        spread: Mapping[int, object],
     ) -> None:
         self.layout: Layout = header.layout
         self._template = template
@@ -292,23 +305,25 @@ class Plan:
         positions = {path: n for n, path in enumerate(template.paths)}
         self._stored = [positions[entry.path] for entry in self.layout.entries]
         self._devices = [device_of(device) for device in dict.fromkeys(sources.cuda) if device is not None]
-        self._settled = Settled() if self._devices else None
+        self._settled = StepOnlyTensors() if self._devices else None
 
     @classmethod
-    def of(cls, state: object, shard: Mapping[str, Json] | None = None, *, replicated: Where | bool = False) -> Plan:
+    def of(
+        cls, state: object, shard: Mapping[str, Json] | None = None, *, replicated: Where | bool = False
+    ) -> CapturePlan:
         """Walk a state and plan its shard; `StateError`, naming the path, for what cannot be stored.
 
         The header gets room for a shard record as long as the given one, and some to spare. Objects with
         `state_dict()` are asked twice, and must give the same form both times. `replicated` is what the user says is
         the same on all ranks.
         """
-        with uncollected():
-            flat = flatten(state, local=local_of)
+        with gc_paused():
+            flat = flatten(state, local=local_tensor)
             skeleton = flat.skeleton
             if unknown := skeleton.objects():
                 raise StateError("{}: an object of class {} cannot be stored".format(*unknown[0]))
-            template = Template(state, skeleton.root)
-            values = Values(len(template.slots))
+            template = StateStructure(state, skeleton.root)
+            values = ValueTexts(len(template.slots))
             leaves = template.read(state)
             texts = None if leaves is None else values.texts(template.slots, leaves.values)
             if texts is None:
@@ -319,12 +334,14 @@ class Plan:
             assert leaves is not None
             raw = dict(zip(template.paths, leaves.tensors, strict=True))
             placements = declared(replicated, flat.tensors, skeleton).merged(known(state, raw))
-            header = Header(stored, aliases, _around(skeleton, template.text), texts, shard or {}, placements.to_json())
+            header = HeaderRenderer(
+                stored, aliases, _around(skeleton, template.text), texts, shard or {}, placements.to_json()
+            )
             tensors = {path: flat.tensors[path] for path in template.paths}
-            spread = {n: spec for n, leaf in enumerate(leaves.tensors) if (spec := spec_of(leaf)) is not None}
-            return cls(template, values, Sources(tensors, skeleton.sharing.views), header, spread)
+            spread = {n: spec for n, leaf in enumerate(leaves.tensors) if (spec := sharding_spec(leaf)) is not None}
+            return cls(template, values, SourceTensors(tensors, skeleton.sharing.views), header, spread)
 
-    def gather(self, state: object) -> Gathered | None:
+    def gather(self, state: object) -> GatheredState | None:
         """Today's tensors and values; None when the state is no longer of the form that was planned."""
         refuse_while_recording(self._devices)
         leaves = self._template.read(state)
@@ -340,7 +357,7 @@ class Plan:
             return None
         stored = [tensors[n] for n in self._stored]
         settled = self._settled.choose(state, stored) if self._settled is not None else frozenset()
-        return Gathered(stored, values, settled)
+        return GatheredState(stored, values, settled)
 
     def _pieces(self, leaves: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Today's tensors with this rank's pieces of those that are cut; None if one is cut in another way."""
@@ -348,12 +365,12 @@ class Plan:
             return leaves
         pieces = list(leaves)
         for n, spec in self._spread.items():
-            if spec_of(leaves[n]) != spec:
+            if sharding_spec(leaves[n]) != spec:
                 return None
-            pieces[n] = local_of(leaves[n])
+            pieces[n] = local_tensor(leaves[n])
         return pieces
 
-    def header(self, gathered: Gathered, shard: Mapping[str, Json]) -> bytes | None:
+    def header(self, gathered: GatheredState, shard: Mapping[str, Json]) -> bytes | None:
         """Everything before the tensors, exactly `layout.data_start` bytes; None if it no longer fits there."""
         return self._header.render(gathered.values, shard)
 
@@ -366,10 +383,10 @@ class Plan:
         return [self._sources.cuda[n] for n in self._stored]
 
 
-class Target:
+class ArenaWriter:
     """A mapped arena as places to copy into. It holds on to the buffer: drop it before the buffer is closed."""
 
-    def __init__(self, plan: Plan, buffer: mmap.mmap | memoryview | bytearray, *, pinned: bool = False) -> None:
+    def __init__(self, plan: CapturePlan, buffer: mmap.mmap | memoryview | bytearray, *, pinned: bool = False) -> None:
         """See the tensors of a plan in a buffer of at least `plan.layout.size` bytes.
 
         `pinned`: the CUDA driver knows the buffer, so that copies from a GPU need not be waited for.
@@ -379,7 +396,7 @@ class Target:
         self._runs: list[tuple[slice, torch.Tensor]] = []
         self._singles: list[int] = []
         self._places: list[torch.Tensor] = []
-        large: list[tuple[int, Entry]] = []
+        large: list[tuple[int, ShardEntry]] = []
         entries = list(enumerate(plan.layout.entries))
         plain, cuda = plan.plain(), plan.cuda()
         for _, members in groupby(entries, lambda item: (item[1].dtype, item[1].shape, plain[item[0]], cuda[item[0]])):
@@ -395,13 +412,13 @@ class Target:
             else:
                 self._singles += (n for n, _ in alike)
                 self._places += (self._place(entry, entry.shape) for _, entry in alike)
-        self._bulk = Bulk(self._whole.data_ptr(), large)
+        self._bulk = HostMemcpy(self._whole.data_ptr(), large)
         on_devices = [
             (n, entry, device) for (n, entry), device in zip(entries, cuda, strict=True) if device is not None
         ]
         self._device_copies = DeviceCopies(self._whole, on_devices, pinned=pinned) if on_devices else None
 
-    def copy(self, gathered: Gathered) -> Copying | None:
+    def copy(self, gathered: GatheredState) -> AsyncCopy | None:
         """Copy the bytes of every tensor to its place; None if they are there when this returns."""
         tensors = gathered.tensors
         with torch.no_grad():
@@ -420,7 +437,7 @@ class Target:
                 raise
         return copying
 
-    def _place(self, first: Entry, shape: tuple[int, ...]) -> torch.Tensor:
+    def _place(self, first: ShardEntry, shape: tuple[int, ...]) -> torch.Tensor:
         """The place of an entry, or of it and those behind it, as a tensor of its own type."""
         dtype, size = first.dtype, first.dtype.itemsize
         if dtype not in self._typed:
@@ -438,11 +455,11 @@ def _around(skeleton: Skeleton, root: Sequence[str]) -> list[str]:
     return pieces
 
 
-def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
+def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     dtypes = {dtype: DType.of_dense(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
     specs = {}
     for path, tensor in tensors.items():
-        specs[path] = Spec(path, dtypes[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        specs[path] = TensorSpec(path, dtypes[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
     return specs
 
 
@@ -452,12 +469,12 @@ _SAY_SO_AFTER_S = 10.0
 
 
 @dataclass(slots=True)
-class InFlight:
+class CaptureInFlight:
     """A capture whose bytes may still be on their way."""
 
     arena: Arena
-    ticket: Ticket
-    copying: Copying | None
+    ticket: ArenaTicket
+    copying: AsyncCopy | None
     announce: Callable[[Exception | None], None]
     """Called once, when the ticket says what is in the arena, or when it never will."""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -488,17 +505,17 @@ class InFlight:
             copying.wait()
 
 
-class Recorder:
+class StateCapture:
     """What a trainer has of shared memory. Not for several threads at once."""
 
-    def __init__(self, folder: Path, board: Board, when_busy: Literal["wait", "refuse"]) -> None:
+    def __init__(self, folder: Path, board: SaveTracker, when_busy: Literal["wait", "refuse"]) -> None:
         self._folder, self._board, self._when_busy = folder, board, when_busy
-        self._plan: Plan | None = None
+        self._plan: CapturePlan | None = None
         self._arenas: list[Arena] = []
-        self._targets: dict[int, tuple[Plan, Target]] = {}
-        self._pinned: dict[int, Pinned] = {}
-        self._in_flight: dict[int, InFlight] = {}
-        self._queue: queue.SimpleQueue[InFlight | None] | None = None
+        self._targets: dict[int, tuple[CapturePlan, ArenaWriter]] = {}
+        self._pinned: dict[int, PinnedBuffer] = {}
+        self._in_flight: dict[int, CaptureInFlight] = {}
+        self._queue: queue.SimpleQueue[CaptureInFlight | None] | None = None
         self.rank = -1
 
     @property
@@ -543,7 +560,7 @@ class Recorder:
             flight.ended.wait()
         self._in_flight.clear()
 
-    def reserve(self, plan: Plan, rank: int) -> None:
+    def reserve(self, plan: CapturePlan, rank: int) -> None:
         """Make both arenas now. One that holds a version from before is left alone until it may be overwritten."""
         self.lease(rank)
         made: list[Arena] = []
@@ -564,11 +581,11 @@ class Recorder:
     def capture(
         self,
         state: object,
-        plan: Callable[[], Plan],
+        plan: Callable[[], CapturePlan],
         record: Mapping[str, Any],
-        ticket: Callable[[int], Ticket],
+        ticket: Callable[[int], ArenaTicket],
         announce: Callable[[Arena, Exception | None], None],
-    ) -> InFlight:
+    ) -> CaptureInFlight:
         """Copy a state into an arena.
 
         `plan` makes the plan for a state of a new form, `record` goes into the header, and `ticket` says of a shard of
@@ -586,7 +603,7 @@ class Recorder:
         assert arena.buffer is not None
         copying = self._target(arena, chosen).copy(gathered)
         arena.buffer[: len(header)] = header
-        flight = InFlight(arena, ticket(size), copying, lambda error: announce(arena, error))
+        flight = CaptureInFlight(arena, ticket(size), copying, lambda error: announce(arena, error))
         if copying is None:
             arena.captured(flight.ticket)
             flight.ended.set()
@@ -597,14 +614,14 @@ class Recorder:
         return flight
 
     def _gather(
-        self, state: object, make: Callable[[], Plan], record: Mapping[str, Any]
-    ) -> tuple[Plan, Gathered, bytes]:
+        self, state: object, make: Callable[[], CapturePlan], record: Mapping[str, Any]
+    ) -> tuple[CapturePlan, GatheredState, bytes]:
         """Today's tensors and header, by the plan of the last save if it still holds."""
         if self._plan is not None:
             gathered = self._plan.gather(state)
             if gathered is not None and (header := self._plan.header(gathered, record)) is not None:
                 return self._plan, gathered, header
-        with uncollected():
+        with gc_paused():
             self._plan = plan = make()
         gathered = plan.gather(state)
         header = plan.header(gathered, record) if gathered is not None else None
@@ -612,14 +629,17 @@ class Recorder:
             raise UsageError("the state changed while it was read: state_dict() gives something else each time")
         return plan, gathered, header
 
-    def _target(self, arena: Arena, plan: Plan) -> Target:
+    def _target(self, arena: Arena, plan: CapturePlan) -> ArenaWriter:
         known = self._targets.get(arena.files.index)
         if known is None or known[0] is not plan:
             assert arena.buffer is not None
-            known = self._targets[arena.files.index] = (plan, Target(plan, arena.buffer, pinned=self._pin(arena, plan)))
+            known = self._targets[arena.files.index] = (
+                plan,
+                ArenaWriter(plan, arena.buffer, pinned=self._pin(arena, plan)),
+            )
         return known[1]
 
-    def _pin(self, arena: Arena, plan: Plan) -> bool:
+    def _pin(self, arena: Arena, plan: CapturePlan) -> bool:
         """Whether GPUs can write to an arena by themselves; asked for once, whatever plans follow."""
         device = next((device for device in plan.cuda() if device is not None), None)
         if device is None:
@@ -629,7 +649,7 @@ class Recorder:
         if known is None or known.buffer is not arena.buffer:
             if known is not None:
                 known.close()
-            known = self._pinned[arena.files.index] = Pinned(arena.buffer, device)
+            known = self._pinned[arena.files.index] = PinnedBuffer(arena.buffer, device)
         return known.ok
 
     def _free_arena(self) -> Arena:
@@ -658,13 +678,13 @@ class Recorder:
         assert found is not None
         return found
 
-    def _finish_later(self, flight: InFlight) -> None:
+    def _finish_later(self, flight: CaptureInFlight) -> None:
         if self._queue is None:
             self._queue = queue.SimpleQueue()
             threading.Thread(target=_finish, args=(self._queue,), name="evergrad-capture", daemon=True).start()
         self._queue.put(flight)
 
 
-def _finish(flights: queue.SimpleQueue[InFlight | None]) -> None:
+def _finish(flights: queue.SimpleQueue[CaptureInFlight | None]) -> None:
     while (flight := flights.get()) is not None:
         flight.finish()

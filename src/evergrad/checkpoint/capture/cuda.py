@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from evergrad.checkpoint.capture.dtensor import local_of
-from evergrad.checkpoint.layout import Entry
+from evergrad.checkpoint.capture.dtensor import local_tensor
+from evergrad.checkpoint.layout import ShardEntry
 from evergrad.errors import SaveRefused
 from evergrad.state.tree import MAX_DEPTH
 
 # One GPU as a capture sees it: the stream that training uses now, one beside it, and marks on both.
 
 
-class Device:
+class CudaDevice:
     """A CUDA device. For any thread: each one's own current device is left as it was."""
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Device:
             return bool(torch.cuda.is_current_stream_capturing())
 
 
-def refuse_while_recording(devices: Sequence[Device]) -> None:
+def refuse_while_recording(devices: Sequence[CudaDevice]) -> None:
     """`SaveRefused` if what is put on a current stream would become a part of a CUDA graph instead of running."""
     for device in devices:
         if device.is_recording():
@@ -116,7 +116,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
 _told: set[str] = set()
 
 
-class Pinned:
+class PinnedBuffer:
     """A mapped buffer that the driver knows, or would not take. Holds on to the buffer until `close`."""
 
     def __init__(self, buffer: mmap.mmap, device: torch.device) -> None:
@@ -196,20 +196,20 @@ def _unregister(address: int, device: torch.device) -> str | None:
 # Only torch's own optimizers are relied on. Others change parameters outside of `step`, too: between the two passes
 # of a sharpness-aware step, or when a schedule-free one goes from training to evaluation.
 
-SETTLED_BYTES = 64 << 10
+STEP_ONLY_MIN_BYTES = 64 << 10
 """Smaller tensors are not worth a wait: many of them are copied at once, before training goes on."""
 
-Held = tuple[Device, Any]
+DeviceEvent = tuple[CudaDevice, Any]
 """A device, and a mark on its side stream behind copies of settled tensors."""
 
 
-class Gate:
+class OptimizerFence:
     """What every optimizer's next step has to come after. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._installed = False
-        self.held: tuple[Held, ...] = ()
+        self.held: tuple[DeviceEvent, ...] = ()
         """Replaced, never changed: a step reads it without the lock."""
         self.replayed = False
         """Whether some step became part of a CUDA graph: replayed, it passes no gate."""
@@ -221,7 +221,7 @@ class Gate:
                 register_optimizer_step_pre_hook(_before_step)
                 self._installed = True
 
-    def hold(self, device: Device, mark: Any) -> None:
+    def hold(self, device: CudaDevice, mark: Any) -> None:
         """From now on steps come after this mark."""
         with self._lock:
             self.held = (*self.held, (device, mark))
@@ -242,22 +242,22 @@ class Gate:
             device.follow(device.current(), mark)
 
 
-gate = Gate()
+optimizer_fence = OptimizerFence()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    gate.pass_through()
+    optimizer_fence.pass_through()
 
 
 # As torch.compiler.disable does, which would import the compiler: a compiled step calls this, and never traces it.
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-class Settled:
+class StepOnlyTensors:
     """Which of a plan's tensors are settled. Decided once, and again when an optimizer or a tensor is another one."""
 
     def __init__(self) -> None:
-        gate.install()
+        optimizer_fence.install()
         self._paths: list[tuple[Any, ...]] = []
         self._seen: list[tuple[weakref.ref[torch.optim.Optimizer], list[tuple[int, bool]]]] | None = None
         self._chosen: list[int] = []
@@ -265,7 +265,7 @@ class Settled:
 
     def choose(self, state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The numbers of those of the tensors that only a step of an optimizer in the state will change."""
-        if gate.replayed:
+        if optimizer_fence.replayed:
             return frozenset()
         if not self._are_as_before(state) or [tensors[n].data_ptr() for n in self._chosen] != self._addresses:
             self._look(state, tensors)
@@ -294,7 +294,9 @@ class Settled:
         self._chosen = [
             n
             for n, tensor in enumerate(tensors)
-            if tensor.nbytes >= SETTLED_BYTES and not (tensor.is_conj() or tensor.is_neg()) and _place(tensor) in places
+            if tensor.nbytes >= STEP_ONLY_MIN_BYTES
+            and not (tensor.is_conj() or tensor.is_neg())
+            and _place(tensor) in places
         ]
         self._addresses = [tensors[n].data_ptr() for n in self._chosen]
 
@@ -334,7 +336,7 @@ def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, ...]]:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor lies and how: who lies exactly there is the same tensor. Of one that is cut, the piece here."""
     try:
-        local = local_of(tensor)
+        local = local_tensor(tensor)
         return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
     except (RuntimeError, ValueError):  # sparse, made of others, not made yet: nothing in a shard lies there
         return (id(tensor),)
@@ -349,13 +351,13 @@ _USUAL = {
     torch.uint8, torch.bool, torch.complex128, torch.complex64,
 }  # fmt: skip
 
-_devices: dict[torch.device, Device] = {}
+_devices: dict[torch.device, CudaDevice] = {}
 
 
-def device_of(device: torch.device) -> Device:
-    """The one `Device` of a device, with its stream."""
+def device_of(device: torch.device) -> CudaDevice:
+    """The one `CudaDevice` of a device, with its stream."""
     if device not in _devices:
-        _devices[device] = Device(device)
+        _devices[device] = CudaDevice(device)
     return _devices[device]
 
 
@@ -383,24 +385,24 @@ class _Run:
 class _Share:
     """What one device contributes to a shard."""
 
-    device: Device
+    device: CudaDevice
     runs: list[_Run] = field(default_factory=list)
     large: list[tuple[int, list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
     """Number, its place in flat pieces, its place in its own shape."""
 
 
-class Flight:
+class DeviceCopyInFlight:
     """Copies on their way. `wait` may be called by several threads, and again."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[Device, Any]] = []
+        self._ends: list[tuple[CudaDevice, Any]] = []
         self._kept: list[Any] = []
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Their memory stays theirs until all has ended."""
         self._kept.append(tensors)
 
-    def ends(self, device: Device, mark: Any) -> None:
+    def ends(self, device: CudaDevice, mark: Any) -> None:
         """A device's last copy is before this mark."""
         self._ends.append((device, mark))
 
@@ -415,7 +417,7 @@ class Flight:
         self._let_go()
 
     def _let_go(self) -> None:
-        gate.release([mark for _, mark in self._ends])
+        optimizer_fence.release([mark for _, mark in self._ends])
         self._kept = []
 
 
@@ -423,21 +425,21 @@ class DeviceCopies:
     """The entries of a shard whose tensors are on GPUs."""
 
     def __init__(
-        self, whole: torch.Tensor, entries: Sequence[tuple[int, Entry, torch.device]], *, pinned: bool
+        self, whole: torch.Tensor, entries: Sequence[tuple[int, ShardEntry, torch.device]], *, pinned: bool
     ) -> None:
         """Entries, each with its number and device, in the bytes of an arena; `pinned` if the driver knows these."""
         self._pinned = pinned
         self._shares: list[_Share] = []
-        by_device: dict[torch.device, list[tuple[int, Entry]]] = defaultdict(list)
+        by_device: dict[torch.device, list[tuple[int, ShardEntry]]] = defaultdict(list)
         for n, entry, device in entries:
             if entry.nbytes:
                 by_device[device].append((n, entry))
         for device, members in by_device.items():
             self._shares.append(_share(whole, device_of(device), members))
 
-    def start(self, tensors: Sequence[torch.Tensor], settled: frozenset[int]) -> Flight | None:
+    def start(self, tensors: Sequence[torch.Tensor], settled: frozenset[int]) -> DeviceCopyInFlight | None:
         """Begin to copy, out of the tensors of all entries; None if all has ended already."""
-        flight = Flight()
+        flight = DeviceCopyInFlight()
         try:
             for share in self._shares:
                 if self._pinned:
@@ -454,9 +456,9 @@ class DeviceCopies:
         return flight if self._pinned and self._shares else None
 
 
-def _share(whole: torch.Tensor, device: Device, members: Sequence[tuple[int, Entry]]) -> _Share:
+def _share(whole: torch.Tensor, device: CudaDevice, members: Sequence[tuple[int, ShardEntry]]) -> _Share:
     share = _Share(device)
-    run: list[tuple[int, Entry]] = []
+    run: list[tuple[int, ShardEntry]] = []
 
     def end_run() -> None:
         if run:
@@ -466,7 +468,7 @@ def _share(whole: torch.Tensor, device: Device, members: Sequence[tuple[int, Ent
             run.clear()
 
     for n, entry in members:
-        if entry.nbytes < SETTLED_BYTES:
+        if entry.nbytes < STEP_ONLY_MIN_BYTES:
             if run:
                 first, last = run[0][1], run[-1][1]
                 size = entry.offset + entry.nbytes - first.offset
@@ -484,7 +486,7 @@ def _moved_as(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _USUAL else _WIDTHS[dtype.itemsize]
 
 
-def _begin(share: _Share, tensors: Sequence[torch.Tensor], settled: frozenset[int], flight: Flight) -> None:
+def _begin(share: _Share, tensors: Sequence[torch.Tensor], settled: frozenset[int], flight: DeviceCopyInFlight) -> None:
     """Put the copies of one device on its streams."""
     device = share.device
     now, beside = device.current(), device.side()
@@ -503,7 +505,7 @@ def _begin(share: _Share, tensors: Sequence[torch.Tensor], settled: frozenset[in
         end = device.mark(beside)
     flight.ends(device, end)
     if later.places:
-        gate.hold(device, end)
+        optimizer_fence.hold(device, end)
 
 
 def _copy(share: _Share, tensors: Sequence[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.placement import ALL, Place, Placements
+from evergrad.checkpoint.placement import ALL, Placements, TensorPiece
 from evergrad.checkpoint.ranks import is_distributed
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
@@ -27,20 +27,20 @@ from evergrad.state.selection import tensor_info
 from evergrad.state.tree import is_stateful
 
 
-def can_be_spread() -> bool:
+def may_have_dtensors() -> bool:
     """Whether there can be a DTensor in this process."""
     return "torch.distributed.tensor" in sys.modules
 
 
-def is_spread(tensor: object) -> TypeGuard[Any]:
+def is_dtensor(tensor: object) -> TypeGuard[Any]:
     """Whether a tensor is a DTensor; nothing is imported to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What of a tensor lies in this rank's memory: itself, or its piece of a DTensor."""
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         local = tensor.to_local()
@@ -48,14 +48,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def spec_of(tensor: torch.Tensor) -> object:
+def sharding_spec(tensor: torch.Tensor) -> object:
     """What the place of a piece depends on, to be compared; None for a tensor that is not cut."""
-    return (tensor.device_mesh, tensor.placements, tensor.shape) if is_spread(tensor) else None
+    return (tensor.device_mesh, tensor.placements, tensor.shape) if is_dtensor(tensor) else None
 
 
-def place_of(path: str, tensor: torch.Tensor) -> Place | None:
+def piece_of(path: str, tensor: torch.Tensor) -> TensorPiece | None:
     """The place of this rank's piece; None for a tensor that is not cut."""
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return None
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -68,12 +68,12 @@ def place_of(path: str, tensor: torch.Tensor) -> Place | None:
         if split is not None and split != _cuts(tensor, level, placement.dim):
             raise StateError(f"{path}: a DTensor that is cut by {placement} in strides cannot be stored")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tuple(local_of(tensor).shape)
+    local = tuple(local_tensor(tensor).shape)
     if tuple(shape) != local:
         raise StateError(f"{path}: this rank's piece of a DTensor is {local}, and {tuple(shape)} was expected of it")
     # Of an empty piece the offset may lie anywhere.
     begins = tuple(min(begin, size - n) for begin, n, size in zip(offset, shape, tensor.shape, strict=True))
-    return Place(tuple(tensor.shape), begins, local)
+    return TensorPiece(tuple(tensor.shape), begins, local)
 
 
 def _cuts(tensor: Any, level: int, dim: int) -> int:
@@ -82,27 +82,27 @@ def _cuts(tensor: Any, level: int, dim: int) -> int:
     return math.prod(tensor.device_mesh.size(n) for n in later if getattr(tensor.placements[n], "dim", None) == dim)
 
 
-class Wanted:
+class WantedPieces:
     """The pieces that a live state has room for; of an optimizer without state, those that it will have."""
 
     def __init__(self, state: object, leaves: Mapping[str, torch.Tensor]) -> None:
-        self._exact = {path: place for path, leaf in leaves.items() if (place := place_of(path, leaf)) is not None}
-        self._slots: dict[str, Place] = {}
+        self._exact = {path: place for path, leaf in leaves.items() if (place := piece_of(path, leaf)) is not None}
+        self._slots: dict[str, TensorPiece] = {}
         for path, thing in things(state, _is_known):
             if isinstance(thing, Optimizer):
                 parameters = (parameter for group in thing.param_groups for parameter in group["params"])
                 for number, parameter in enumerate(parameters):
                     slots = join(path, f"state/{number}")
-                    if (place := place_of(slots, parameter)) is not None:
+                    if (place := piece_of(slots, parameter)) is not None:
                         self._slots[slots] = place
 
-    def get(self, path: str, whole: tuple[int, ...]) -> Place:
+    def get(self, path: str, whole: tuple[int, ...]) -> TensorPiece:
         """The piece of a tensor of that shape that is wanted; all of it, if it is not cut here."""
         place = self._exact.get(path) or self._slots.get(path.rpartition("/")[0])
         # A live tensor of another shape is a mismatch, which whoever compares the two will name.
-        return place if place is not None and place.whole == whole else Place.of_whole(whole)
+        return place if place is not None and place.whole == whole else TensorPiece.of_whole(whole)
 
-    def fits(self, saved: Mapping[str, Place]) -> bool:
+    def fits(self, saved: Mapping[str, TensorPiece]) -> bool:
         """Whether a rank's shard has just the pieces that are wanted."""
         return self._exact.keys() <= saved.keys() and all(
             self.get(path, place.whole) == place for path, place in saved.items()
@@ -111,7 +111,7 @@ class Wanted:
 
 def known(state: object, leaves: Mapping[str, torch.Tensor]) -> Placements:
     """What can be told of a state, whose leaves are given as they are: DTensors as DTensors."""
-    sharded = {path: place for path, leaf in leaves.items() if (place := place_of(path, leaf)) is not None}
+    sharded = {path: place for path, leaf in leaves.items() if (place := piece_of(path, leaf)) is not None}
     replicated: dict[str, None] = {}
     first: dict[str, None] = {}
     if sharded or is_distributed():
@@ -129,7 +129,7 @@ def known(state: object, leaves: Mapping[str, torch.Tensor]) -> Placements:
                 replicated[prefix] = None
         # Tensors of plain dicts, as `model.state_dict()` gives them, are known by their memory.
         for path, leaf in leaves.items():
-            if path not in sharded and (address := local_of(leaf).data_ptr()):
+            if path not in sharded and (address := local_tensor(leaf).data_ptr()):
                 if address in wrapped.parameters:
                     replicated[path] = None
                 elif address in wrapped.buffers:
@@ -181,21 +181,21 @@ class _Wrapped:
 
     def look(self, module: nn.Module) -> None:
         """Take a module of the state in, if its parameters are cut."""
-        if any(is_spread(parameter) for parameter in module.parameters()):
+        if any(is_dtensor(parameter) for parameter in module.parameters()):
             self._take(module, buffers=True)
 
     def is_known(self, module: nn.Module) -> bool:
         """Whether all parameters of a module are under DDP or FSDP, and there are some."""
-        addresses = [local_of(parameter).data_ptr() for parameter in module.parameters()]
+        addresses = [local_tensor(parameter).data_ptr() for parameter in module.parameters()]
         return bool(addresses) and all(address in self.parameters or not address for address in addresses)
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether all that an optimizer steps is."""
-        found = [local_of(param).data_ptr() for group in optimizer.param_groups for param in group["params"]]
+        found = [local_tensor(param).data_ptr() for group in optimizer.param_groups for param in group["params"]]
         return bool(found) and all(address in self.parameters or not address for address in found)
 
     def _take(self, module: nn.Module, *, buffers: bool) -> None:
-        self.parameters |= {local_of(parameter).data_ptr() for parameter in module.parameters()}
+        self.parameters |= {local_tensor(parameter).data_ptr() for parameter in module.parameters()}
         if buffers:
             self.buffers |= {buffer.data_ptr() for buffer in module.buffers() if buffer.numel()}
 

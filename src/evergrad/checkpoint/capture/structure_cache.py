@@ -34,7 +34,7 @@ _values = methodcaller("values")
 
 
 @dataclass(slots=True)
-class Leaves:
+class StateLeaves:
     """Today's tensors, in the order of a template's `paths`, and today's values, in the order of its `slots`."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Place:
     slot: int = 0
 
 
-class Template:
+class StateStructure:
     """The form of one state."""
 
     def __init__(self, state: object, root: Json) -> None:
@@ -76,7 +76,7 @@ class Template:
         """Of the tensors, in the order in which `read` gives them."""
         self.slots: list[int] = []
         """For each value that `read` gives: the gap in the text that it belongs into."""
-        maker = _Maker()
+        maker = _StructureBuilder()
         top = maker.place(state, root)
         self.text: list[str] = maker.text
         """The skeleton's root as JSON, cut at every hole."""
@@ -85,9 +85,9 @@ class Template:
         while level:
             level = self._add(level)
 
-    def read(self, state: object) -> Leaves | None:
+    def read(self, state: object) -> StateLeaves | None:
         """Today's tensors and values; None if the state no longer has this form."""
-        leaves = Leaves()
+        leaves = StateLeaves()
         level: Sequence[Any] = [state]
         for parts in self._levels:
             below: list[Any] = []
@@ -159,7 +159,7 @@ class Template:
         return below
 
 
-class _Maker:
+class _StructureBuilder:
     """Walks a state beside its skeleton, and cuts the skeleton's text at every hole."""
 
     def __init__(self) -> None:

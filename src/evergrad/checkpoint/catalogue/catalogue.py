@@ -13,9 +13,9 @@ from typing import Any, Literal
 import xxhash
 
 from evergrad._files import is_locked
-from evergrad.checkpoint.catalogue.history import History, Journal, ShardNote, Verdict
+from evergrad.checkpoint.catalogue.history import CatalogueJournal, History, ShardNote, VerificationNote
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
-from evergrad.checkpoint.catalogue.survey import Found, Home, Survey, find_home, survey
+from evergrad.checkpoint.catalogue.survey import FoundShard, JobLocation, Survey, find_job, survey
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import safe_name, time_text
 from evergrad.checkpoint.tiers import Tier
@@ -49,7 +49,7 @@ class CatalogueEntry:
     meta: Mapping[str, Any] = field(default_factory=dict)
     verified: Literal["ok", "failed", "unknown"] = "unknown"
     verified_at: str = ""
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[VerificationNote, ...] = ()
     pinned: bool = False
     tags: tuple[str, ...] = ()
     nodes: Mapping[int, str] = field(default_factory=dict)
@@ -116,9 +116,9 @@ class Catalogue:
         self._tiers = tuple(tiers)
 
     @cached_property
-    def home(self) -> Home:
+    def home(self) -> JobLocation:
         """The job, and its tiers."""
-        return find_home(self.where, self._tiers)
+        return find_job(self.where, self._tiers)
 
     @property
     def pins(self) -> Pins:
@@ -143,7 +143,7 @@ class Catalogue:
         """Every version, newest first. One listing a tier, and one manifest of each rank, without its digests."""
         seen = self.look() if seen is None else seen
         run_dir = self.home.run_dir
-        history = Journal(run_dir).read() if run_dir is not None else History()
+        history = CatalogueJournal(run_dir).read() if run_dir is not None else History()
         known = Pins(run_dir).tags() if run_dir is not None else {}
         pinned = Pins(run_dir).pinned(known) if run_dir is not None else set()
         tags: dict[Version, list[str]] = {}
@@ -183,8 +183,8 @@ class Catalogue:
         return next((note.parent for note in (notes or {}).values() if note.parent), None)
 
     @cached_property
-    def _journal(self) -> Journal:
-        return Journal(Path(self.where).absolute())
+    def _journal(self) -> CatalogueJournal:
+        return CatalogueJournal(Path(self.where).absolute())
 
     def _run_dir(self) -> Path:
         if self.home.run_dir is None:
@@ -192,7 +192,7 @@ class Catalogue:
         return self.home.run_dir
 
 
-def _noted(version: Version, found: Sequence[Found], history: Mapping[int, ShardNote]) -> dict[int, ShardNote]:
+def _noted(version: Version, found: Sequence[FoundShard], history: Mapping[int, ShardNote]) -> dict[int, ShardNote]:
     """Return the shard notes of a version, completed from manifests for ranks without a note.
 
     Whether a shard is unverified is said by the manifests of its copies: it is, if all of them say so. Only where none
@@ -214,7 +214,7 @@ def _noted(version: Version, found: Sequence[Found], history: Mapping[int, Shard
     return notes
 
 
-def _is_outdated(verdict: Verdict, found: Sequence[Found]) -> bool:
+def _is_outdated(verdict: VerificationNote, found: Sequence[FoundShard]) -> bool:
     """Return True if a check failed before a restart took the digests of a copy in that tier again."""
     for each in found if verdict.verdict == "failed" else ():
         if each.copy.tier == verdict.tier and not each.copy.url:
@@ -231,7 +231,7 @@ def _entry(
     notes: Mapping[int, ShardNote],
     seen: Survey,
     parent: str | None,
-    verdicts: tuple[Verdict, ...],
+    verdicts: tuple[VerificationNote, ...],
     pinned: bool,
     tags: Sequence[str],
 ) -> CatalogueEntry:
@@ -304,8 +304,8 @@ class Removal:
     """The copies that go, and those that cannot."""
 
     entry: CatalogueEntry
-    going: tuple[Found, ...]
-    held: tuple[Found, ...] = ()
+    going: tuple[FoundShard, ...]
+    held: tuple[FoundShard, ...] = ()
     """In the memory of a running trainer: its next saves overwrite them."""
     left: tuple[str, ...] = ()
     """Damaged records of the version whose shards cannot be found through them and stay."""
@@ -345,6 +345,6 @@ def plan_removal(
     return Removal(entry, tuple(found for found in copies if found not in held), held, left)
 
 
-def _is_held(found: Found) -> bool:
+def _is_held(found: FoundShard) -> bool:
     """Whether a running trainer may write to the copy at any moment, with a manifest of something newer."""
     return found.copy.generation is not None and is_locked(found.copy.shard.with_suffix(".ticket"))

@@ -26,7 +26,7 @@ from evergrad.checkpoint.catalogue.catalogue import CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.catalogue.verify import open_intact
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.placement import Place, Placements
+from evergrad.checkpoint.placement import Placements, TensorPiece
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, RestoreError, UsageError
 from evergrad.formats import Checkpoint, convert
@@ -34,7 +34,7 @@ from evergrad.formats.checkpoint import Bits
 from evergrad.records import Json, Role, TensorInfo
 from evergrad.state import FlatState, Placement, Skeleton, Where, find_sharing, select, unflatten
 from evergrad.state.selection import tensor_info
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -151,11 +151,13 @@ def _held(shard: Shard) -> set[str]:
     return {*(entry.path for entry in layout.entries), *layout.aliases}
 
 
-def _sharded(shard: Shard) -> Mapping[str, Place]:
+def _sharded(shard: Shard) -> Mapping[str, TensorPiece]:
     return Placements.from_json(shard.manifest.placements, str(shard.copy.manifest)).sharded
 
 
-def _assemble(path: str, shards: Mapping[int, Shard], places: Mapping[int, Mapping[str, Place]], rank: int) -> Any:
+def _assemble(
+    path: str, shards: Mapping[int, Shard], places: Mapping[int, Mapping[str, TensorPiece]], rank: int
+) -> Any:
     """A sharded tensor, whole."""
     import torch
 
@@ -171,19 +173,19 @@ def _assemble(path: str, shards: Mapping[int, Shard], places: Mapping[int, Mappi
         raise DamagedFile(shards[rank].copy.shard, f"{path}: no shard holds a piece of it")
     whole = torch.empty(places[rank][path].whole, dtype=dtype.torch)
     for holder, piece in pieces.items():
-        whole[piece.slices(Place.of_whole(piece.whole))] = shards[holder].tensor(path)
+        whole[piece.slices(TensorPiece.of_whole(piece.whole))] = shards[holder].tensor(path)
     return whole
 
 
 def _pieces(
     path: str,
     shards: Mapping[int, Shard],
-    places: Mapping[int, Mapping[str, Place]],
+    places: Mapping[int, Mapping[str, TensorPiece]],
     whole: tuple[int, ...],
     rank: int,
-) -> dict[int, Place]:
+) -> dict[int, TensorPiece]:
     """The ranks whose pieces cover the whole exactly, each part once, with their pieces."""
-    holders: dict[Place, int] = {}
+    holders: dict[TensorPiece, int] = {}
     for holder, shard in sorted(shards.items()):
         piece = places[holder].get(path)
         if piece is None or path not in _held(shard):
@@ -211,7 +213,7 @@ def _pieces(
     return {holder: piece for piece, holder in holders.items()}
 
 
-def _overlap(pieces: Sequence[Place]) -> tuple[Place, Place] | None:
+def _overlap(pieces: Sequence[TensorPiece]) -> tuple[TensorPiece, TensorPiece] | None:
     """Two pieces that overlap, or None."""
     axes = [
         axis
@@ -345,7 +347,9 @@ def export_version(
 def _target_format(target: Path, said: str, format: str | None) -> str:
     if format is not None:
         if format not in FORMATS:
-            raise UsageError(f"unknown format {format!r}: expected {', '.join(FORMATS)}.{meant(str(format), FORMATS)}")
+            raise UsageError(
+                f"unknown format {format!r}: expected {', '.join(FORMATS)}.{did_you_mean(str(format), FORMATS)}"
+            )
         return format
     endings = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "pt"}
     endings |= {".h5": "h5", ".hdf5": "h5", ".npz": "npz"}

@@ -20,7 +20,7 @@ from evergrad._digest import digest_chunks
 from evergrad._files import open_file
 from evergrad._jsonl import Appender, read_lines
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.run_folder import now, safe_name
+from evergrad.checkpoint.run_folder import safe_name, time_now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
 from evergrad.formats.version_records import read_record, record_bytes
@@ -49,7 +49,7 @@ class ShardNote:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerificationNote:
     """A version was checked in a tier."""
 
     version: Version
@@ -64,12 +64,12 @@ class History:
     """All that was noted: the shards of each version by rank, and the last verdict on each of its tiers."""
 
     shards: dict[Version, dict[int, ShardNote]] = field(default_factory=dict)
-    verdicts: dict[Version, dict[str, Verdict]] = field(default_factory=dict)
+    verdicts: dict[Version, dict[str, VerificationNote]] = field(default_factory=dict)
     guarded: dict[Version, str] = field(default_factory=dict)
     """When a guard last found that the state that a version was saved of was sound."""
 
 
-class Journal:
+class CatalogueJournal:
     """The journals of a run folder. Making one touches nothing; any number of processes may have one."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -97,11 +97,11 @@ class Journal:
 
     def note_verified(self, version: Version, tier: str, *, ok: bool, why: str = "", writer: str = "verify") -> None:
         """Every digest of a version in a tier was checked."""
-        self._append(writer, {"verified": version.name, "tier": tier, "time": now(), "ok": ok, "why": why})
+        self._append(writer, {"verified": version.name, "tier": tier, "time": time_now(), "ok": ok, "why": why})
 
     def note_guarded(self, version: Version, *, writer: str = "guard") -> None:
         """The state that this version was saved of was alike on all ranks. Whether its files are intact is not said."""
-        self._append(writer, {"guarded": version.name, "time": now()})
+        self._append(writer, {"guarded": version.name, "time": time_now()})
 
     def read(self) -> History:
         """Everything that was noted, in one pass."""
@@ -190,7 +190,7 @@ def _take_verdict(history: History, record: Mapping[str, Any]) -> None:
     version = Version.parse(record["verified"])
     if version is None or not isinstance(record["ok"], bool):
         return
-    verdict = Verdict(
+    verdict = VerificationNote(
         version, str(record["tier"]), str(record["time"]), "ok" if record["ok"] else "failed", str(record["why"])
     )
     known = history.verdicts.setdefault(version, {})

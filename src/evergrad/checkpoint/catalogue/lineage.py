@@ -26,7 +26,7 @@ _MAX_JOBS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class LineageNode:
     """A version in the graph."""
 
     job: str
@@ -63,15 +63,15 @@ class Lineage:
     """The versions of a job and what they came from: a forest, each node before its parent, newest first."""
 
     job: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[LineageNode, ...]
     notes: tuple[str, ...] = ()
     """What could not be followed, and why."""
-    index: Mapping[Key, Node] = field(init=False, repr=False, compare=False)
+    index: Mapping[Key, LineageNode] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index", {node.key: node for node in self.nodes})
 
-    def edges(self) -> Iterator[tuple[Node, Node]]:
+    def edges(self) -> Iterator[tuple[LineageNode, LineageNode]]:
         """Each node that has one, with its parent."""
         for node in self.nodes:
             if node.parent is not None:
@@ -79,7 +79,7 @@ class Lineage:
 
     def newest(self, nodes: int, lanes: int) -> Lineage:
         """At most so many versions, the newest, of at most so many attempts; lines from older ones are cut."""
-        kept: dict[Key, Node] = {}
+        kept: dict[Key, LineageNode] = {}
         seen: set[tuple[str, int]] = set()
         for node in self.nodes[:nodes]:
             lane = node.job, node.version.attempt
@@ -103,20 +103,20 @@ class Lineage:
         return {"job": self.job, "nodes": nodes, "edges": edges, "notes": list(self.notes)}
 
 
-def trace(catalogue: Catalogue) -> Lineage:
+def trace_lineage(catalogue: Catalogue) -> Lineage:
     """The lineage of a job: all its versions, and of other jobs those that it descends from."""
     own = _nodes_of(catalogue, catalogue.entries())
-    nodes: dict[Key, Node] = {node.key: node for node in own}
+    nodes: dict[Key, LineageNode] = {node.key: node for node in own}
     notes: list[str] = []
     wanted = _foreign(catalogue, own)
-    jobs: dict[str, tuple[Catalogue, list[Node]] | None] = {catalogue.home.job: (catalogue, own)}
+    jobs: dict[str, tuple[Catalogue, list[LineageNode]] | None] = {catalogue.home.job: (catalogue, own)}
     while wanted:
         (job, version), source = wanted.popitem()
         if job not in jobs:
             jobs[job] = _follow(job, source, notes) if len(jobs) < _MAX_JOBS else None
         reached = jobs[job]
         if reached is None:
-            nodes.setdefault((job, version), Node(job, version, None))
+            nodes.setdefault((job, version), LineageNode(job, version, None))
             continue
         other, theirs = reached
         line = _ancestors((job, version), {node.key: node for node in theirs})
@@ -124,13 +124,13 @@ def trace(catalogue: Catalogue) -> Lineage:
         wanted |= {key: place for key, place in _foreign(other, line).items() if key not in nodes}
     for node in list(nodes.values()):  # a parent that nobody remembers
         if node.parent is not None and node.parent not in nodes:
-            nodes[node.parent] = Node(*node.parent, None)
+            nodes[node.parent] = LineageNode(*node.parent, None)
     return Lineage(catalogue.home.job, tuple(_newest_first(nodes, catalogue.home.job)), tuple(notes))
 
 
-def _nodes_of(catalogue: Catalogue, entries: list[CatalogueEntry]) -> list[Node]:
+def _nodes_of(catalogue: Catalogue, entries: list[CatalogueEntry]) -> list[LineageNode]:
     job = catalogue.home.job
-    return [Node(job, entry.version, _key(entry.parent, job), entry) for entry in entries]
+    return [LineageNode(job, entry.version, _key(entry.parent, job), entry) for entry in entries]
 
 
 def _key(parent: str | None, job: str) -> Key | None:
@@ -141,7 +141,7 @@ def _key(parent: str | None, job: str) -> Key | None:
     return None if version is None else (other if slash else job, version)
 
 
-def _foreign(catalogue: Catalogue, nodes: list[Node]) -> dict[Key, str | None]:
+def _foreign(catalogue: Catalogue, nodes: list[LineageNode]) -> dict[Key, str | None]:
     """The versions of other jobs that these come from, and where those jobs are."""
     found: dict[Key, str | None] = {}
     for node in nodes:
@@ -151,7 +151,7 @@ def _foreign(catalogue: Catalogue, nodes: list[Node]) -> dict[Key, str | None]:
     return found
 
 
-def _follow(job: str, source: str | None, notes: list[str]) -> tuple[Catalogue, list[Node]] | None:
+def _follow(job: str, source: str | None, notes: list[str]) -> tuple[Catalogue, list[LineageNode]] | None:
     """Another job's catalogue, if it is where it was, and still that job's."""
     if source is None:
         notes.append(f"job {job}: not recorded where it is")
@@ -167,18 +167,18 @@ def _follow(job: str, source: str | None, notes: list[str]) -> tuple[Catalogue, 
         return None
 
 
-def _ancestors(key: Key, known: Mapping[Key, Node]) -> list[Node]:
+def _ancestors(key: Key, known: Mapping[Key, LineageNode]) -> list[LineageNode]:
     """A version and what it came from, within its own job."""
-    line: dict[Key, Node] = {}
+    line: dict[Key, LineageNode] = {}
     at: Key | None = key
     while at is not None and at[0] == key[0] and at not in line:
-        node = known.get(at) or Node(*at, None)
+        node = known.get(at) or LineageNode(*at, None)
         line[at] = node
         at = node.parent
     return list(line.values())
 
 
-def _newest_first(nodes: Mapping[Key, Node], own: str) -> Iterator[Node]:
+def _newest_first(nodes: Mapping[Key, LineageNode], own: str) -> Iterator[LineageNode]:
     """Children before parents; among those that could be next, this job's first, and the newest of them."""
     children = Counter(node.parent for node in nodes.values())
 
@@ -211,7 +211,7 @@ def _id(key: Key) -> str:
 # A lineage as lines of text, newest first, as `git log --graph` draws history.
 
 
-def draw(lineage: Lineage) -> Iterator[tuple[str, Node | None]]:
+def draw(lineage: Lineage) -> Iterator[tuple[str, LineageNode | None]]:
     """The rows of the graph: the drawing, and the version that the row is of, or None where lines only meet."""
     waiting: list[Key] = []  # what each column leads down to
     for node in lineage.nodes:
@@ -230,7 +230,7 @@ def draw(lineage: Lineage) -> Iterator[tuple[str, Node | None]]:
             waiting[place] = node.parent
 
 
-def mark(node: Node) -> str:
+def mark(node: LineageNode) -> str:
     """Filled: can be restored; hollow: gone; dashed: only its name is known. With a ring: pinned."""
     if node.look == "unknown":
         return "◌"
@@ -355,7 +355,7 @@ def _lanes(lineage: Lineage, plan: _Plan) -> Iterator[str]:
         yield f'<text x="24" y="{top + _LANE / 2 + 4:.0f}" fill="{colour}" font-weight="600">{name}</text>'
 
 
-def _edge(child: Node, parent: Node, plan: _Plan) -> str:
+def _edge(child: LineageNode, parent: LineageNode, plan: _Plan) -> str:
     (x1, y1), (x2, y2) = ((plan.x(node.key), plan.y(node.key)) for node in (parent, child))
     colour = _colour(plan, child.job, child.version.attempt)
     middle = (x1 + x2) / 2
@@ -365,7 +365,7 @@ def _edge(child: Node, parent: Node, plan: _Plan) -> str:
     return f'<path d="{curve}" fill="none" stroke="{colour}" stroke-opacity="0.55" stroke-width="1.8"/>'
 
 
-def _mark(node: Node, plan: _Plan) -> str:
+def _mark(node: LineageNode, plan: _Plan) -> str:
     x, y, r = plan.x(node.key), plan.y(node.key), plan.radius
     colour = _colour(plan, node.job, node.version.attempt)
     dash = ' stroke-dasharray="2 2"' if node.look == "unknown" else ""
@@ -382,7 +382,7 @@ def _mark(node: Node, plan: _Plan) -> str:
 
 def _labels(lineage: Lineage, plan: _Plan) -> Iterator[str]:
     """Steps below, tags above; where they would meet, those that matter most stay: ends, pinned ones, then a few."""
-    by_lane: dict[tuple[str, int], list[Node]] = {}
+    by_lane: dict[tuple[str, int], list[LineageNode]] = {}
     for node in reversed(lineage.nodes):
         by_lane.setdefault((node.job, node.version.attempt), []).append(node)
     for lane, nodes in by_lane.items():
@@ -439,7 +439,7 @@ def _legend(plan: _Plan) -> Iterator[str]:
     yield f'<text class="soft" x="{x}" y="{y + 4}" fill="{_SOFT}">numbers are steps</text>'
 
 
-def _hover(node: Node) -> str:
+def _hover(node: LineageNode) -> str:
     told = [node.version.name, f"job {node.job}"]
     if node.entry is not None:
         told += [node.entry.state, node.entry.time, ", ".join(node.entry.tiers), ", ".join(node.tags)]

@@ -20,11 +20,11 @@ from pathlib import Path
 from evergrad import _files
 from evergrad._files import open_file
 from evergrad.checkpoint.catalogue.history import FOLDER
-from evergrad.checkpoint.run_folder import now
+from evergrad.checkpoint.run_folder import time_now
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError, nearest, reason, said
 from evergrad.formats.version_records import read_record, record_bytes
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 _log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
@@ -62,7 +62,7 @@ class Pins:
         known = self.tags()
         if name not in known and not self.is_damaged(name):
             there = ", ".join(sorted(known)) or "none"
-            raise UsageError(f"there is no tag {name!r}.{meant(name, known)} There are {there}.")
+            raise UsageError(f"there is no tag {name!r}.{did_you_mean(name, known)} There are {there}.")
         self._remove(self._tags / f"{name}.json")
 
     def is_damaged(self, name: str) -> bool:
@@ -102,7 +102,7 @@ class Pins:
         return found
 
     def _publish(self, path: Path, record: dict[str, object]) -> None:
-        text = record_bytes({"schema_version": SCHEMA_VERSION, **record, "time": now()})
+        text = record_bytes({"schema_version": SCHEMA_VERSION, **record, "time": time_now()})
         try:
             for folder in (path.parent.parent, path.parent):
                 if _files.make_folder(folder):

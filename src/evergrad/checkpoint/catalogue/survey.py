@@ -35,7 +35,7 @@ from evergrad.formats.version_records import read_record
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class JobLocation:
     """Where a job is looked up."""
 
     job: str
@@ -50,7 +50,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundShard:
     """A complete shard, and the store that it was found in."""
 
     copy: Copy
@@ -67,12 +67,12 @@ class Found:
 class Survey:
     """The complete shards that there are, by version, nearest first."""
 
-    shards: dict[Version, list[Found]] = field(default_factory=dict)
+    shards: dict[Version, list[FoundShard]] = field(default_factory=dict)
     nodes: set[str] = field(default_factory=set)
     """The folders of nodes that were looked into."""
     unseen: list[str] = field(default_factory=list)
     """Tiers that could not be looked at, and why."""
-    begun: dict[Version, list[Found]] = field(default_factory=dict)
+    begun: dict[Version, list[FoundShard]] = field(default_factory=dict)
     """Complete shards in a shared tier without a sound record of their version, which a restore commits if whole."""
     damaged: dict[Version, dict[str, str]] = field(default_factory=dict)
     """By version and kind of tier: what is wrong with the record by which it was committed."""
@@ -96,7 +96,7 @@ class Survey:
         return tuple(kind for kind in kinds if self.ranks(version, kind) >= set(range(world_size)))
 
 
-def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home:
+def find_job(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> JobLocation:
     """The job of a run folder or of a tier's URL; `UsageError` or `FileAccessError` if there is none.
 
     `tiers` are looked at besides those that are on record; a URL is reached with their settings.
@@ -119,10 +119,10 @@ def find_home(where: str | os.PathLike[str], tiers: Sequence[Tier] = ()) -> Home
     specs.append(Local().to_json())
     homes = former_homes(folder, job)
     chosen, complaints = _read([moved_along(spec, homes, folder) for spec in specs])
-    return Home(job, folder, tuple(_distinct([*tiers, *chosen])), attempts, (*damaged, *complaints))
+    return JobLocation(job, folder, tuple(_distinct([*tiers, *chosen])), attempts, (*damaged, *complaints))
 
 
-def survey(home: Home, only: str | None = None) -> Survey:
+def survey(home: JobLocation, only: str | None = None) -> Survey:
     """Look at all tiers of a job, or at those of one kind."""
     found = Survey(unseen=[] if only else list(home.complaints))
     seen: set[tuple[str, str]] = set()
@@ -130,7 +130,7 @@ def survey(home: Home, only: str | None = None) -> Survey:
         if only not in (None, tier.kind):
             continue
         is_shared = not isinstance(tier, (Local, Memory))
-        for site in sites(home, tier):
+        for site in tier_sites(home, tier):
             node = "" if is_shared else site.node
             try:
                 store = tier.store(site)
@@ -139,7 +139,7 @@ def survey(home: Home, only: str | None = None) -> Survey:
                     place = copy.url or str(copy.manifest)
                     if (copy.tier, place) not in seen and (not is_shared or _is_of(home.job, copy, store)):
                         seen.add((copy.tier, place))
-                        found.shards.setdefault(copy.version, []).append(Found(copy, store, node))
+                        found.shards.setdefault(copy.version, []).append(FoundShard(copy, store, node))
                 if is_shared:
                     _look_uncommitted(found, home.job, tier.kind, store)
                 found.nodes |= {node} if node else set()
@@ -158,7 +158,7 @@ def _look_uncommitted(found: Survey, job: str, kind: str, store: Store) -> None:
             found.damaged.setdefault(version, {})[kind] = why.what
     for copy in store.begun() if torn else ():
         if _is_of(job, copy, store):
-            found.begun.setdefault(copy.version, []).append(Found(copy, store, ""))
+            found.begun.setdefault(copy.version, []).append(FoundShard(copy, store, ""))
 
 
 def _look_rests(found: Survey, site: Site, store: Store) -> None:
@@ -168,13 +168,13 @@ def _look_rests(found: Survey, site: Site, store: Store) -> None:
             found.rests.setdefault(version, torn.what)
 
 
-def sites(home: Home, tier: Tier) -> list[Site]:
+def tier_sites(home: JobLocation, tier: Tier) -> list[Site]:
     """The parts of a tier that can be seen here: of one that the nodes have each for itself, one a node."""
     run_dir = home.run_dir or Path(os.devnull)
     return [Site(home.job, node, arenas_root() / home.job / node, run_dir) for node in _nodes(home, tier)]
 
 
-def reached(tier: Tier, tiers: Sequence[Tier]) -> Tier:
+def with_access_settings(tier: Tier, tiers: Sequence[Tier]) -> Tier:
     """A tier with the settings that it takes to get in: those of one at the same URL, or else in the same bucket."""
     spec = tier.to_json()
     known = [each.to_json() for each in tiers if each.kind == tier.kind]
@@ -185,15 +185,15 @@ def reached(tier: Tier, tiers: Sequence[Tier]) -> Tier:
     return tier
 
 
-def _home_at_url(url: str, said: str, tiers: Sequence[Tier]) -> Home:
+def _home_at_url(url: str, said: str, tiers: Sequence[Tier]) -> JobLocation:
     (tier,) = read_tiers([{"kind": "persistent", "url": url}])
-    tier = reached(tier, tiers)
+    tier = with_access_settings(tier, tiers)
     store = tier.store(Site("", safe_name(node_name()), Path(os.devnull), Path(os.devnull)))
     owner = getattr(store, "owner", None)
     job = owner() if callable(owner) else None
     if not isinstance(job, str) or not job:
         raise UsageError(f"{Redaction()(said)}: no job has versions there: there is no JOB.json")
-    return Home(job, None, (tier,))
+    return JobLocation(job, None, (tier,))
 
 
 def _is_of(job: str, copy: Copy, store: Store) -> bool:
@@ -204,7 +204,7 @@ def _is_of(job: str, copy: Copy, store: Store) -> bool:
         return True  # damaged: whoever checks it says so
 
 
-def _nodes(home: Home, tier: Tier) -> list[str]:
+def _nodes(home: JobLocation, tier: Tier) -> list[str]:
     """The nodes whose part of a tier can be seen here."""
     if isinstance(tier, Memory):
         return _folders(arenas_root() / home.job)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from evergrad.checkpoint.catalogue.catalogue import CatalogueEntry
-from evergrad.checkpoint.catalogue.survey import Found, Survey
+from evergrad.checkpoint.catalogue.survey import FoundShard, Survey
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.errors import EvergradError, RestoreError
 from evergrad.records import Json
@@ -33,7 +33,7 @@ class CopyVerdict:
 
 
 @contextmanager
-def opened(found: Found, job: str, folder: Path) -> Iterator[Shard]:
+def opened(found: FoundShard, job: str, folder: Path) -> Iterator[Shard]:
     """A copy as a mapped shard; one that is in no file system is brought into the folder first."""
     with Shard(found.store.fetch(found.copy, folder), job) as shard:
         yield shard
@@ -119,7 +119,7 @@ def _open_one(entry: CatalogueEntry, seen: Survey, rank: int, folder: Path) -> S
     )
 
 
-def _check(found: Found, job: str) -> CopyVerdict:
+def _check(found: FoundShard, job: str) -> CopyVerdict:
     copy, place = found.copy, found.copy.url or str(found.copy.shard)
     try:
         with tempfile.TemporaryDirectory(prefix="evergrad-") as folder, opened(found, job, Path(folder)) as shard:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from evergrad._digest import balanced
-from evergrad.checkpoint.capture.dtensor import local_of
+from evergrad.checkpoint.capture.dtensor import local_tensor
 from evergrad.dtypes import DType
 from evergrad.state import Skeleton
 
@@ -26,7 +26,7 @@ _PIECE_BYTES = 16 << 20
 _MAX_THREADS = 4  # beyond which memory is the limit
 
 
-class Source(Protocol):
+class ShardSource(Protocol):
     """A mapped shard whose digests have been verified."""
 
     @property
@@ -45,7 +45,7 @@ class Source(Protocol):
 
 
 @torch.no_grad()  # leaves that require gradients may be written to
-def fill(source: Source, targets: Iterable[tuple[str, torch.Tensor | np.ndarray]]) -> None:
+def fill(source: ShardSource, targets: Iterable[tuple[str, torch.Tensor | np.ndarray]]) -> None:
     """Copy the tensor of each path into its target, which has the same dtype and shape."""
     large: list[tuple[torch.Tensor, torch.Tensor]] = []
     tensors: list[torch.Tensor] = []
@@ -53,7 +53,7 @@ def fill(source: Source, targets: Iterable[tuple[str, torch.Tensor | np.ndarray]
     for path, target in targets:
         view = source.tensor(path)
         if isinstance(target, torch.Tensor):
-            target = local_of(target)
+            target = local_tensor(target)
         if isinstance(target, np.ndarray):
             np.copyto(target, view.numpy())
         elif target.is_conj() or target.is_neg():  # the ones that no call for many takes
@@ -73,7 +73,7 @@ def fill(source: Source, targets: Iterable[tuple[str, torch.Tensor | np.ndarray]
 
 
 def fresh(
-    source: Source, paths: Iterable[str], devices: Mapping[str, torch.device] | None = None
+    source: ShardSource, paths: Iterable[str], devices: Mapping[str, torch.device] | None = None
 ) -> dict[str, torch.Tensor]:
     """New tensors with the values of these paths; those that shared memory when they were saved share it again.
 

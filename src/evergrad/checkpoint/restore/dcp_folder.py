@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.capture.dtensor import place_of, things
-from evergrad.checkpoint.placement import Place
+from evergrad.checkpoint.capture.dtensor import piece_of, things
+from evergrad.checkpoint.placement import TensorPiece
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore.load import Loading, prepare
+from evergrad.checkpoint.restore.load import PreparedLoad, prepare
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError
 from evergrad.formats import Checkpoint, DataFile
-from evergrad.formats.dcp import Dcp, Window, read_metadata
-from evergrad.formats.dcp import Place as Part
+from evergrad.formats.dcp import Dcp, FileSlice, read_metadata
+from evergrad.formats.dcp import StoredPart as Part
 from evergrad.formats.torch_file import open_archive
 from evergrad.formats.zip_archive import Archive
 from evergrad.records import Check, Json
@@ -44,7 +44,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrap
 class Tree:
     """The skeleton of a folder, and which of its tensors is where in it."""
 
-    places: dict[str, tuple[str, Place | None]]
+    places: dict[str, tuple[str, TensorPiece | None]]
     """Path → name in the folder, and the piece of it that this rank's DTensor wants."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Tree:
             return self._value(name, path)
         place = None
         if isinstance(live, torch.Tensor) and self._tensors[name][1] == tuple(live.shape):
-            place = place_of(path, live)
+            place = piece_of(path, live)
         self.places[path] = name, place
         return {"tensor": path}
 
@@ -279,7 +279,7 @@ def restore_dcp(folder: Path, state: object, *, strict: bool = True, where: Wher
     ranks = Ranks.now()
     opened: list[DcpFolder] = []
 
-    def plan() -> Loading:
+    def plan() -> PreparedLoad:
         source = DcpFolder(folder)
         opened.append(source)
         source.lay_out(Tree(source.names, source.tensors, source.value), state)
@@ -315,7 +315,7 @@ class DcpFolder:
         self.names = sorted({*self.tensors, *described.others})
         self.skeleton = Skeleton(None)
         self.shapes: Mapping[str, tuple[DType, tuple[int, ...]]] = {}
-        self._places: Mapping[str, tuple[str, Place | None]] = {}
+        self._places: Mapping[str, tuple[str, TensorPiece | None]] = {}
         self._inside: dict[str, torch.Tensor] = {}
 
     def value(self, name: str, path: str) -> Json:
@@ -328,7 +328,7 @@ class DcpFolder:
             return {"object": self._others[name], "parts": []}
         file = DataFile(self.folder / part.file)
         try:
-            window = Window(file, part.offset, part.length)
+            window = FileSlice(file, part.offset, part.length)
             if window.read(0, min(2, part.length)) != b"PK":
                 return {"object": self._others[name], "parts": []}
             stored = open_archive(window.path, Archive.over(window))
@@ -379,7 +379,7 @@ class DcpFolder:
             if not bits.size:
                 return torch.empty(place.shape, dtype=dtype.torch)
             return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(dtype.torch).reshape(place.shape)
-        return self._checkpoint.read(name)[place.slices(Place.of_whole(shape))].contiguous()
+        return self._checkpoint.read(name)[place.slices(TensorPiece.of_whole(shape))].contiguous()
 
     def close(self) -> None:
         """Let go of the files."""

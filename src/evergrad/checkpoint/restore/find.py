@@ -19,20 +19,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evergrad.checkpoint.agent.events import Unfinished
-from evergrad.checkpoint.agent.inventory import Completion
+from evergrad.checkpoint.agent.events import UnfinishedVersion
+from evergrad.checkpoint.agent.inventory import CompletionLog
 from evergrad.checkpoint.arena import check_open_files
-from evergrad.checkpoint.capture.dtensor import Wanted, can_be_spread, declared, known, local_of, stateful_paths
-from evergrad.checkpoint.catalogue.history import Journal, ShardNote
+from evergrad.checkpoint.capture.dtensor import (
+    WantedPieces,
+    declared,
+    known,
+    local_tensor,
+    may_have_dtensors,
+    stateful_paths,
+)
+from evergrad.checkpoint.catalogue.history import CatalogueJournal, ShardNote
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
-from evergrad.checkpoint.catalogue.survey import find_home, reached, sites
+from evergrad.checkpoint.catalogue.survey import find_job, tier_sites, with_access_settings
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore.copy_in import Source
-from evergrad.checkpoint.restore.load import Loading, prepare
+from evergrad.checkpoint.restore.copy_in import ShardSource
+from evergrad.checkpoint.restore.load import PreparedLoad, prepare
 from evergrad.checkpoint.restore.load_plan import live_tensors
-from evergrad.checkpoint.restore.reshard import Assembled, Resize, needs, own_tensors, own_values, refuse, resize
+from evergrad.checkpoint.restore.reshard import ReshardedState, Resize, needs, own_tensors, own_values, refuse, resize
 from evergrad.checkpoint.restore.shards import Shard, fetch_intact
 from evergrad.checkpoint.tiers import Copy, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version, VersionRecord
@@ -45,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class RankAvailability:
     """What one rank tells the others of a version."""
 
     world_size: int
@@ -60,20 +67,20 @@ class Offer:
 
 
 @dataclass(slots=True)
-class Shelf:
+class VisibleCopies:
     """Every copy that this rank sees, by version and rank, nearest first; and what it tells of that."""
 
     copies: dict[Version, dict[int, list[Copy]]] = field(default_factory=dict)
-    offers: dict[Version, Offer] = field(default_factory=dict)
+    offers: dict[Version, RankAvailability] = field(default_factory=dict)
     damaged: dict[Version, str] = field(default_factory=dict)
     """Of this rank's own shards: complete once, and not any more."""
     torn: dict[Version, str] = field(default_factory=dict)
     """Of this rank's own shards: never complete."""
 
 
-def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> Shelf:
+def find_copies(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> VisibleCopies:
     """Look at all tiers."""
-    shelf = Shelf()
+    shelf = VisibleCopies()
     sizes: dict[Version, int] = {}
     own: set[Version] = set()
     unverified: set[Copy] = set()
@@ -117,7 +124,7 @@ def look(job: str, stores: Mapping[str, Store], rank: int, world_size: int) -> S
     for version, by_rank in shelf.copies.items():
         for copies in by_rank.values():  # first those that still have the digests of their capture
             copies.sort(key=unverified.__contains__)
-        shelf.offers[version] = Offer(sizes[version], version in own, frozenset(by_rank))
+        shelf.offers[version] = RankAvailability(sizes[version], version in own, frozenset(by_rank))
     return shelf
 
 
@@ -178,18 +185,18 @@ def stores_of(source: str | os.PathLike[str], tiers: list[Tier]) -> tuple[str, d
     `tiers` are this job's: one with the same URL, or in the same bucket, has the settings that it takes to get in.
     """
     text = os.fspath(source)
-    home = find_home(text, tiers if "://" in text else ())
+    home = find_job(text, tiers if "://" in text else ())
     stores: dict[str, Store] = {}
-    for tier in (reached(each, tiers) for each in home.tiers):
-        parts = [tier.store(site) for site in sites(home, tier)]
+    for tier in (with_access_settings(each, tiers) for each in home.tiers):
+        parts = [tier.store(site) for site in tier_sites(home, tier)]
         known = stores.get(tier.kind)
         if parts:
             parts = parts if known is None else [known, *parts]
-            stores[tier.kind] = _Several(parts) if len(parts) > 1 else parts[0]
+            stores[tier.kind] = _CombinedStore(parts) if len(parts) > 1 else parts[0]
     return home.job, stores
 
 
-class _Several(Store):
+class _CombinedStore(Store):
     """The same tier on several nodes, or in several places, to read from."""
 
     def __init__(self, parts: list[Store]) -> None:
@@ -228,10 +235,10 @@ class _Several(Store):
 
 
 @dataclass(slots=True)
-class Obtained:
+class OpenVersion:
     """A version as something that can be loaded from: verified, and mapped until it is closed."""
 
-    source: Source
+    source: ShardSource
     shards: Sequence[Shard]
     """The first one says what it is."""
     fits: bool = True
@@ -259,7 +266,7 @@ class Obtained:
 
 
 @dataclass(slots=True)
-class Obtaining:
+class VersionOpener:
     """How to get at versions of a job, for one live state."""
 
     job: str
@@ -272,9 +279,9 @@ class Obtaining:
     choose: Resize | None = None
     strict: bool = True
     replicated: Where | bool = False
-    _wanted: Wanted | None = None
+    _wanted: WantedPieces | None = None
 
-    def own(self, copies: Sequence[Copy], told: list[str]) -> Obtained | None:
+    def own(self, copies: Sequence[Copy], told: list[str]) -> OpenVersion | None:
         """This rank's own shard, from the nearest copy that is intact."""
         for copy in copies:
             shard = self._open(copy, None, told)
@@ -284,13 +291,13 @@ class Obtaining:
                 shard.close()
                 continue
             saved = Placements.from_json(shard.manifest.placements).sharded
-            whole = not saved and not can_be_spread()  # then nobody has to look at tens of thousands of tensors
-            return Obtained(shard, [shard], fits=whole or self._room().fits(saved))
+            whole = not saved and not may_have_dtensors()  # then nobody has to look at tens of thousands of tensors
+            return OpenVersion(shard, [shard], fits=whole or self._room().fits(saved))
         return None
 
     def assembled(
         self, copies: Mapping[int, Sequence[Copy]], saved_size: int, ranks: Ranks, told: list[str]
-    ) -> Obtained | None:
+    ) -> OpenVersion | None:
         """This rank's state out of all shards that hold a part of it.
 
         What is needed of whom depends on the copies that are taken: one may leave to another rank what the next holds
@@ -307,7 +314,7 @@ class Obtaining:
 
     def _assemble(
         self, left: dict[int, list[Copy]], manifests: Mapping[int, Manifest], ranks: Ranks, told: list[str]
-    ) -> Obtained | None:
+    ) -> OpenVersion | None:
         """As above, from the first copy that is left of each rank; None, and one copy less, if one is damaged."""
         same_size = len(manifests) == ranks.world_size
         base = ranks.rank if same_size else 0
@@ -327,12 +334,12 @@ class Obtaining:
                     left[rank].pop(0)
                     return None
                 shards[rank] = shard
-            source = Assembled(shards, base, self._room())
+            source = ReshardedState(shards, base, self._room())
             values = own_values(shards) if differ else []
             skipped = self._resize(source, shards, tensors, values, len(manifests), ranks)
             source.check()
             order = [shards[base], *(shard for rank, shard in shards.items() if rank != base)]
-            obtained = Obtained(source, order, skipped=skipped)
+            obtained = OpenVersion(source, order, skipped=skipped)
             shards = {}
             return obtained
         finally:
@@ -341,7 +348,7 @@ class Obtaining:
 
     def _resize(
         self,
-        source: Assembled,
+        source: ReshardedState,
         shards: Mapping[int, Shard],
         tensors: Sequence[str],
         values: Sequence[str],
@@ -397,20 +404,20 @@ class Obtaining:
             told.append(f"{copy.version} in tier {copy.tier}: {complaint}")
         return shard
 
-    def _room(self) -> Wanted:
+    def _room(self) -> WantedPieces:
         """The pieces that the live state has room for."""
         if self._wanted is None:
-            self._wanted = Wanted(self.state, live_tensors(self.state, None))
+            self._wanted = WantedPieces(self.state, live_tensors(self.state, None))
         return self._wanted
 
     def _live_placements(self) -> Placements:
         leaves = live_tensors(self.state, None)
-        local = {path: local_of(leaf) for path, leaf in leaves.items()}
+        local = {path: local_tensor(leaf) for path, leaf in leaves.items()}
         return declared(self.replicated, local, Skeleton(None)).merged(known(self.state, leaves))
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RestoreRequest:
     """What is asked for."""
 
     state: object
@@ -436,33 +443,33 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class _News:
+class _RankReport:
     """What a rank tells all others."""
 
-    offers: Mapping[Version, Offer]
+    offers: Mapping[Version, RankAvailability]
     damaged: Mapping[Version, str]
     torn: Mapping[Version, str]
     committed: Version | None
-    unfinished: Sequence[Unfinished]
+    unfinished: Sequence[UnfinishedVersion]
 
 
 def restore(
-    request: Request,
+    request: RestoreRequest,
     job: str,
     stores: Mapping[str, Store],
     ranks: Ranks,
-    obtaining: Obtaining,
+    obtaining: VersionOpener,
     committed: Version | None,
-    journal: Journal | None = None,
-    unfinished: Sequence[Unfinished] = (),
+    journal: CatalogueJournal | None = None,
+    unfinished: Sequence[UnfinishedVersion] = (),
 ) -> Restored | None:
     """Restore the newest version that all ranks can obtain, or the one asked for; None if there is none at all.
 
     `committed` is the newest version that is known to have been complete where it survives a reboot; the `journal` of
     the job tells which ones were complete in any tier. `unfinished` is what this node knows of captured versions.
     """
-    shelf = ranks.together(lambda: look(job, stores, ranks.rank, ranks.world_size))
-    news = ranks.gather(_News(shelf.offers, shelf.damaged, shelf.torn, committed, unfinished))
+    shelf = ranks.together(lambda: find_copies(job, stores, ranks.rank, ranks.world_size))
+    news = ranks.gather(_RankReport(shelf.offers, shelf.damaged, shelf.torn, committed, unfinished))
     size = ranks.world_size
     seen = {version for each in news for version in each.offers}
     common = {v for v in seen if all(v in each.offers and each.offers[v].obtainable(size) for each in news)}
@@ -476,19 +483,21 @@ def restore(
     complaints.update({**waiting, **lost})
     for version in candidates:
         _refuse_older(request, waiting, hopeless, version)
-        restored = _try(request, version, shelf, [each.offers[version] for each in news], ranks, obtaining, complaints)
+        restored = _try_version(
+            request, version, shelf, [each.offers[version] for each in news], ranks, obtaining, complaints
+        )
         if restored is not None:
             for newer in sorted(complaints, key=Version.age, reverse=True):
                 if newer.age() >= version.age():
                     _log.warning("rank %d: %s. Restoring %s.", ranks.rank, "; ".join(complaints[newer]), version)
             return restored
     _refuse_older(request, waiting, hopeless, None)
-    _nothing(request, candidates, complaints, news, ranks, journal, lost)
+    _refuse_if_lost(request, candidates, complaints, news, ranks, journal, lost)
     return None
 
 
 def list_versions(
-    job: str, stores: Mapping[str, Store], completion: Completion, rank: int, journal: Journal
+    job: str, stores: Mapping[str, Store], completion: CompletionLog, rank: int, journal: CatalogueJournal
 ) -> list[VersionRecord]:
     """Return the versions that this rank could restore, newest first, with the tiers that hold all of each.
 
@@ -524,12 +533,12 @@ def list_versions(
     return records
 
 
-def _asked(request: Request, version: Version) -> bool:
+def _asked(request: RestoreRequest, version: Version) -> bool:
     asked = request.version
     return asked is None or version == asked or (isinstance(asked, int) and version.step == asked)
 
 
-def _incomplete(common: set[Version], news: Sequence[_News], world_size: int) -> dict[Version, list[str]]:
+def _incomplete(common: set[Version], news: Sequence[_RankReport], world_size: int) -> dict[Version, list[str]]:
     """Versions that some rank has at least a part of, and not every rank can obtain, in words."""
     found: dict[Version, list[str]] = {}
     begun = {version for each in news for version in (*each.offers, *each.damaged, *each.torn)}
@@ -549,14 +558,14 @@ def _incomplete(common: set[Version], news: Sequence[_News], world_size: int) ->
 
 
 def _unfinished(
-    common: set[Version], news: Sequence[_News]
+    common: set[Version], news: Sequence[_RankReport]
 ) -> tuple[dict[Version, list[str]], dict[Version, list[str]]]:
     """Versions that every rank had captured and that not every rank can obtain: those that could not be put into a
     tier, and those whose arenas are damaged, both in words. All ranks get the same.
     """
     waiting: dict[Version, list[str]] = {}
     lost: dict[Version, list[str]] = {}
-    by_version: dict[Version, list[Unfinished]] = {}
+    by_version: dict[Version, list[UnfinishedVersion]] = {}
     for told in news:
         for each in told.unfinished:
             by_version.setdefault(each.version, []).append(each)
@@ -580,7 +589,7 @@ def _unfinished(
 
 
 def _refuse_older(
-    request: Request, waiting: Mapping[Version, list[str]], hopeless: Container[Version], older: Version | None
+    request: RestoreRequest, waiting: Mapping[Version, list[str]], hopeless: Container[Version], older: Version | None
 ) -> None:
     """`RestoreError` if a version that is captured and not finished would be passed over for an older one, or none.
 
@@ -604,18 +613,18 @@ def _refuse_older(
     raise RestoreError(f"{what}{way} back to {older} by restore(version={name}).")
 
 
-def _try(
-    request: Request,
+def _try_version(
+    request: RestoreRequest,
     version: Version,
-    shelf: Shelf,
-    offers: Sequence[Offer],
+    shelf: VisibleCopies,
+    offers: Sequence[RankAvailability],
     ranks: Ranks,
-    obtaining: Obtaining,
+    obtaining: VersionOpener,
     complaints: dict[Version, list[str]],
 ) -> Restored | None:
     """Load one version, if every rank can obtain intact shards."""
     copies, told = shelf.copies[version], complaints.setdefault(version, [])
-    ways: list[Callable[[], Obtained | None]] = []
+    ways: list[Callable[[], OpenVersion | None]] = []
     if all(offer.own and offer.world_size == ranks.world_size for offer in offers):
         ways.append(lambda: obtaining.own(copies.get(ranks.rank, []), told))
     if all(offer.seen >= set(range(offer.world_size)) for offer in offers):
@@ -639,12 +648,14 @@ def _try(
             del complaints[version]
 
 
-def _obtain_together(way: Callable[[], Obtained | None], ranks: Ranks) -> tuple[Obtained | None, Sequence[bool | None]]:
+def _obtain_together(
+    way: Callable[[], OpenVersion | None], ranks: Ranks
+) -> tuple[OpenVersion | None, Sequence[bool | None]]:
     """What this rank has obtained; and of every rank whether that fits its state, None if it has nothing intact.
 
     An error, which is not a matter of which copy, is one on all ranks: none waits for another.
     """
-    obtained: Obtained | None = None
+    obtained: OpenVersion | None = None
     failure: Exception | None = None
     try:
         obtained = way()
@@ -665,7 +676,7 @@ def _obtain_together(way: Callable[[], Obtained | None], ranks: Ranks) -> tuple[
     return obtained, [fit for _, fit in told]
 
 
-def _load_together(request: Request, obtained: Obtained, ranks: Ranks) -> Restored:
+def _load_together(request: RestoreRequest, obtained: OpenVersion, ranks: Ranks) -> Restored:
     loading = ranks.together(
         lambda: prepare(request.state, obtained.source, strict=request.strict, where=request.where)
     )
@@ -674,7 +685,7 @@ def _load_together(request: Request, obtained: Obtained, ranks: Ranks) -> Restor
     return ranks.together(lambda: _load(loading, obtained, ranks.rank, unverified))
 
 
-def _load(loading: Loading, obtained: Obtained, rank: int, unverified: Sequence[tuple[int, str]]) -> Restored:
+def _load(loading: PreparedLoad, obtained: OpenVersion, rank: int, unverified: Sequence[tuple[int, str]]) -> Restored:
     """Load what was obtained; `unverified` are rank and tier of the shards of all ranks that are."""
     loading.apply()
     if (gone := obtained.overwritten()) is not None:
@@ -695,13 +706,13 @@ def _load(loading: Loading, obtained: Obtained, rank: int, unverified: Sequence[
     return Restored(manifest.version, obtained.tier, dict(manifest.meta), skipped, size, bool(unverified))
 
 
-def _nothing(
-    request: Request,
+def _refuse_if_lost(
+    request: RestoreRequest,
     candidates: list[Version],
     complaints: dict[Version, list[str]],
-    news: Sequence[_News],
+    news: Sequence[_RankReport],
     ranks: Ranks,
-    journal: Journal | None,
+    journal: CatalogueJournal | None,
     lost_captures: Mapping[Version, list[str]],
 ) -> None:
     """There is nothing to restore; an error, if there should have been."""

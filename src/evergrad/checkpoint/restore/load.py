@@ -1,6 +1,6 @@
 """Putting a verified shard into a live state, in place.
 
-`prepare` compares the two and touches nothing; `Loading.apply` then fills, sets and calls.
+`prepare` compares the two and touches nothing; `PreparedLoad.apply` then fills, sets and calls.
 
 | in the live state          | what happens to it                                                                |
 |----------------------------|-----------------------------------------------------------------------------------|
@@ -29,11 +29,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from evergrad.checkpoint.capture.dtensor import local_of
-from evergrad.checkpoint.restore.copy_in import Source, fill
+from evergrad.checkpoint.capture.dtensor import local_tensor
+from evergrad.checkpoint.restore.copy_in import ShardSource, fill
 from evergrad.checkpoint.restore.load_plan import (
-    Call,
     LoadPlan,
+    LoadStateDictCall,
     Mismatch,
     children,
     compare,
@@ -60,9 +60,9 @@ Replacement: TypeAlias = Callable[[], Any]
 """Makes the value that has to take a live value's place in its container."""
 
 
-def pair(state: object, source: Source, *, strict: bool) -> LoadPlan:
+def match_state(state: object, source: ShardSource, *, strict: bool) -> LoadPlan:
     """What it takes to bring a live state to the values of a checkpoint."""
-    walk = _Walk(source, strict)
+    walk = _StateMatcher(source, strict)
     try:
         replacement = walk.pair(state, source.skeleton.root, None, value_as_whole=False)
     except RecursionError:
@@ -73,8 +73,8 @@ def pair(state: object, source: Source, *, strict: bool) -> LoadPlan:
     return walk.plan
 
 
-class _Walk:
-    def __init__(self, source: Source, strict: bool) -> None:
+class _StateMatcher:
+    def __init__(self, source: ShardSource, strict: bool) -> None:
         self.source = source
         self.shapes = source.shapes
         self.strict = strict
@@ -112,7 +112,7 @@ class _Walk:
             self.plan.mismatches.append(mismatch)
         else:
             assert isinstance(node, dict)
-            self.plan.fills.append((str(node["tensor"]), local_of(live)))
+            self.plan.fills.append((str(node["tensor"]), local_tensor(live)))
 
     def _array(self, live: np.ndarray, node: Json, path: str) -> Replacement | None:
         if isinstance(node, dict) and "array" in node:  # of strings, say: a value
@@ -151,7 +151,7 @@ class _Walk:
             self.plan.calls.append(call)
             self.plan.mismatches.extend(mismatches)
         else:
-            self.plan.calls.append(Call(place, live, node, names))
+            self.plan.calls.append(LoadStateDictCall(place, live, node, names))
 
     def _module(self, live: torch.nn.Module, node: Json, path: str | None, names: frozenset[str]) -> None:
         state, entries = live.state_dict(), children(node)
@@ -162,11 +162,13 @@ class _Walk:
         if owns:  # extra state is for the module's own code, whatever it is
             state = {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
             entries = {name: child for name, child in entries.items() if not str(name).endswith("_extra_state")}
-        fitting = _Walk(self.source, self.strict)
+        fitting = _StateMatcher(self.source, self.strict)
         fitting._mapping(state, entries, path, grows=False)
         found = fitting.plan.mismatches
         if owns:
-            self.plan.calls.append(Call(path or ROOT, live, node, names, divisible=True, lenient=not self.strict))
+            self.plan.calls.append(
+                LoadStateDictCall(path or ROOT, live, node, names, divisible=True, lenient=not self.strict)
+            )
             if renames:  # what does not fit as it is may fit once it has been renamed: its own code judges
                 found = [] if self.strict else [each for each in found if not (each.missing or each.unexpected)]
         else:
@@ -304,13 +306,13 @@ def _refill(live: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> None:
     live.update(values)
 
 
-class Loading:
+class PreparedLoad:
     """What will be done to a state; made by `prepare`, while nothing has been touched yet."""
 
     skipped: tuple[str, ...]
     """With `strict=False`, what is left as it is, one line each."""
 
-    def __init__(self, source: Source, plan: LoadPlan, skipped: tuple[str, ...]) -> None:
+    def __init__(self, source: ShardSource, plan: LoadPlan, skipped: tuple[str, ...]) -> None:
         self._source = source
         self._plan = plan
         self.skipped = skipped
@@ -327,7 +329,7 @@ class Loading:
             call.run(self._source)
 
 
-def prepare(state: object, source: Source, *, strict: bool = True, where: Where | None = None) -> Loading:
+def prepare(state: object, source: ShardSource, *, strict: bool = True, where: Where | None = None) -> PreparedLoad:
     """Find out how to load a shard into a live state, and everything that does not fit, before touching it.
 
     Raises `StateError` for the first of the mismatches: a path that only one side has, another shape, dtype or
@@ -337,20 +339,20 @@ def prepare(state: object, source: Source, *, strict: bool = True, where: Where 
     loads itself is loaded, with its values, if all of its tensors are chosen, and is a mismatch if only some are (a
     module can be loaded in part). Objects without tensors and values in containers are left alone.
     """
-    plan = pair(state, source, strict=strict)
+    plan = match_state(state, source, strict=strict)
     if where is not None:
         plan.restrict(frozenset(select(_selectable(source, plan), where)))
     plan.settle_shared_memory(source)
     if not plan.mismatches:
-        return Loading(source, plan, ())
+        return PreparedLoad(source, plan, ())
     if strict:
         raise StateError(_message(plan.mismatches, source))
     skipped = tuple(str(mismatch) for mismatch in plan.mismatches)
     plan.drop_mismatches()
-    return Loading(source, plan, skipped)
+    return PreparedLoad(source, plan, skipped)
 
 
-def _selectable(source: Source, plan: LoadPlan) -> dict[str, TensorInfo]:
+def _selectable(source: ShardSource, plan: LoadPlan) -> dict[str, TensorInfo]:
     """What `where` can choose from: also what only the live state has, to be missed if it is chosen."""
     roles, found = source.skeleton.roles, dict(source.shapes)
     for mismatch in plan.mismatches:
@@ -359,7 +361,7 @@ def _selectable(source: Source, plan: LoadPlan) -> dict[str, TensorInfo]:
     return {path: tensor_info(path, shape, dtype, roles) for path, (dtype, shape) in found.items()}
 
 
-def _message(mismatches: list[Mismatch], source: Source) -> str:
+def _message(mismatches: list[Mismatch], source: ShardSource) -> str:
     first = mismatches[0]
     line = str(first)
     if first.missing:

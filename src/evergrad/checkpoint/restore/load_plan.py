@@ -14,8 +14,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.capture.dtensor import is_spread, local_of
-from evergrad.checkpoint.restore.copy_in import Source, fill, fresh, is_expanded, obstacle, same_bits, without_repeats
+from evergrad.checkpoint.capture.dtensor import is_dtensor, local_tensor
+from evergrad.checkpoint.restore.copy_in import (
+    ShardSource,
+    fill,
+    fresh,
+    is_expanded,
+    obstacle,
+    same_bits,
+    without_repeats,
+)
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Json
@@ -40,7 +48,7 @@ class Mismatch:
 
 
 @dataclass(slots=True)
-class Call:
+class LoadStateDictCall:
     """One `load_state_dict` to be called, with the part of the checkpoint that it gets."""
 
     path: str
@@ -70,7 +78,7 @@ class Call:
         self.names -= names
         self.lenient = True
 
-    def run(self, source: Source) -> None:
+    def run(self, source: ShardSource) -> None:
         """Load; what goes wrong in the object's own code becomes a `StateError` that names it."""
         fill(source, self.live.items())
         tensors = self.live | fresh(source, sorted(self.names - self.live.keys()), self.devices)
@@ -97,7 +105,7 @@ class LoadPlan:
 
     fills: list[tuple[str, torch.Tensor | np.ndarray]] = field(default_factory=list)
     settings: list[Callable[[], None]] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LoadStateDictCall] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
 
     def restrict(self, chosen: frozenset[str]) -> None:
@@ -118,7 +126,7 @@ class LoadPlan:
                 call.leave_out(others, values=False)
             self.calls.append(call)
 
-    def settle_shared_memory(self, source: Source) -> None:
+    def settle_shared_memory(self, source: ShardSource) -> None:
         """Write memory that several elements or several tensors share once, if the checkpoint agrees on its value."""
         owners: dict[int, tuple[str, torch.Tensor]] = {}
         fills, self.fills = self.fills, []
@@ -211,7 +219,7 @@ def compare(path: str, tensor: torch.Tensor, node: Json, shapes: Shapes) -> Mism
     if not isinstance(node, dict) or "tensor" not in node:
         names = Skeleton(node).tensor_names()
         return Mismatch(path, f"expected a tensor, found {describe(node)} in the checkpoint", frozenset({path, *names}))
-    name, tensor = str(node["tensor"]), local_of(tensor)
+    name, tensor = str(node["tensor"]), local_tensor(tensor)
     if reason := obstacle(tensor):
         return Mismatch(path, reason, frozenset({name}))
     dtype, shape = shapes[name]
@@ -245,14 +253,16 @@ def owns_loading(module: Module, live: Mapping[str, Any]) -> tuple[bool, bool]:
     return owns or renames or not _is_own_memory(module, live), renames
 
 
-def optimizer_call(optimizer: Optimizer, node: Json, path: str | None, shapes: Shapes) -> tuple[Call, list[Mismatch]]:
+def optimizer_call(
+    optimizer: Optimizer, node: Json, path: str | None, shapes: Shapes
+) -> tuple[LoadStateDictCall, list[Mismatch]]:
     """How to load an optimizer: torch's `load_state_dict` keeps the tensors it is given, so they are made for it.
 
     The checkpoint decides which parameters have state. Where the optimizer already has the same, that memory
     is filled and handed back; torch's rules for dtypes and devices apply as after `torch.load`.
     """
     names = frozenset(Skeleton(node).tensor_names())
-    call = Call(path or ROOT, optimizer, node, names)
+    call = LoadStateDictCall(path or ROOT, optimizer, node, names)
     cls = type(optimizer)
     if cls.load_state_dict is not Optimizer.load_state_dict or optimizer._optimizer_load_state_dict_pre_hooks:
         return call, []  # it may rearrange what it is given: that is for its own code to judge
@@ -269,7 +279,7 @@ def optimizer_call(optimizer: Optimizer, node: Json, path: str | None, shapes: S
         if mismatch := compare(name, tensor, {"tensor": name}, shapes):
             mismatches.append(mismatch)
         # Memory that two entries share would get the values of the second.
-        elif (address := local_of(tensor).data_ptr()) not in taken and not is_expanded(local_of(tensor)):
+        elif (address := local_tensor(tensor).data_ptr()) not in taken and not is_expanded(local_tensor(tensor)):
             if address:  # an empty piece lies nowhere
                 taken.add(address)
             call.live[name] = tensor
@@ -280,7 +290,7 @@ def optimizer_call(optimizer: Optimizer, node: Json, path: str | None, shapes: S
         if number.isdecimal() and int(number) < len(params) and slot != "step":
             param = params[int(number)]
             call.devices[name] = param.device
-            if is_spread(param) and shapes[name][1] == local_of(param).shape:
+            if is_dtensor(param) and shapes[name][1] == local_tensor(param).shape:
                 call.like[name] = param
     return call, mismatches
 
@@ -291,9 +301,9 @@ def _is_own_memory(module: Module, live: Mapping[str, Any]) -> bool:
     owned.update(module.named_parameters(remove_duplicate=False))
     for name, tensor in live.items():
         own = owned.get(name)
-        if own is None or is_spread(own) != is_spread(tensor):
+        if own is None or is_dtensor(own) != is_dtensor(tensor):
             return False
-        own, tensor = local_of(own), local_of(tensor)
+        own, tensor = local_tensor(own), local_tensor(tensor)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return False
         if own.device != tensor.device or own.dtype != tensor.dtype or own.stride() != tensor.stride():

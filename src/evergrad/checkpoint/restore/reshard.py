@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from evergrad.checkpoint.capture.dtensor import Wanted
+from evergrad.checkpoint.capture.dtensor import WantedPieces
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.placement import Place, Placements
+from evergrad.checkpoint.placement import Placements, TensorPiece
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.dtypes import DType
 from evergrad.errors import RestoreError, StateError
@@ -108,7 +108,7 @@ _FEW = 128  # pieces that are compared with each other
 
 
 def needs(
-    manifests: Mapping[int, Manifest], base: int, wanted: Wanted, *, everywhere: Iterable[str] = ()
+    manifests: Mapping[int, Manifest], base: int, wanted: WantedPieces, *, everywhere: Iterable[str] = ()
 ) -> dict[int, set[str]]:
     """Which tensors of which ranks' shards a state is made of; all of the base's own are.
 
@@ -131,10 +131,10 @@ def needs(
     return found
 
 
-class Assembled:
+class ReshardedState:
     """A source for `prepare`: the state of one rank, in memory that is made when a tensor is asked for."""
 
-    def __init__(self, shards: Mapping[int, Shard], base: int, wanted: Wanted) -> None:
+    def __init__(self, shards: Mapping[int, Shard], base: int, wanted: WantedPieces) -> None:
         """The shards that `needs` named, verified. `wanted` are the pieces that the live state has room for."""
         self._shards, self._base, self._wanted = shards, shards[base], wanted
         self._said = Placements.from_json(self._base.manifest.placements)
@@ -180,7 +180,7 @@ class Assembled:
             return self.given[path]
         name, place = self._stored(path), self._place(path)
         if name not in self._said.sharded:
-            return self._part(self._holder(name), name, Place.of_whole(self._forms[name][1]), place)
+            return self._part(self._holder(name), name, TensorPiece.of_whole(self._forms[name][1]), place)
         holders = _holders(name, place, self._places)
         for rank, held in holders.items():
             if held.overlap(place) == place:
@@ -224,20 +224,20 @@ class Assembled:
     def _holder(self, name: str) -> int:
         return self._base.manifest.elsewhere.get(name, (self._base.manifest.rank, ""))[0]
 
-    def _place(self, path: str) -> Place:
+    def _place(self, path: str) -> TensorPiece:
         name = self._stored(path)
         whole = self._said.sharded[name].whole if name in self._said.sharded else self._forms[name][1]
         return self._wanted.get(path, whole)
 
-    def _part(self, rank: int, name: str, held: Place, part: Place) -> torch.Tensor:
+    def _part(self, rank: int, name: str, held: TensorPiece, part: TensorPiece) -> torch.Tensor:
         tensor = self._shards[rank].tensor(name)
         return tensor if held == part else tensor[part.slices(held)]
 
 
-def _holders(name: str, place: Place, places: Mapping[int, Mapping[str, Place]]) -> dict[int, Place]:
+def _holders(name: str, place: TensorPiece, places: Mapping[int, Mapping[str, TensorPiece]]) -> dict[int, TensorPiece]:
     """The ranks whose pieces make up a place, each part of it once."""
-    found: dict[int, Place] = {}
-    seen: set[Place] = set()
+    found: dict[int, TensorPiece] = {}
+    seen: set[TensorPiece] = set()
     for rank, theirs in sorted(places.items()):
         held = theirs.get(name)
         if held is not None and held not in seen and held.whole == place.whole and held.overlap(place) is not None:
@@ -277,7 +277,7 @@ def own_values(shards: Mapping[int, Shard]) -> list[str]:
 
 
 def resize(
-    source: Assembled,
+    source: ReshardedState,
     shards: Mapping[int, Shard],
     tensors: Sequence[str],
     values: Sequence[str],

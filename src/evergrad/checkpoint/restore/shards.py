@@ -16,8 +16,8 @@ import numpy as np
 
 from evergrad._digest import digest_spans
 from evergrad._files import open_regular, read_small, take_lock
-from evergrad.checkpoint.arena import Ticket, populate
-from evergrad.checkpoint.layout import Entry, Parsed, parse
+from evergrad.checkpoint.arena import ArenaTicket, populate
+from evergrad.checkpoint.layout import ParsedHeader, ShardEntry, parse_header
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.dtypes import DType
@@ -109,14 +109,14 @@ class Shard:
         if self.copy.generation is None:
             return True
         with suppress(OSError):
-            ticket = Ticket.from_bytes(read_small(self.copy.shard.with_suffix(".ticket")))
+            ticket = ArenaTicket.from_bytes(read_small(self.copy.shard.with_suffix(".ticket")))
             return ticket is not None and ticket.captured and ticket.generation == self.copy.generation
         return False
 
     @cached_property
-    def parsed(self) -> Parsed:
+    def parsed(self) -> ParsedHeader:
         """The header, read."""
-        return parse(self._view, self.copy.shard)
+        return parse_header(self._view, self.copy.shard)
 
     @property
     def skeleton(self) -> Skeleton:
@@ -162,7 +162,7 @@ class Shard:
         self.close()
 
     @cached_property
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, ShardEntry]:
         return {entry.path: entry for entry in self.parsed.layout.entries}
 
     @property

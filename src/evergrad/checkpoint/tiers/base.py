@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from evergrad.checkpoint.arena import ArenaFiles, Ticket
+from evergrad.checkpoint.arena import ArenaFiles, ArenaTicket
 from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
-from evergrad.wording import meant
+from evergrad.wording import did_you_mean
 
 _KINDS: dict[str, type[Tier]] = {}
 
@@ -47,7 +47,7 @@ class Site:
 class Work:
     """A captured shard on its way through the tiers."""
 
-    ticket: Ticket
+    ticket: ArenaTicket
     files: ArenaFiles
     shard: memoryview
     """The arena, mapped: header and tensors."""
@@ -87,14 +87,14 @@ class Copy:
     """Where it lies, if not in a file system: `Store.fetch` then brings it to `shard` and `manifest`."""
 
 
-class RunFolder(NamedTuple):
+class EnclosingRunFolder(NamedTuple):
     """The run folder that a tier's place lies within: it is not made again where it was moved away from."""
 
     run_dir: Path | None
     """None if the place lies elsewhere."""
 
     @classmethod
-    def of(cls, place: Path, run_dir: Path) -> RunFolder:
+    def of(cls, place: Path, run_dir: Path) -> EnclosingRunFolder:
         """The home of a place; nothing is made or changed."""
         within = Path(os.path.realpath(place)).is_relative_to(os.path.realpath(run_dir))
         return cls(run_dir if within and (run_dir / "job.json").exists() else None)
@@ -218,7 +218,9 @@ def read_tiers(specs: Sequence[dict[str, Any]]) -> list[Tier]:
         settings = dict(spec)
         kind = settings.pop("kind", None)
         if kind not in _KINDS:
-            raise UsageError(f"unknown tier {kind!r}.{meant(str(kind), _KINDS)} There are {', '.join(tier_kinds())}.")
+            raise UsageError(
+                f"unknown tier {kind!r}.{did_you_mean(str(kind), _KINDS)} There are {', '.join(tier_kinds())}."
+            )
         try:
             tiers.append(_KINDS[kind](**settings))
         except TypeError as error:

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import xxhash
 
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.run_folder import say_once
+from evergrad.checkpoint.run_folder import warn_once
 from evergrad.checkpoint.tiers.base import Copy
-from evergrad.checkpoint.tiers.object_store import Bucket
+from evergrad.checkpoint.tiers.object_store import ObjectBucket
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError, said
-from evergrad.formats.version_records import COMMIT, is_as_written, record_bytes, shard_name
+from evergrad.formats.version_records import COMMIT, has_own_digest, record_bytes, shard_name
 
 COMMIT_NAME = COMMIT
 SCHEMA_VERSION = 1
@@ -44,7 +44,7 @@ class StoredShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitRecord:
     """The record of a whole version. It carries a digest of itself, as a manifest does."""
 
     job: str
@@ -60,7 +60,7 @@ class Commit:
     """The ranks whose digests were taken again after a restart: see `Manifest.unverified`."""
 
     @classmethod
-    def of(cls, shards: Sequence[tuple[bytes, Manifest, int]]) -> Commit:
+    def of(cls, shards: Sequence[tuple[bytes, Manifest, int]]) -> CommitRecord:
         """From all ranks' manifests, in order: as bytes, as read, and how many bytes of payload are stored."""
         first = shards[0][1]
         stored = tuple(
@@ -91,9 +91,9 @@ class Commit:
         return record_bytes(body)
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str, version: Version) -> Commit:
+    def from_bytes(cls, data: bytes, where: str, version: Version) -> CommitRecord:
         """Read and check a record; `DamagedFile` if it is not as it was written, or of another version."""
-        if not is_as_written(data):
+        if not has_own_digest(data):
             raise DamagedFile(where, "the record is not as it was written")
         try:
             body = json.loads(data)
@@ -134,12 +134,12 @@ _B = TypeVar("_B")
 _PARALLEL = 8
 
 
-class Ledger:
+class CommitIndex:
     """The records of a bucket. Thread-safe."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: ObjectBucket) -> None:
         self._bucket = bucket
-        self._commits: dict[Version, Commit] = {}
+        self._commits: dict[Version, CommitRecord] = {}
         self._lock = threading.Lock()
 
     def forget(self, version: Version | None = None) -> None:
@@ -150,21 +150,21 @@ class Ledger:
             else:
                 self._commits.pop(version, None)
 
-    def survey(self) -> dict[Version, Commit | FormatError | None]:
+    def survey(self) -> dict[Version, CommitRecord | FormatError | None]:
         """Every version, with its record, what is wrong with that, or None: one listing, one read for each new one."""
         versions = self.versions()
         with self._lock:
             self._commits = {version: self._commits[version] for version in versions if version in self._commits}
 
-        def record(version: Version) -> Commit | FormatError | None:
+        def record(version: Version) -> CommitRecord | FormatError | None:
             try:
                 return self.commit(version)
             except FormatError as error:
                 is_closed = isinstance(error, FileAccessError)
-                say_once(f"{error}: {version} is {'left out' if is_closed else 'not committed without it'}")
+                warn_once(f"{error}: {version} is {'left out' if is_closed else 'not committed without it'}")
                 return error
 
-        return dict(zip(versions, together(record, versions), strict=True))
+        return dict(zip(versions, map_in_threads(record, versions), strict=True))
 
     def versions(self) -> list[Version]:
         """Every version that has something there, oldest first."""
@@ -175,7 +175,7 @@ class Ledger:
         """The objects of a version, with their sizes."""
         return {item.name: item.size for item in self._bucket.items(version.name) if not item.is_folder}
 
-    def commit(self, version: Version) -> Commit | None:
+    def commit(self, version: Version) -> CommitRecord | None:
         """The record of a version; None if it has none, `DamagedFile` if it is not sound.
 
         `FileAccessError` if there is something that cannot be read, such as a folder of that name.
@@ -188,17 +188,17 @@ class Ledger:
             data = self._bucket.read(name)
         except FileNotFoundError:
             return None
-        commit = Commit.from_bytes(data, self._bucket.label(name), version)
+        commit = CommitRecord.from_bytes(data, self._bucket.label(name), version)
         self.remember(commit)
         return commit
 
-    def remember(self, commit: Commit) -> None:
+    def remember(self, commit: CommitRecord) -> None:
         """Keep a record that was written or read."""
         if self._bucket.path(COMMIT_NAME) is None:  # a file is quickly read again
             with self._lock:
                 self._commits[commit.version] = commit
 
-    def shard(self, commit: Commit, copy: Copy) -> StoredShard:
+    def shard(self, commit: CommitRecord, copy: Copy) -> StoredShard:
         """What a record says of a rank's shard."""
         if not 0 <= copy.rank < commit.world_size:
             raise TierError(
@@ -206,7 +206,7 @@ class Ledger:
             )
         return commit.shards[copy.rank]
 
-    def manifest(self, commit: Commit, shard: StoredShard) -> bytes:
+    def manifest(self, commit: CommitRecord, shard: StoredShard) -> bytes:
         """A rank's manifest, which is what was committed."""
         name = f"{commit.version.name}/{shard_name(shard.rank)}.json"
         data = self._bucket.read(name)
@@ -216,7 +216,7 @@ class Ledger:
         return data
 
 
-def together(call: Callable[[_A], _B], items: Sequence[_A]) -> list[_B]:
+def map_in_threads(call: Callable[[_A], _B], items: Sequence[_A]) -> list[_B]:
     """The calls' results, several at a time."""
     if len(items) < 2:
         return [call(item) for item in items]

@@ -18,7 +18,7 @@ from evergrad.checkpoint.tiers.base import Tier
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, UsageError
 from evergrad.formats.safetensors import DTYPES, DTYPES_KEY, MAX_HEADER_BYTES
-from evergrad.wording import install_hint, meant
+from evergrad.wording import did_you_mean, install_hint
 
 # zstd-shuffle: the exact packing of shards for slow tiers.
 #
@@ -204,7 +204,7 @@ class Compress:
 
     def __post_init__(self) -> None:
         if self.codec != "zstd":
-            hint = meant(str(self.codec), ["zstd"])
+            hint = did_you_mean(str(self.codec), ["zstd"])
             raise UsageError(f"Compress({self.codec!r}): unknown codec.{hint} There is 'zstd'.")
         if type(self.level) is not int or self.level not in _LEVELS:
             raise UsageError(f"Compress(level={self.level!r}): expected 1 to {_LEVELS[-1]}")

@@ -23,7 +23,7 @@ from typing import ClassVar
 from evergrad import _files
 from evergrad._files import is_locked, take_lock
 from evergrad.checkpoint.arena import open_files_hint
-from evergrad.checkpoint.tiers.base import Copy, RunFolder, Site, Store, Tier, Torn, Work
+from evergrad.checkpoint.tiers.base import Copy, EnclosingRunFolder, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 from evergrad.formats.version_records import shard_name, shard_rank
@@ -59,11 +59,11 @@ class Local(Tier):
     def store(self, site: Site) -> Store:
         """The folder of a job and node below the path."""
         root = self.root(site.run_dir)
-        return _LocalStore(root, root / site.job / site.node, RunFolder.of(root, site.run_dir))
+        return _LocalStore(root, root / site.job / site.node, EnclosingRunFolder.of(root, site.run_dir))
 
 
 class _LocalStore(Store):
-    def __init__(self, root: Path, folder: Path, home: RunFolder) -> None:
+    def __init__(self, root: Path, folder: Path, home: EnclosingRunFolder) -> None:
         self._root, self._folder, self._home = root, folder, home
         self._direct = True
 

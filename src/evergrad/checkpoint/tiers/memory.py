@@ -18,20 +18,20 @@ from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError
 
 
-class Held(NamedTuple):
+class ArenaContent(NamedTuple):
     """The content of an arena as its shard's header names it; the bytes may be damaged or incomplete."""
 
     version: Version
     world_size: int
 
 
-def held_by(files: ArenaFiles, job: str) -> Held | None:
+def read_arena_content(files: ArenaFiles, job: str) -> ArenaContent | None:
     """Return the version that an arena's header names; None if the header is damaged or another job's."""
     with suppress(FormatError, OSError, ValueError, KeyError, TypeError):
         with open_file(files.shard) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             shard = shard_record(view, files.shard)
         if (shard["job"], shard["rank"]) == (job, files.rank):
-            return Held(Version(int(shard["step"]), int(shard["attempt"])), int(shard["world_size"]))
+            return ArenaContent(Version(int(shard["step"]), int(shard["attempt"])), int(shard["world_size"]))
     return None
 
 
@@ -80,7 +80,7 @@ class _MemoryStore(Store):
             ticket = files.read_ticket()
             if ticket is None:
                 what = f"{files.ticket}: {'is not as it was written' if files.ticket.exists() else 'is gone'}"
-                held = held_by(files, self._site.job)
+                held = read_arena_content(files, self._site.job)
                 try:
                     digested = Manifest.read(files.manifest, digests=False).version
                 except (FormatError, FileNotFoundError):

@@ -185,11 +185,11 @@ _making = threading.Lock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
 Chunk = bytes | memoryview
-Source = Callable[[], Iterator[Chunk]]
+ChunkSource = Callable[[], Iterator[Chunk]]
 """Gives the bytes of an object from its beginning, each time it is called."""
 
 
-class Item(NamedTuple):
+class ListedObject(NamedTuple):
     """Something in a listing."""
 
     name: str
@@ -198,7 +198,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class BucketAccess:
     """How a store is reached."""
 
     url: str
@@ -209,16 +209,16 @@ class Access:
     part_bytes: int
 
 
-class Bucket(ABC):
+class ObjectBucket(ABC):
     """Objects below a URL. Methods may be called from any thread; what is missing is `FileNotFoundError`."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: BucketAccess) -> None:
         self.access = access
         self.where = access.redact(access.url)
         """The URL, as messages may show it."""
 
     @abstractmethod
-    def items(self, folder: str = "") -> list[Item]:
+    def items(self, folder: str = "") -> list[ListedObject]:
         """What is directly in a folder, or at the top; nothing if it is not there."""
 
     @abstractmethod
@@ -234,7 +234,7 @@ class Bucket(ABC):
         """Write a small object; `FileExistsError` if it is to be new and is not, where the store can tell."""
 
     @abstractmethod
-    def upload(self, name: str, source: Source, size: int) -> int:
+    def upload(self, name: str, source: ChunkSource, size: int) -> int:
         """Write a large object of about that size; gives how many bytes it has. Memory is bounded."""
 
     @abstractmethod
@@ -258,10 +258,10 @@ class Bucket(ABC):
         return f"{self.where}/{name}"
 
 
-class FsspecBucket(Bucket):
+class FsspecBucket(ObjectBucket):
     """Any file system that fsspec knows, by its general calls."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: BucketAccess) -> None:
         super().__init__(access)
         self._key = f"{access.url.partition('://')[0]} {json.dumps(access.options, sort_keys=True)}"
 
@@ -269,8 +269,8 @@ class FsspecBucket(Bucket):
     def _library(self) -> str:
         return "the library for this URL"
 
-    def items(self, folder: str = "") -> list[Item]:
-        def look() -> list[Item]:
+    def items(self, folder: str = "") -> list[ListedObject]:
+        def look() -> list[ListedObject]:
             fs, root = self._fs()
             fs.invalidate_cache()
             place = f"{root}/{folder}".rstrip("/")
@@ -279,7 +279,8 @@ class FsspecBucket(Bucket):
             except FileNotFoundError:
                 return []
             items = (
-                Item(row["name"].rstrip("/").rpartition("/")[2], row.get("size") or 0, _is_folder(row)) for row in rows
+                ListedObject(row["name"].rstrip("/").rpartition("/")[2], row.get("size") or 0, _is_folder(row))
+                for row in rows
             )
             return [item for item in items if not item.name.startswith(".")]
 
@@ -308,7 +309,7 @@ class FsspecBucket(Bucket):
 
         self._retry(f"writing {name}", put)
 
-    def upload(self, name: str, source: Source, size: int) -> int:
+    def upload(self, name: str, source: ChunkSource, size: int) -> int:
         def put() -> int:
             fs, root = self._fs()
             fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
@@ -407,15 +408,15 @@ _CHUNK = 16 << 20
 _PARTIAL = ".partial"
 
 
-class PosixBucket(Bucket):
+class PosixBucket(ObjectBucket):
     """Files below a folder. All changes go through `_files.py`."""
 
-    def __init__(self, access: Access, root: Path) -> None:
+    def __init__(self, access: BucketAccess, root: Path) -> None:
         super().__init__(access)
         self._root = root
 
-    def items(self, folder: str = "") -> list[Item]:
-        def look() -> list[Item]:
+    def items(self, folder: str = "") -> list[ListedObject]:
+        def look() -> list[ListedObject]:
             try:
                 with os.scandir(self._root / folder) as entries:
                     found = []
@@ -455,7 +456,7 @@ class PosixBucket(Bucket):
 
         self._retry(f"writing {name}", put)
 
-    def upload(self, name: str, source: Source, size: int) -> int:
+    def upload(self, name: str, source: ChunkSource, size: int) -> int:
         def put() -> int:
             path = self._root / name
             partial = path.with_name(f".{path.name}{_PARTIAL}")
@@ -512,14 +513,14 @@ class PosixBucket(Bucket):
         return self.access.retry(what, call)
 
 
-def _item(entry: os.DirEntry[str]) -> Item:
+def _item(entry: os.DirEntry[str]) -> ListedObject:
     """Return the item of a folder entry; for symbolic links that form a loop, the link itself."""
     try:
-        return Item(entry.name, entry.stat().st_size, entry.is_dir())
+        return ListedObject(entry.name, entry.stat().st_size, entry.is_dir())
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        return Item(entry.name, entry.stat(follow_symlinks=False).st_size, False)
+        return ListedObject(entry.name, entry.stat(follow_symlinks=False).st_size, False)
 
 
 @contextmanager

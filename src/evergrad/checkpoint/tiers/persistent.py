@@ -32,14 +32,21 @@ import xxhash
 from evergrad import _files
 from evergrad._files import locked, open_file, read_small
 from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.tiers.base import Copy, Gone, Redaction, RunFolder, Site, Store, Tier, Torn, Work
-from evergrad.checkpoint.tiers.commits import COMMIT_NAME, Commit, Ledger, StoredShard, payload_name, together
+from evergrad.checkpoint.tiers.base import Copy, EnclosingRunFolder, Gone, Redaction, Site, Store, Tier, Torn, Work
+from evergrad.checkpoint.tiers.commits import (
+    COMMIT_NAME,
+    CommitIndex,
+    CommitRecord,
+    StoredShard,
+    map_in_threads,
+    payload_name,
+)
 from evergrad.checkpoint.tiers.compress import ENCODING, Compress, pack, unpack
 from evergrad.checkpoint.tiers.object_store import (
-    Access,
-    Bucket,
+    BucketAccess,
     Chunk,
     FsspecBucket,
+    ObjectBucket,
     PosixBucket,
     Retry,
     parse_bandwidth,
@@ -49,7 +56,7 @@ from evergrad.checkpoint.tiers.s3 import MIN_PART_BYTES, S3Bucket
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, TierError, UsageError, reason, said
 from evergrad.formats.version_records import read_record, record_bytes, shard_name, shard_rank
-from evergrad.wording import install_hint, meant
+from evergrad.wording import did_you_mean, install_hint
 
 # Bringing a shard from a shared tier into a folder of the node, where it can be mapped.
 
@@ -57,7 +64,9 @@ RANGE_BYTES = 16 << 20
 _PARALLEL = 4
 
 
-def fetch_shard(bucket: Bucket, name: str, shard: StoredShard, manifest: bytes, folder: Path) -> tuple[Path, Path]:
+def fetch_shard(
+    bucket: ObjectBucket, name: str, shard: StoredShard, manifest: bytes, folder: Path
+) -> tuple[Path, Path]:
     """Download a payload, unpack it if need be, and put its manifest beside it, last; gives both files.
 
     What is there already is used again. Of several processes that want the same shard, one downloads it.
@@ -90,7 +99,7 @@ def _is_fetched(target: Path, record: Path, shard: StoredShard) -> bool:
         return False
 
 
-def _download(bucket: Bucket, name: str, size: int, path: Path) -> None:
+def _download(bucket: ObjectBucket, name: str, size: int, path: Path) -> None:
     """Several ranges at a time, each tried again for itself."""
     found = bucket.size(name)
     if found != size:
@@ -114,7 +123,7 @@ def _download(bucket: Bucket, name: str, size: int, path: Path) -> None:
         os.close(fd)
 
 
-def _unpack(bucket: Bucket, name: str, shard: StoredShard, size: int, packed: Path, path: Path) -> None:
+def _unpack(bucket: ObjectBucket, name: str, shard: StoredShard, size: int, packed: Path, path: Path) -> None:
     source = bucket.path(name)
     try:
         if source is None:
@@ -156,11 +165,13 @@ class PersistentStore(Store):
 
     shared: ClassVar[bool] = True
 
-    def __init__(self, bucket: Bucket, site: Site, *, adopt: bool = False, compress: Compress | None = None) -> None:
+    def __init__(
+        self, bucket: ObjectBucket, site: Site, *, adopt: bool = False, compress: Compress | None = None
+    ) -> None:
         self._bucket, self._site, self._adopt, self._compress = bucket, site, adopt, compress
-        self._ledger = Ledger(bucket)
+        self._ledger = CommitIndex(bucket)
         place = bucket.path("")
-        self._home = RunFolder(None) if place is None else RunFolder.of(place, site.run_dir)
+        self._home = EnclosingRunFolder(None) if place is None else EnclosingRunFolder.of(place, site.run_dir)
         self._lock = threading.Lock()
         self._is_ours = False
 
@@ -182,7 +193,7 @@ class PersistentStore(Store):
             return None, True
         except (ValueError, KeyError, TypeError, FileAccessError) as error:
             why = said(error)
-        commits = [commit for commit in self._ledger.survey().values() if isinstance(commit, Commit)]
+        commits = [commit for commit in self._ledger.survey().values() if isinstance(commit, CommitRecord)]
         owner = commits[-1].job if commits else None  # oldest first
         found = f"by its newest version it is job {owner}'s" if owner is not None else "no version says it either"
         _log.warning("%s: does not say whose this is (%s): %s", self._bucket.label(JOB_NAME), why, found)
@@ -218,7 +229,7 @@ class PersistentStore(Store):
     def find(self, rank: int | None = None) -> list[Copy]:
         found = []
         for version, commit in self._ledger.survey().items():
-            if isinstance(commit, Commit):
+            if isinstance(commit, CommitRecord):
                 shards = commit.shards if rank is None else commit.shards[rank : rank + 1]
                 found += [self._copy(version, shard.rank, shard.name) for shard in shards]
         return found
@@ -265,8 +276,8 @@ class PersistentStore(Store):
             names = self._listed(version, world_size)
             if not names:
                 raise Gone(f"{self._bucket.label(version.name)}: nothing of it is there")
-            shards = together(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
-            record = Commit.of(shards)
+            shards = map_in_threads(lambda rank: self._checked(version, rank, world_size, names), range(world_size))
+            record = CommitRecord.of(shards)
             try:
                 self._bucket.write(f"{version.name}/{COMMIT_NAME}", record.to_bytes())
             except (TierError, FileNotFoundError):
@@ -278,7 +289,7 @@ class PersistentStore(Store):
         except TierError as error:
             _log.warning("%s", error)
 
-    def _is_committed(self, record: Commit) -> bool:
+    def _is_committed(self, record: CommitRecord) -> bool:
         with suppress(FileAccessError):
             return self._ledger.commit(record.version) == record
         return False
@@ -469,7 +480,7 @@ def _content(manifest: Manifest) -> tuple[object, ...]:
     return manifest.job, manifest.version, manifest.rank, manifest.world_size, {**left, **manifest.digests}
 
 
-def _check_reachable(bucket: Bucket) -> None:
+def _check_reachable(bucket: ObjectBucket) -> None:
     """Quickly, and without a request: the library is there, and a folder could be written to."""
     scheme, _, rest = bucket.access.url.partition("://")
     if scheme == "file":
@@ -547,12 +558,12 @@ class Persistent(Tier):
         packing = None if self.compress is None else Compress.from_json(self.compress)
         return PersistentStore(self._bucket(), site, adopt=self.adopt, compress=packing)
 
-    def _bucket(self) -> Bucket:
+    def _bucket(self) -> ObjectBucket:
         redact = Redaction(self.options)
         retry = Retry(redact(self.url), self.patience_s, redact)
         assert not isinstance(self.bandwidth, str)
         throttle = shared_throttle(self.url, self.bandwidth)
-        access = Access(self.url, dict(self.options), retry, redact, throttle, self.part_bytes)
+        access = BucketAccess(self.url, dict(self.options), retry, redact, throttle, self.part_bytes)
         scheme, _, rest = self.url.partition("://")
         if scheme == "file":
             return PosixBucket(access, Path(rest))
@@ -592,7 +603,8 @@ def _normal(url: str | os.PathLike[str]) -> str:
 
     if name not in known_implementations and name not in registry:
         raise UsageError(
-            f"Persistent({shown!r}): unknown protocol {name!r}.{meant(name, [*known_implementations, *registry])} "
+            f"Persistent({shown!r}): unknown protocol {name!r}."
+            f"{did_you_mean(name, [*known_implementations, *registry])} "
             "There are file, s3, and all that fsspec knows."
         )
     return f"{name}://{rest.rstrip('/')}"

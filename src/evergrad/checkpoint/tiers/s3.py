@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
-from evergrad.checkpoint.tiers.object_store import Access, FsspecBucket, Item, Source, error_code, rechunk
+from evergrad.checkpoint.tiers.object_store import (
+    BucketAccess,
+    ChunkSource,
+    FsspecBucket,
+    ListedObject,
+    error_code,
+    rechunk,
+)
 from evergrad.errors import TierError
 from evergrad.wording import install_hint
 
@@ -51,7 +58,7 @@ class UploadGone(Exception):
 
 
 @dataclass(slots=True)
-class Upload:
+class MultipartUpload:
     """An upload that was begun."""
 
     bucket: S3Calls
@@ -60,17 +67,17 @@ class Upload:
     name: str = ""
     there: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Parts that were sent before: number → MD5 and size."""
-    rivals: list[Upload] = field(default_factory=list)
+    rivals: list[MultipartUpload] = field(default_factory=list)
     """Other uploads of the same object, which crashes have left."""
 
     @classmethod
-    def begin(cls, bucket: S3Calls, name: str) -> Upload:
+    def begin(cls, bucket: S3Calls, name: str) -> MultipartUpload:
         """A new one."""
         made = bucket.call(f"uploading {name}", "create_multipart_upload", name)
         return cls(bucket, bucket.key(name), made["UploadId"], name)
 
     @classmethod
-    def resume(cls, bucket: S3Calls, name: str) -> Upload | None:
+    def resume(cls, bucket: S3Calls, name: str) -> MultipartUpload | None:
         """The newest one of an object, with what it has; None if there is none."""
         key = bucket.key(name)
         found = [upload for upload in unfinished(bucket, key) if upload.key == key]
@@ -160,9 +167,9 @@ class Upload:
             more = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
 
-def unfinished(bucket: S3Calls, prefix: str) -> list[Upload]:
+def unfinished(bucket: S3Calls, prefix: str) -> list[MultipartUpload]:
     """Uploads below a prefix that were neither completed nor aborted, oldest first; none where the store cannot say."""
-    found: list[tuple[str, Upload]] = []
+    found: list[tuple[str, MultipartUpload]] = []
     more: dict[str, Any] = {}
     while True:
         try:
@@ -172,7 +179,7 @@ def unfinished(bucket: S3Calls, prefix: str) -> list[Upload]:
             break
         for row in page.get("Uploads") or ():
             if row["Key"].startswith(prefix):
-                found.append((str(row.get("Initiated", "")), Upload(bucket, row["Key"], row["UploadId"])))
+                found.append((str(row.get("Initiated", "")), MultipartUpload(bucket, row["Key"], row["UploadId"])))
         if not page.get("IsTruncated"):
             break
         more = {"KeyMarker": page.get("NextKeyMarker", ""), "UploadIdMarker": page.get("NextUploadIdMarker", "")}
@@ -198,7 +205,7 @@ _TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts
 class S3Bucket(FsspecBucket):
     """Objects of a bucket below a prefix. Large ones go in parts, and are taken up again where a crash left them."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: BucketAccess) -> None:
         super().__init__(access)
         bucket, _, prefix = access.url.partition("://")[2].partition("/")
         self._bucket, self._prefix = bucket, f"{prefix.strip('/')}/" if prefix.strip("/") else ""
@@ -209,14 +216,14 @@ class S3Bucket(FsspecBucket):
     def _library(self) -> str:
         return f"s3fs ({install_hint('s3')})"
 
-    def items(self, folder: str = "") -> list[Item]:
+    def items(self, folder: str = "") -> list[ListedObject]:
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         found = []
         for page in self._pages(f"listing {folder or 'versions'}", prefix):
             for row in page.get("CommonPrefixes", ()):
-                found.append(Item(row["Prefix"][len(prefix) :].rstrip("/"), 0, True))
+                found.append(ListedObject(row["Prefix"][len(prefix) :].rstrip("/"), 0, True))
             for row in page.get("Contents", ()):
-                found.append(Item(row["Key"][len(prefix) :], row["Size"], False))
+                found.append(ListedObject(row["Key"][len(prefix) :], row["Size"], False))
         return [item for item in found if item.name]
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
@@ -248,7 +255,7 @@ class S3Bucket(FsspecBucket):
 
         self._retry(f"writing {name}", put)
 
-    def upload(self, name: str, source: Source, size: int) -> int:
+    def upload(self, name: str, source: ChunkSource, size: int) -> int:
         part_bytes = max(self.access.part_bytes, math.ceil(size / _MOST_PARTS))
         for _ in range(_TAKEN_UP):
             with suppress(UploadGone):  # completed or aborted by someone else: begin again
@@ -290,7 +297,7 @@ class S3Bucket(FsspecBucket):
         done: dict[str, Any] = self._checked(lambda: fs.call_s3(method, Bucket=self._bucket, **arguments))
         return done
 
-    def _upload(self, name: str, source: Source, part_bytes: int) -> int:
+    def _upload(self, name: str, source: ChunkSource, part_bytes: int) -> int:
         parts = rechunk(source(), part_bytes)
         with self._slots:
             first = next(parts, b"")
@@ -298,7 +305,7 @@ class S3Bucket(FsspecBucket):
                 self.pay(len(first))
                 self.call(f"uploading {name}", "put_object", name, Body=first)
                 return len(first)
-        upload = Upload.resume(self, name) or Upload.begin(self, name)
+        upload = MultipartUpload.resume(self, name) or MultipartUpload.begin(self, name)
         whole = chain([first], parts)
         del first  # or it would stay until all are sent
         return upload.send(whole, self._slots)

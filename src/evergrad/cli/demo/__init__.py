@@ -36,20 +36,20 @@ class Chapter:
 
 
 CHAPTERS = (
-    Chapter("files", "flip bits of a checkpoint, find and undo them", chapters.tell_of_files),
+    Chapter("files", "flip bits of a checkpoint, find and undo them", chapters.show_files),
     Chapter(
         "checkpoints",
         "kill and preempt trainers, and go on",
-        chapters.tell_of_checkpoints,
+        chapters.show_checkpoints,
         chapters.PROCESSES_CHECKPOINTS,
     ),
     Chapter(
         "recovery",
         "lose ranks in the middle of training",
-        chapters.tell_of_recovery,
+        chapters.show_recovery,
         chapters.PROCESSES_RECOVERY,
     ),
-    Chapter("study", "what flipped bits do to training, with intervals", chapters.tell_of_studies),
+    Chapter("study", "what flipped bits do to training, with intervals", chapters.show_studies),
 )
 
 EPILOG = (

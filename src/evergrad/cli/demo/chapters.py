@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from evergrad.records import Json
-    from evergrad.study.folder import Entry
+    from evergrad.study.folder import JournalEntry
     from evergrad.study.results import Results
 
 
@@ -33,7 +33,7 @@ _FLIP_FILES = ("--bits", "exponent-msb", "--count", "1", "--where", "model/4.wei
 _FLIPS, _TRIALS = 10, 10
 
 
-def tell_of_files(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> dict[str, Json]:
+def show_files(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> dict[str, Json]:
     """Parts 1 to 8."""
     import torch
 
@@ -81,7 +81,7 @@ def tell_of_files(folder: Path, say: Callable[[str], None], run: Callable[..., N
     say("\n[bold]8. A file that would run a command when it is loaded is read, and runs nothing[/bold]")
     trap, mark = folder / "trap.pt", folder / "it-ran"
     try:
-        torch.save({"weight": torch.ones(3), "payload": _Trap(mark)}, trap)
+        torch.save({"weight": torch.ones(3), "payload": _HostilePickle(mark)}, trap)
         run("inspect", str(trap))
         with eg.open_checkpoint(trap) as ck:
             facts["trap_tensors"] = len(ck.tensors)
@@ -110,7 +110,7 @@ def _by_field(folder: Path, clean: Path, accuracy: Callable[[Path], float]) -> d
     return found
 
 
-class _Trap:
+class _HostilePickle:
     """What a hostile checkpoint looks like: unpickling it would run a command."""
 
     def __init__(self, mark: Path) -> None:
@@ -163,7 +163,7 @@ Say = Callable[[str], None]
 Run = Callable[..., None]
 
 
-def tell_of_checkpoints(folder: Path, say: Say, run: Run) -> dict[str, Json]:
+def show_checkpoints(folder: Path, say: Say, run: Run) -> dict[str, Json]:
     """Parts 9 to 11."""
     facts: dict[str, Json] = {}
     say(f"[bold]9. Kill a trainer right after its save of step {_KILL_AT}, and go on in another process[/bold]")
@@ -206,7 +206,7 @@ def _preempt_and_move(folder: Path, say: Say, run: Run) -> dict[str, Json]:
     code = _preempt(folder / "first", bucket, url)
     say(f"SIGTERM to a trainer at work: it saved once more, to every tier, and left with exit code {code}")
     run("checkpoints", "ls", str(folder / "first"))
-    step, same = _go_on(folder / "second", url)
+    step, same = _resume_elsewhere(folder / "second", url)
     say(f"\nanother job, which knows nothing but {url}, restored step {step} from there")
     say(f"its {_MORE_STEPS} losses are those of a run that was never interrupted, to the last bit: {_yes(same)}")
     picture = folder / "lineage.svg"
@@ -270,7 +270,7 @@ def _preempt(run_dir: Path, bucket: Path, url: str) -> int:
         trainer.kill()
 
 
-def _go_on(run_dir: Path, url: str) -> tuple[int, bool]:
+def _resume_elsewhere(run_dir: Path, url: str) -> tuple[int, bool]:
     """Restore from the URL into a new job, and train on; where it began, and whether its losses are the same."""
     import evergrad as eg
     from evergrad.cli.demo.trainer import Spirals, train
@@ -293,7 +293,7 @@ def _restored(folder: Path) -> tuple[int, float, str]:
     from evergrad.cli.demo.trainer import Spirals
 
     task = Spirals()
-    heard = _Heard()
+    heard = _LogCapture()
     logger = logging.getLogger("evergrad.checkpoint")
     logger.addHandler(heard)
     try:
@@ -304,7 +304,7 @@ def _restored(folder: Path) -> tuple[int, float, str]:
         logger.removeHandler(heard)
 
 
-class _Heard(logging.Handler):
+class _LogCapture(logging.Handler):
     """Keeps what is said in the log, for the demo to show in its place."""
 
     def __init__(self) -> None:
@@ -340,7 +340,7 @@ class _Run:
     """From SIGKILL to the first step after it that a survivor has applied; 0 if nobody was killed."""
 
 
-def tell_of_recovery(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> dict[str, Json]:
+def show_recovery(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> dict[str, Json]:
     """Parts 12 and 13."""
     facts: dict[str, Json] = {}
     say("[bold]12. Kill a rank in the middle of training: the others go on; a spare takes its place[/bold]")
@@ -369,14 +369,16 @@ def _lose_a_rank(folder: Path, say: Callable[[str], None]) -> dict[str, Json]:
 
 def _trouble_ranks(folder: Path, say: Callable[[str], None]) -> dict[str, Json]:
     """The same job with a rank that is stopped, and with a bit that flips in one rank's weights; after the first."""
-    from evergrad.timeline import read
+    from evergrad.timeline import read_events
 
     clean = next(
-        event.fields["weights"] for event in read(folder / "job" / "timeline.jsonl") if event.event == "weight_digests"
+        event.fields["weights"]
+        for event in read_events(folder / "job" / "timeline.jsonl")
+        if event.event == "weight_digests"
     )
     options = ("--spares", "1", "--fail", _STOP, "--fail", _FLIP_RECOVERY)
     troubled = _run(folder / "job-trouble", options, say)
-    events = list(read(folder / "job-trouble" / "timeline.jsonl"))
+    events = list(read_events(folder / "job-trouble" / "timeline.jsonl"))
     is_exact = {event.fields["weights"] for event in events if event.event == "weight_digests"} == {clean}
     found = [event.fields for event in events if event.event == "corruption_found"]
     say(
@@ -389,7 +391,7 @@ def _trouble_ranks(folder: Path, say: Callable[[str], None]) -> dict[str, Json]:
 
 def _run(run: Path, options: tuple[str, ...], say: Callable[[str], None]) -> _Run:
     from evergrad.cli.demo.processes import start
-    from evergrad.timeline import read
+    from evergrad.timeline import read_events
 
     command = ["run", "-n", str(_RANKS), *options]
     say(f"\n[bold]$ evergrad {shlex.join(command)} demo_job.py[/bold]")
@@ -409,7 +411,7 @@ def _run(run: Path, options: tuple[str, ...], say: Callable[[str], None]) -> _Ru
     if job.process.exitcode != 0:
         raise UsageError(f"the demo's job ended with exit code {job.process.exitcode}: {lines[-1] if lines else ''}")
     weights = next(line.split()[-1] for line in lines if "final weights" in line)
-    events = list(read(run / "timeline.jsonl"))
+    events = list(read_events(run / "timeline.jsonl"))
     steps = max(int(str(event.fields["step"])) for event in events if event.event == "epoch")
     killed = [event.monotonic for event in events if event.event == "kill_injected"]
     applied = [event.monotonic for event in events if event.event == "recovered"]
@@ -478,7 +480,7 @@ trainings = 4
 """
 
 
-def tell_of_studies(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> dict[str, Json]:
+def show_studies(folder: Path, say: Callable[[str], None], run: Callable[..., None]) -> dict[str, Json]:
     """Parts 14 to 16."""
     out = folder / "study"
     facts: dict[str, Json] = {}
@@ -533,13 +535,13 @@ def _ranks(out: Path, say: Callable[[str], None]) -> dict[str, Json]:
     """Real ranks of DDP, warm from trial to trial."""
     from evergrad.study import Plan, run_study
     from evergrad.study.plan_files import parse
-    from evergrad.study.rank_group import end_groups
+    from evergrad.study.rank_group import end_cached_groups
 
     plan = Plan.of(parse(RANKS, "demo-ranks"))
     try:
         results = run_study(plan, out, executor="in-process")
     finally:
-        end_groups()
+        end_cached_groups()
     say(
         f"{results.trials} trainings of two processes, kept warm between them. Weights, optimizer state, activations,\n"
         "gradients, or the buckets that the ranks exchange; N-EV again:\n"
@@ -576,7 +578,7 @@ def _replay(out: Path, run: Callable[..., None]) -> dict[str, Json]:
     return {"study_replayed": replay_trial(out, trial.id).same}
 
 
-def _is_nev(entry: Entry) -> bool:
+def _is_nev(entry: JournalEntry) -> bool:
     return entry.observation.nonfinite_at is not None or entry.observation.extreme_at is not None
 
 

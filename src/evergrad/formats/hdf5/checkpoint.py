@@ -16,10 +16,19 @@ import numpy.typing as npt
 from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, StateError, UnsupportedContent
-from evergrad.formats.checkpoint import Bits, Checkpoint, Format, Probe, aliases_of, blocks, losses_of, refuse_losses
+from evergrad.formats.checkpoint import (
+    Bits,
+    Checkpoint,
+    Format,
+    Probe,
+    aliases_of,
+    block_ranges,
+    losses_of,
+    refuse_losses,
+)
 from evergrad.formats.data_file import closed_on_error
-from evergrad.formats.hdf5.file import Entry, Hdf5File, Listing, hdf5_errors, library, list_file
-from evergrad.formats.hdf5.storage import DataSet, boxes
+from evergrad.formats.hdf5.file import DataSetEntry, FileListing, Hdf5File, hdf5_errors, import_h5py, list_file
+from evergrad.formats.hdf5.storage import DataSet, hyperslabs
 from evergrad.formats.offset_checkpoint import describe
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, find_sharing, role_of
@@ -33,7 +42,7 @@ from evergrad.state.sharing import contiguous_strides
 MAX_NAMED = 1_000
 
 
-class Unkept(Mapping[str, str]):
+class UnkeptAttributes(Mapping[str, str]):
     """`group/data set@attribute` → what it is, but for those in `kept`; listed when first looked at.
 
     `objects` are groups and data sets by name, with the path that leads to each. The first thousand are named, and the
@@ -56,11 +65,11 @@ class Unkept(Mapping[str, str]):
 
     @cached_property
     def _found(self) -> dict[str, str]:
-        file, h5a = self._file, library(self._file.path).h5a
+        file, h5a = self._file, import_h5py(self._file.path).h5a
         found, more = dict(self._beside), 0
         with hdf5_errors(file.path, "attributes are damaged"):
             for name, where in self._objects.items():
-                opened = library(file.path).h5o.open(file.root.id, where)
+                opened = import_h5py(file.path).h5o.open(file.root.id, where)
                 if not h5a.get_num_attrs(opened):
                     continue
                 for attribute in self._names(h5a, opened):
@@ -88,13 +97,13 @@ class Unkept(Mapping[str, str]):
 # that HDF5 viewers lack (bfloat16, fp8, complex32) are unsigned integers of the same bits, with the true type in the
 # attribute `dtype`.
 
-NOTES = "__evergrad__"
+STATE_INDEX = "__evergrad__"
 SCHEMA_VERSION = 1
 MAX_TEXT_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
+class StateIndex:
     """The index of our own files: state path → (HDF5 path, element type)."""
 
     tensors: Mapping[str, tuple[str, DType]]
@@ -103,7 +112,7 @@ class Notes:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor to be written: its bits come in blocks."""
 
     shape: tuple[int, ...]
@@ -117,8 +126,8 @@ def hdf5_paths(names: Iterable[str]) -> dict[str, str]:
     >>> hdf5_paths(["model/layer1.0.weight", "step"])
     {'model/layer1.0.weight': 'model/layer1/0/weight', 'step': 'step'}
     """
-    groups: set[str] = {NOTES}
-    taken: set[str] = {NOTES}  # data sets, and names that are not to be used
+    groups: set[str] = {STATE_INDEX}
+    taken: set[str] = {STATE_INDEX}  # data sets, and names that are not to be used
     found: dict[str, str] = {}
     for name in names:
         parts = [_component(part) for part in name.replace(".", "/").split("/")]
@@ -140,13 +149,13 @@ def hdf5_paths(names: Iterable[str]) -> dict[str, str]:
 
 def write_hdf5(
     path: Path,
-    tensors: Mapping[str, Source],
+    tensors: Mapping[str, TensorSource],
     aliases: Mapping[str, str],
     skeleton: Skeleton,
     metadata: Mapping[str, str],
 ) -> None:
     """Write tensors, one block in memory at a time, and the notes; tied tensors are one data set with two names."""
-    h5py = library(path)
+    h5py = import_h5py(path)
     paths = hdf5_paths([*tensors, *aliases])
     types = {name: source.dtype for name, source in tensors.items()}
     types.update((alias, types[name]) for alias, name in aliases.items())
@@ -158,26 +167,26 @@ def write_hdf5(
             writer.write(paths[name], source)
         for alias, name in aliases.items():
             writer.tie(paths[alias], paths[name])
-        notes = file.create_group(NOTES)
+        notes = file.create_group(STATE_INDEX)
         for key, text in (("index", json.dumps(index, separators=(",", ":"))), ("skeleton", skeleton.dumps())):
             # A fixed-length string is plain bytes in the file; an attribute could hold 64 KB only.
             notes.create_dataset(key, data=text.encode(), dtype=h5py.string_dtype("utf-8", len(text.encode())))
 
 
-def read_notes(file: Hdf5File) -> Notes:
+def read_state_index(file: Hdf5File) -> StateIndex:
     """The index and the skeleton of a file that `write_hdf5` made."""
     texts: dict[str, str] = {}
     for key in ("index", "skeleton"):
-        with hdf5_errors(file.path, f"{NOTES}/{key}"):
-            data = file.dataset(f"{NOTES}/{key}".encode())
+        with hdf5_errors(file.path, f"{STATE_INDEX}/{key}"):
+            data = file.dataset(f"{STATE_INDEX}/{key}".encode())
             kind = data.get_type()
             length = kind.get_size()
             if kind.get_class() != 3 or kind.is_variable_str() or data.get_space().get_simple_extent_npoints() != 1:
                 raise ValueError("is not one string of fixed length")
             if length > min(MAX_TEXT_BYTES, file.size):
-                raise LimitExceeded(file.path, f"{NOTES}/{key}: {length} bytes in a file of {file.size}")
+                raise LimitExceeded(file.path, f"{STATE_INDEX}/{key}: {length} bytes in a file of {file.size}")
             raw = np.empty(length, np.uint8)
-            h5py = library(file.path)
+            h5py = import_h5py(file.path)
             data.read(h5py.h5s.create(h5py.h5s.SCALAR), data.get_space(), raw, kind)
             texts[key] = raw.tobytes().rstrip(b"\0").decode()
     try:
@@ -190,9 +199,9 @@ def read_notes(file: Hdf5File) -> Notes:
         skeleton.check()
         if wrong := skeleton.tensor_names() ^ tensors.keys():
             raise ValueError(f"index and skeleton disagree on {min(wrong)!r}")
-        return Notes(tensors, metadata, skeleton)
+        return StateIndex(tensors, metadata, skeleton)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StateError) as error:
-        raise DamagedFile(file.path, f"notes in {NOTES} are damaged: {error}") from None
+        raise DamagedFile(file.path, f"notes in {STATE_INDEX} are damaged: {error}") from None
 
 
 class _Writer:
@@ -207,7 +216,7 @@ class _Writer:
         self._creation.set_obj_track_times(False)  # the same state gives the same file
         self._types: dict[DType, Any] = {}
 
-    def write(self, path: str, source: Source) -> None:
+    def write(self, path: str, source: TensorSource) -> None:
         """Create one data set and write its blocks."""
         kind, shape = self._type(source.dtype), source.shape
         space = self._h5.h5s.create_simple(shape) if shape else self._h5.h5s.create(self._h5.h5s.SCALAR)
@@ -217,7 +226,7 @@ class _Writer:
             self._h5.Dataset(data).attrs["dtype"] = source.dtype.value
         for start, stop, bits in source.blocks():
             raw = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
-            for corner, lengths in boxes(shape, start, stop):
+            for corner, lengths in hyperslabs(shape, start, stop):
                 count = math.prod(lengths)
                 piece, raw = raw[: count * source.dtype.itemsize], raw[count * source.dtype.itemsize :]
                 if shape:
@@ -283,7 +292,7 @@ class Hdf5(Format):
 
     def check_write(self, target: Path) -> None:
         """Look for h5py before a temporary file is made."""
-        library(target, "cannot be written as HDF5: h5py is not installed")
+        import_h5py(target, "cannot be written as HDF5: h5py is not installed")
 
     def write(self, source: Checkpoint, path: Path, *, tensors_only: bool = False) -> None:
         """Write tensor by tensor, as `save_hdf5` does, with one block in memory at a time."""
@@ -323,14 +332,14 @@ class Hdf5Checkpoint(Checkpoint):
         self.format, self.metadata = _flavour(file, listing)
         notes = None
         if self.format == "pytorch-h5":
-            notes = read_notes(file)
+            notes = read_state_index(file)
             listing = _by_state_path(path, listing, notes)
             self.metadata = notes.metadata
         self._entries = listing.entries
         self.others = listing.others
         empty = _empty_groups(listing) if notes is None else {}
         kept = _kept(self.metadata, listing, notes)
-        self.unkept = Unkept(file, _objects(listing), kept, {**(unkept or {}), **empty})
+        self.unkept = UnkeptAttributes(file, _objects(listing), kept, {**(unkept or {}), **empty})
         placements = [
             Placement(name, e.address, 0, e.shape, contiguous_strides(e.shape), e.dtype.itemsize)
             for name, e in listing.entries.items()
@@ -379,13 +388,13 @@ class Hdf5Checkpoint(Checkpoint):
         return found
 
 
-def _objects(listing: Listing) -> dict[str, bytes]:
+def _objects(listing: FileListing) -> dict[str, bytes]:
     """Everything that may have attributes, under one name each."""
     sets = {entry.address: (name, entry.where) for name, entry in reversed(listing.entries.items())}
     return {"/": b"/", **listing.groups, **dict(reversed(sets.values()))}
 
 
-def _empty_groups(listing: Listing) -> dict[str, str]:
+def _empty_groups(listing: FileListing) -> dict[str, str]:
     """The groups of another library's file with nothing in them, which the names of tensors do not tell of."""
     above = {name.rpartition("/")[0] for name in (*listing.entries, *listing.others, *listing.groups)}
     empty = [name for name in listing.groups if name not in above]
@@ -395,22 +404,22 @@ def _empty_groups(listing: Listing) -> dict[str, str]:
     return found
 
 
-def _kept(metadata: Mapping[str, str], listing: Listing, notes: Notes | None) -> set[str]:
+def _kept(metadata: Mapping[str, str], listing: FileListing, notes: StateIndex | None) -> set[str]:
     """The attributes that are served: texts of the root are metadata, and our own `dtype` is the element's type."""
     if notes is None:
         return {f"/@{key}" for key in metadata}
     return {f"{name}@dtype" for name, entry in listing.entries.items() if entry.dtype.numpy is None}
 
 
-def _source(source: Checkpoint, info: TensorInfo) -> Source:
+def _source(source: Checkpoint, info: TensorInfo) -> TensorSource:
     def pieces() -> Iterator[tuple[int, int, Bits]]:
-        for start, stop in blocks(info):
+        for start, stop in block_ranges(info):
             yield start, stop, source.read_bits(info.name, start, stop)
 
-    return Source(info.shape, info.dtype, pieces)
+    return TensorSource(info.shape, info.dtype, pieces)
 
 
-def _flavour(file: Hdf5File, listing: Listing) -> tuple[str, dict[str, str]]:
+def _flavour(file: Hdf5File, listing: FileListing) -> tuple[str, dict[str, str]]:
     """Whose file it is, and the texts of fixed length among its root attributes."""
     notes: dict[str, str] = {}
     with hdf5_errors(file.path, "root attributes are damaged"):
@@ -424,7 +433,7 @@ def _flavour(file: Hdf5File, listing: Listing) -> tuple[str, dict[str, str]]:
             if fixed and kind.shape == () and kind.get_storage_size() < MAX_ATTRIBUTE_BYTES:
                 value = attributes[name]
                 notes[name] = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
-    if NOTES in listing.groups and f"{NOTES}/index" in listing.others:
+    if STATE_INDEX in listing.groups and f"{STATE_INDEX}/index" in listing.others:
         return "pytorch-h5", notes
     if names & {"keras_version", "model_config"} or "model_weights" in listing.groups:
         return "keras-h5", notes
@@ -435,7 +444,7 @@ def _flavour(file: Hdf5File, listing: Listing) -> tuple[str, dict[str, str]]:
     return "hdf5", notes
 
 
-def _is_chainer(entries: Mapping[str, Entry]) -> bool:
+def _is_chainer(entries: Mapping[str, DataSetEntry]) -> bool:
     """Links by attribute name with parameters W, b, gamma, beta; of an optimizer, the slots below each of them."""
     telling = False
     for name in entries:
@@ -449,7 +458,7 @@ def _is_chainer(entries: Mapping[str, Entry]) -> bool:
     return telling
 
 
-def _roles(format: str, listing: Listing) -> dict[str, Role]:
+def _roles(format: str, listing: FileListing) -> dict[str, Role]:
     """What the names of Keras and Chainer say, and PyTorch's conventions do not know."""
     roles: dict[str, Role] = {}
     for name in listing.entries:
@@ -470,20 +479,20 @@ def _roles(format: str, listing: Listing) -> dict[str, Role]:
     return roles
 
 
-def _by_state_path(path: Path, listing: Listing, notes: Notes) -> Listing:
+def _by_state_path(path: Path, listing: FileListing, notes: StateIndex) -> FileListing:
     """The listing of one of our own files, under the paths and with the types of the state."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, DataSetEntry] = {}
     for name, (place, dtype) in notes.tensors.items():
         found = listing.entries.get(place)
         if found is None:
-            raise DamagedFile(path, f"{NOTES}/index names a data set {place[:200]!r}, which is not there")
+            raise DamagedFile(path, f"{STATE_INDEX}/index names a data set {place[:200]!r}, which is not there")
         if found.dtype is not dtype:
             if found.dtype.itemsize != dtype.itemsize or found.dtype.layout.kind != "uint" or dtype.numpy is not None:
                 raise DamagedFile(path, f"{place}: wrong type", expected=dtype, found=found.dtype)
-            found = Entry(found.address, found.where, found.shape, DType(dtype), found.big_endian, found.offset)
+            found = DataSetEntry(found.address, found.where, found.shape, DType(dtype), found.big_endian, found.offset)
         entries[name] = found
     places = {place for place, _ in notes.tensors.values()}
-    ours = {f"{NOTES}/index", f"{NOTES}/skeleton"}
+    ours = {f"{STATE_INDEX}/index", f"{STATE_INDEX}/skeleton"}
     others = {name: what for name, what in listing.others.items() if name not in ours}
     others.update((name, "a data set that the index does not name") for name in listing.entries if name not in places)
-    return Listing(entries, others, listing.groups)
+    return FileListing(entries, others, listing.groups)

@@ -21,21 +21,21 @@ from evergrad._files import file_errors
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent, reason, said
 from evergrad.formats.checkpoint import OtherTensor
-from evergrad.formats.data_file import Bytes, DataFile, NeedsRewrite, rehearsing
-from evergrad.formats.region import Seal
+from evergrad.formats.data_file import ByteSource, DataFile, NeedsRewrite, current_dry_run
+from evergrad.formats.region import StoredChecksum
 from evergrad.wording import install_hint
 
 CHUNK_CACHE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EmbeddedFile:
     """Where an HDF5 file lies within a larger one, such as a member of a zip."""
 
-    source: Bytes
+    source: ByteSource
     offset: int
     size: int
-    seal: Callable[[], Seal | None]
+    seal: Callable[[], StoredChecksum | None]
     extract: Callable[[], Path]
     """Copy it to a file of its own, which stands for it from now on."""
 
@@ -43,10 +43,10 @@ class Place:
 class Hdf5File:
     """One HDF5 file, alone or within another file. Not thread-safe."""
 
-    def __init__(self, path: Path, place: Place | None = None) -> None:
+    def __init__(self, path: Path, place: EmbeddedFile | None = None) -> None:
         self.path = path
         self.place = place
-        self._h5 = library(path)
+        self._h5 = import_h5py(path)
         self._own = path if place is None else None  # the file that the library can open by name
         self._data = DataFile(path) if place is None else None
         self._identity: tuple[int, int] | None = None
@@ -61,7 +61,7 @@ class Hdf5File:
             raise
 
     @property
-    def data(self) -> Bytes:
+    def data(self) -> ByteSource:
         """The bytes in which offsets of the file count, beyond `base`."""
         if self.place is not None:
             return self.place.source
@@ -90,7 +90,7 @@ class Hdf5File:
             raise FileAccessError(self.path, "is closed")
         return self._handle
 
-    def seal(self) -> Seal | None:
+    def seal(self) -> StoredChecksum | None:
         """The checksum that the enclosing container has over this file."""
         return self.place.seal() if self.place is not None else None
 
@@ -116,7 +116,7 @@ class Hdf5File:
     def writable_root(self) -> Any:
         """The file object, opened for writing only now."""
         handle = self.root
-        if rehearsing() is not None:
+        if current_dry_run() is not None:
             raise NeedsRewrite
         if self._altered:
             return handle
@@ -170,7 +170,7 @@ class Hdf5File:
         with hdf5_errors(self.path, "is damaged"):
             if self._own is None:
                 assert self.place is not None
-                self._handle = self._h5.File(_Window(self.place), mode, locking=False)
+                self._handle = self._h5.File(_EmbeddedReader(self.place), mode, locking=False)
                 return
             now = self._own.stat()
             if self._identity not in (None, (now.st_dev, now.st_ino)):
@@ -179,10 +179,10 @@ class Hdf5File:
             self._handle = self._h5.File(self._own, mode, locking=False)
 
 
-class _Window(io.RawIOBase):
+class _EmbeddedReader(io.RawIOBase):
     """A part of some bytes as a file that can be read."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: EmbeddedFile) -> None:
         self._place, self._at = place, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -211,7 +211,7 @@ class _Window(io.RawIOBase):
         return count
 
 
-def library(path: Path, what: str = "is an HDF5 file, and h5py is not installed") -> Any:
+def import_h5py(path: Path, what: str = "is an HDF5 file, and h5py is not installed") -> Any:
     """h5py, imported when the first HDF5 file is opened or written; `what` is said of the path if it is missing."""
     try:
         import h5py
@@ -274,7 +274,7 @@ _FLOATS = {
 }
 
 
-class Elements:
+class ElementTypes:
     """Tells types apart. A type is served only if it is ours to the last bit; the rest is described."""
 
     def __init__(self, h5py: Any) -> None:
@@ -357,7 +357,7 @@ MAX_PATH_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DataSetEntry:
     """A data set whose elements are served: the object, whatever names it has."""
 
     address: int
@@ -369,16 +369,16 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Listing:
+class FileListing:
     """What a file holds: data sets by path, everything else with a description."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, DataSetEntry] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     groups: dict[str, bytes] = field(default_factory=dict)
     """Each with a path of hard links that leads to it."""
 
 
-def list_file(file: Hdf5File) -> Listing:
+def list_file(file: Hdf5File) -> FileListing:
     """Walk the file; the cost grows with its objects, and each is looked at once however many names it has."""
     with hdf5_errors(file.path, "the listing is damaged"):
         return _Walk(file).run()
@@ -390,15 +390,15 @@ _Link = tuple[bytes, int, int]  # name, kind, address
 class _Walk:
     def __init__(self, file: Hdf5File) -> None:
         self._file = file
-        self._h5 = library(file.path)
-        self._elements = Elements(self._h5)
-        self._known: dict[int, Entry | str | list[_Link]] = {}
+        self._h5 = import_h5py(file.path)
+        self._elements = ElementTypes(self._h5)
+        self._known: dict[int, DataSetEntry | str | list[_Link]] = {}
         self._soft: dict[str, str] = {}
         self._left, self._repeats = MAX_OBJECTS, MAX_REPEATED
         self._walked: set[int] = set()
-        self._listing = Listing()
+        self._listing = FileListing()
 
-    def run(self) -> Listing:
+    def run(self) -> FileListing:
         root = self._h5.h5g.open(self._file.root.id, b"/")
         address = self._h5.h5o.get_info(root).addr
         self._known[address] = self._links(root)
@@ -435,7 +435,7 @@ class _Walk:
         if known is None:
             opened = self._h5.h5o.open(group if group is not None else self._file.root.id, raw if group else where)
             known = self._known[address] = self._describe(opened, where, address)
-        if isinstance(known, Entry):
+        if isinstance(known, DataSetEntry):
             self._listing.entries[name] = known
         elif isinstance(known, str):
             self._listing.others[name] = known
@@ -443,7 +443,7 @@ class _Walk:
             self._listing.groups[name] = where
             self._group(opened, where + b"/", name + "/", address, above)
 
-    def _describe(self, opened: Any, where: bytes, address: int) -> Entry | str | list[_Link]:
+    def _describe(self, opened: Any, where: bytes, address: int) -> DataSetEntry | str | list[_Link]:
         if isinstance(opened, self._h5.h5g.GroupID):
             return self._links(opened)
         if not isinstance(opened, self._h5.h5d.DatasetID):
@@ -461,7 +461,7 @@ class _Walk:
         # A null space has no shape at all; it holds nothing, as a vector of no elements does.
         null = space.get_simple_extent_type() == self._h5.h5s.NULL
         shape = (0,) if null else tuple(int(n) for n in space.get_simple_extent_dims())
-        return Entry(address, where, shape, *element, offset)
+        return DataSetEntry(address, where, shape, *element, offset)
 
     def _elsewhere(self, creation: Any) -> str:
         """What a data set is that keeps its elements somewhere else."""

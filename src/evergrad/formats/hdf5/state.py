@@ -11,9 +11,9 @@ import numpy as np
 
 from evergrad._files import replacing
 from evergrad.dtypes import DType
-from evergrad.formats.checkpoint import Bits, aliases_of, blocks
-from evergrad.formats.hdf5.checkpoint import Source, write_hdf5
-from evergrad.formats.hdf5.file import library
+from evergrad.formats.checkpoint import Bits, aliases_of, block_ranges
+from evergrad.formats.hdf5.checkpoint import TensorSource, write_hdf5
+from evergrad.formats.hdf5.file import import_h5py
 from evergrad.formats.registry import open_checkpoint
 from evergrad.records import TensorInfo
 from evergrad.state import flatten
@@ -32,7 +32,7 @@ def save_hdf5(state: object, path: str | PathLike[str]) -> Path:
     >>> save_hdf5({"model": model, "optimizer": optimizer}, "state.h5")     # doctest: +SKIP
     """
     target = Path(path)
-    library(target, "cannot be written as HDF5: h5py is not installed")
+    import_h5py(target, "cannot be written as HDF5: h5py is not installed")
     flat = flatten(state)
     infos = {name: _info(name, tensor) for name, tensor in flat.tensors.items()}
     tied = aliases_of(flat.skeleton, infos)
@@ -55,14 +55,14 @@ def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
     return tensor_info(name, tuple(tensor.shape), DType.of_dense(tensor.dtype))
 
 
-def _source(info: TensorInfo, tensor: torch.Tensor) -> Source:
+def _source(info: TensorInfo, tensor: torch.Tensor) -> TensorSource:
     def pieces() -> Iterator[tuple[int, int, Bits]]:
         import torch
 
         if not info.numel:
             return
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        for start, stop in blocks(info):
+        for start, stop in block_ranges(info):
             yield start, stop, raw[start * info.dtype.itemsize : stop * info.dtype.itemsize].view(np.uint8)
 
-    return Source(info.shape, info.dtype, pieces)
+    return TensorSource(info.shape, info.dtype, pieces)

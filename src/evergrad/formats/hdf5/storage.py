@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, LimitExceeded
 from evergrad.formats.checkpoint import Bits
-from evergrad.formats.data_file import rehearsing
-from evergrad.formats.hdf5.file import CHUNK_CACHE_BYTES, Entry, Hdf5File, hdf5_errors, library
-from evergrad.formats.region import Region, check_seal
+from evergrad.formats.data_file import current_dry_run
+from evergrad.formats.hdf5.file import CHUNK_CACHE_BYTES, DataSetEntry, Hdf5File, hdf5_errors, import_h5py
+from evergrad.formats.region import Region, check_stored_checksum
 from evergrad.records import Check
 
 # Elements of a data set, counted in C order: the chunk that holds each, and the boxes that make up a range.
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Hyperslab = tuple[tuple[int, ...], tuple[int, ...]]
 """First element and length along each axis."""
 
 
@@ -64,7 +64,7 @@ class ChunkedRegion(Region):
         return self.offsets[np.searchsorted(self.numbers, number)] + inner * self.dtype.itemsize
 
 
-def chunk_box(shape: Sequence[int], chunk: Sequence[int], number: int) -> Box:
+def chunk_box(shape: Sequence[int], chunk: Sequence[int], number: int) -> Hyperslab:
     """The part of a chunk that is within the data set; chunks are numbered in C order."""
     first: list[int] = []
     for size, step in zip(reversed(shape), reversed(chunk), strict=True):
@@ -74,7 +74,7 @@ def chunk_box(shape: Sequence[int], chunk: Sequence[int], number: int) -> Box:
     return tuple(first), tuple(min(step, size - start) for step, size, start in sizes)
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[Hyperslab]:
     """The boxes that make up a range of elements, in C order; at most two an axis and one."""
     if not shape:
         yield (), ()
@@ -82,16 +82,16 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        for corner, lengths in boxes(shape[1:], start - last * row, stop - last * row):
+        for corner, lengths in hyperslabs(shape[1:], start - last * row, stop - last * row):
             yield (last, *corner), (1, *lengths)
         return
     if start < first * row:
-        for corner, lengths in boxes(shape[1:], start - (first - 1) * row, row):
+        for corner, lengths in hyperslabs(shape[1:], start - (first - 1) * row, row):
             yield (first - 1, *corner), (1, *lengths)
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
     if last * row < stop:
-        for corner, lengths in boxes(shape[1:], 0, stop - last * row):
+        for corner, lengths in hyperslabs(shape[1:], 0, stop - last * row):
             yield (last, *corner), (1, *lengths)
 
 
@@ -122,10 +122,10 @@ class ChunkIndex:
 
 
 def check_index(
-    file: Hdf5File, name: str, entry: Entry, chunk: tuple[int, ...], filters: list[int], data: Any
+    file: Hdf5File, name: str, entry: DataSetEntry, chunk: tuple[int, ...], filters: list[int], data: Any
 ) -> ChunkIndex:
     """Return the chunks of a data set, or raise `DamagedFile` where one of them cannot be as the index says."""
-    return _Check(file, name, entry, chunk, filters).run(data)
+    return _ChunkIndexCheck(file, name, entry, chunk, filters).run(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,10 @@ class _Chunks:
     masks: npt.NDArray[np.uint64]
 
 
-class _Check:
-    def __init__(self, file: Hdf5File, name: str, entry: Entry, chunk: tuple[int, ...], filters: list[int]) -> None:
+class _ChunkIndexCheck:
+    def __init__(
+        self, file: Hdf5File, name: str, entry: DataSetEntry, chunk: tuple[int, ...], filters: list[int]
+    ) -> None:
         self._file, self._name, self._entry, self._filters = file, name, entry, filters
         self._chunk = chunk
         self._grid = tuple(-(-size // step) for size, step in zip(entry.shape, chunk, strict=True))
@@ -367,9 +369,9 @@ _TRUSTED_BYTES = 1 << 20  # a deflated chunk of this size takes a gigabyte at th
 class DataSet:
     """One data set of an open file."""
 
-    def __init__(self, file: Hdf5File, name: str, entry: Entry) -> None:
+    def __init__(self, file: Hdf5File, name: str, entry: DataSetEntry) -> None:
         self._file, self._name, self._entry = file, name, entry
-        self._h5 = library(file.path)
+        self._h5 = import_h5py(file.path)
         nbytes = math.prod(entry.shape) * entry.dtype.itemsize
         if nbytes > file.limit:
             raise LimitExceeded(file.path, f"{name}: absurd shape {entry.shape} in a file of {file.size} bytes")
@@ -394,7 +396,7 @@ class DataSet:
         with self._errors():
             raw = np.empty((stop - start) * dtype.itemsize, np.uint8)
         done = 0
-        for box in boxes(self._entry.shape, start, stop):
+        for box in hyperslabs(self._entry.shape, start, stop):
             length = math.prod(box[1]) * dtype.itemsize
             self._through("read", box, raw[done : done + length])
             done += length
@@ -403,7 +405,7 @@ class DataSet:
     def xor(self, indices: npt.NDArray[np.int64], patterns: Bits) -> Bits:
         """XOR patterns onto elements, in place where they have one, and return their old bits."""
         region = self._locate()
-        noted = rehearsing()
+        noted = current_dry_run()
         if noted is not None and noted.stale and self._filters == [FLETCHER32]:
             summed = self._chunks(SUM_BYTES)
             region = None if summed.missing(indices) else summed
@@ -416,7 +418,7 @@ class DataSet:
             step = max(1, _BLOCK_BYTES // self._entry.dtype.itemsize)
             total = math.prod(self._entry.shape)
             ranges = [(first, min(first + step, total)) for first in range(0, total, step)]
-            self._write_out(box for a, b in ranges for box in boxes(self._entry.shape, a, b))
+            self._write_out(box for a, b in ranges for box in hyperslabs(self._entry.shape, a, b))
             region = self._locate()
         return self._xor_through(indices, patterns) if region is None else region.xor(indices, patterns)
 
@@ -437,7 +439,7 @@ class DataSet:
         These cover what is in the chunks: the chunk index is checked first, and what it leaves open is `doubt`.
         """
         if not self._filters:
-            return check_seal(self._file.seal())
+            return check_stored_checksum(self._file.seal())
         self._file.let_go()  # a chunk in the cache has been checked already
         try:
             claimed = self._file.claim(self._entry.address, self._checked_index().starts.tolist())
@@ -450,7 +452,7 @@ class DataSet:
         except DamagedFile:
             return Check.FAILED
         if self.doubt():
-            return check_seal(self._file.seal())
+            return check_stored_checksum(self._file.seal())
         return Check.OK if {FLETCHER32, DEFLATE} & set(self._filters) else Check.UNKNOWN
 
     def doubt(self) -> str:
@@ -547,7 +549,7 @@ class DataSet:
             expected, found = f"at least {end - self._file.base} bytes", self._file.size
             raise DamagedFile(self._file.path, f"{self._name}: lies beyond the end", expected=expected, found=found)
 
-    def _write_out(self, unwritten: Iterator[Box]) -> None:
+    def _write_out(self, unwritten: Iterator[Hyperslab]) -> None:
         """Give a place to what was never written, by writing what it reads as."""
         self._file.writable_root()
         for box in unwritten:
@@ -573,7 +575,7 @@ class DataSet:
 
     def _touched(
         self, indices: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], Box, npt.NDArray[np.int64]]]:
+    ) -> Iterator[tuple[npt.NDArray[np.int64], Hyperslab, npt.NDArray[np.int64]]]:
         """Chunk by chunk: which of the elements lie in it, its box, and their places there. All at once if compact."""
         shape = self._entry.shape
         if not self._chunk:
@@ -588,15 +590,15 @@ class DataSet:
             places = np.unravel_index(inner[members], self._chunk)
             yield members, box, np.ravel_multi_index(places, box[1])
 
-    def _box(self, box: Box) -> Bits:
+    def _box(self, box: Hyperslab) -> Bits:
         raw = np.empty(math.prod(box[1]) * self._entry.dtype.itemsize, np.uint8)
         self._through("read", box, raw)
         return self._native(raw)
 
-    def _chunk_box(self, number: int) -> Box:
+    def _chunk_box(self, number: int) -> Hyperslab:
         return chunk_box(self._entry.shape, self._chunk, number)
 
-    def _through(self, verb: str, box: Box, raw: npt.NDArray[np.uint8]) -> None:
+    def _through(self, verb: str, box: Hyperslab, raw: npt.NDArray[np.uint8]) -> None:
         """Read or write one box through the library, in the file's own type, so that nothing is converted."""
         if self._filters:
             self._checked_index()
@@ -612,7 +614,7 @@ class DataSet:
                 memory = self._h5.h5s.create(self._h5.h5s.SCALAR)
             (data.read if verb == "read" else data.write)(memory, space, raw, data.get_type())
 
-    def _refuse_bombs(self, data: Any, box: Box) -> None:
+    def _refuse_bombs(self, data: Any, box: Hyperslab) -> None:
         """Inflate large chunks once in small pieces: the library would take all the memory a chunk asks for."""
         if self._unproved is None:
             found: dict[tuple[int, ...], int] = {}

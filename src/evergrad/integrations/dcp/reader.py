@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from evergrad.checkpoint import Checkpointer
-from evergrad.checkpoint.placement import Place, Placements
+from evergrad.checkpoint.placement import Placements, TensorPiece
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.shards import Shard, fetch_intact
 from evergrad.checkpoint.tiers import Copy, Store
@@ -54,7 +54,7 @@ Keys = tuple[str | int, ...]
 """How DCP gets to a leaf: the key of each dict as text, the index in each list."""
 
 
-class Leaf(NamedTuple):
+class DcpLeaf(NamedTuple):
     """Something that DCP has one name for."""
 
     keys: Keys
@@ -66,7 +66,7 @@ class Leaf(NamedTuple):
         return str(self.node["tensor"]) if isinstance(self.node, dict) and "tensor" in self.node else None
 
 
-def leaves(root: Json) -> dict[str, Leaf]:
+def leaves(root: Json) -> dict[str, DcpLeaf]:
     """Every leaf of a state by DCP's name for it; `StateError` if DCP could not tell two apart.
 
     >>> model = {"odict": [["fc.weight", {"tensor": "model/fc.weight"}]]}
@@ -75,7 +75,7 @@ def leaves(root: Json) -> dict[str, Leaf]:
     """
     if _entries(root) is None:
         raise StateError("the state is no dict, and DCP names things by the keys of dicts")
-    found: dict[str, Leaf] = {}
+    found: dict[str, DcpLeaf] = {}
     for leaf in _walk((), root):
         name = ".".join(map(str, leaf.keys))
         if name in found:
@@ -84,7 +84,7 @@ def leaves(root: Json) -> dict[str, Leaf]:
     return found
 
 
-def _walk(keys: Keys, node: Json) -> Iterator[Leaf]:
+def _walk(keys: Keys, node: Json) -> Iterator[DcpLeaf]:
     entries = _entries(node)
     if entries is not None:
         for key, child in entries:
@@ -93,7 +93,7 @@ def _walk(keys: Keys, node: Json) -> Iterator[Leaf]:
         for index, child in enumerate(_items(node)):
             yield from _walk((*keys, index), child)
     else:
-        yield Leaf(keys, node)
+        yield DcpLeaf(keys, node)
 
 
 def _is_taken_apart(node: Json) -> bool:
@@ -126,13 +126,13 @@ def _items(node: Json) -> list[Json]:
 _log = logging.getLogger(__name__)
 
 
-class Held(NamedTuple):
+class StoredItem(NamedTuple):
     """What a shard holds under one of DCP's names."""
 
-    leaf: Leaf
+    leaf: DcpLeaf
     dtype: DType | None = None
     """None for a value."""
-    place: Place | None = None
+    place: TensorPiece | None = None
     is_cut: bool = False
     """Whether this is a piece of a tensor that is spread over ranks."""
     holder: int = 0
@@ -142,7 +142,7 @@ class Held(NamedTuple):
 
 
 @dataclass(slots=True)
-class Sight:
+class VisibleShards:
     """What this rank sees: the copies of each version's shards, nearest first, by the rank that saved them."""
 
     job: str
@@ -154,7 +154,7 @@ class Sight:
     """Copies whose digests were taken again after a restart: others come first."""
 
     @classmethod
-    def of(cls, checkpointer: Checkpointer, ranks: Ranks) -> Sight:
+    def of(cls, checkpointer: Checkpointer, ranks: Ranks) -> VisibleShards:
         """Look into every tier; what the agent is still finishing is waited for."""
         checkpointer._check_usable()
         checkpointer._settle(ranks)
@@ -196,12 +196,12 @@ class Sight:
         return None, "; ".join(complaints) or f"{version}: no shard of rank {rank} can be reached from here"
 
 
-class Intact:
+class IntactVersion:
     """A version whose every shard was found as it was captured. To be closed."""
 
-    def __init__(self, version: Version, world_size: int, sight: Sight) -> None:
+    def __init__(self, version: Version, world_size: int, sight: VisibleShards) -> None:
         self.version, self.world_size = version, world_size
-        self.held: list[dict[str, Held]] = []
+        self.held: list[dict[str, StoredItem]] = []
         """What each rank saved."""
         self._sight = sight
         self._shards: dict[int, Shard] = {}
@@ -218,7 +218,7 @@ class Intact:
                 self._shards[rank] = shard
         return wrong
 
-    def describe(self) -> dict[int, dict[str, Held]]:
+    def describe(self) -> dict[int, dict[str, StoredItem]]:
         """What the shards that are open hold."""
         return {rank: _held(shard) for rank, shard in self._shards.items()}
 
@@ -244,13 +244,13 @@ class Intact:
         self._fetched.cleanup()
 
 
-def find(checkpointer: Checkpointer, asked: Version | int | None) -> Intact:
+def find_intact(checkpointer: Checkpointer, asked: Version | int | None) -> IntactVersion:
     """The newest intact version, or the one asked for. Every rank must call it.
 
     `UsageError` if there is none of that step, `RestoreError` if there are versions and none is intact, or none at all.
     """
     ranks = Ranks.now()
-    sight = Sight.of(checkpointer, ranks)
+    sight = VisibleShards.of(checkpointer, ranks)
     sizes: dict[Version, int] = {}
     seen: dict[Version, dict[int, list[int]]] = {}
     mine = {version: sorted(found) for version, found in sight.copies.items()}
@@ -268,7 +268,7 @@ def find(checkpointer: Checkpointer, asked: Version | int | None) -> Intact:
         if missing := [rank for rank in range(sizes[version]) if rank not in seen[version]]:
             complaints.setdefault(version, []).append(f"{version} is not whole: no shard of rank {missing[0]}")
             continue
-        found, wrong = _try(Intact(version, sizes[version], sight), seen[version], ranks)
+        found, wrong = _try(IntactVersion(version, sizes[version], sight), seen[version], ranks)
         complaints.setdefault(version, []).extend(wrong)
         if found is not None:
             for newer in sorted(complaints, key=Version.age, reverse=True):
@@ -279,7 +279,7 @@ def find(checkpointer: Checkpointer, asked: Version | int | None) -> Intact:
     raise _nothing(checkpointer, asked, sorted({*seen, *complaints}, key=Version.age, reverse=True), complaints)
 
 
-def _try(intact: Intact, seen: Mapping[int, list[int]], ranks: Ranks) -> tuple[Intact | None, list[str]]:
+def _try(intact: IntactVersion, seen: Mapping[int, list[int]], ranks: Ranks) -> tuple[IntactVersion | None, list[str]]:
     """Check a version together; what is wrong with it, wherever that was found."""
     mine = []
     for saved in range(intact.world_size):
@@ -287,7 +287,7 @@ def _try(intact: Intact, seen: Mapping[int, list[int]], ranks: Ranks) -> tuple[I
         if ranks.rank == (saved if saved in readers else readers[saved % len(readers)]):
             mine.append(saved)
     wrong = intact.check(mine)
-    described: dict[int, dict[str, Held]] = {}
+    described: dict[int, dict[str, StoredItem]] = {}
     try:
         described = intact.describe()
     except (FormatError, StateError) as error:
@@ -302,7 +302,7 @@ def _try(intact: Intact, seen: Mapping[int, list[int]], ranks: Ranks) -> tuple[I
     return intact, []
 
 
-def _held(shard: Shard) -> dict[str, Held]:
+def _held(shard: Shard) -> dict[str, StoredItem]:
     parsed, manifest = shard.parsed, shard.manifest
     placements = Placements.from_json(parsed.placements, str(shard.copy.shard))
     known = {**shard.shapes, **parsed.absent}
@@ -316,11 +316,11 @@ def _held(shard: Shard) -> dict[str, Held]:
         path = leaf.tensor
         if path is None:
             inside = tuple((inner, holder(inner)) for inner in sorted(Skeleton(leaf.node).tensor_names()))
-            found[name] = Held(leaf, holder=manifest.rank, inside=inside)
+            found[name] = StoredItem(leaf, holder=manifest.rank, inside=inside)
             continue
         dtype, shape = known[path]
         cut = placements.sharded.get(path)
-        found[name] = Held(leaf, dtype, cut or Place.of_whole(shape), cut is not None, holder(path))
+        found[name] = StoredItem(leaf, dtype, cut or TensorPiece.of_whole(shape), cut is not None, holder(path))
     return found
 
 
@@ -350,8 +350,8 @@ class TierReader(StorageReader):
     def __init__(self, checkpointer: Checkpointer, version: Version | int | None = None) -> None:
         """`version` asks for one, by step or exactly: it is then that one or an error."""
         self._checkpointer, self._asked = checkpointer, version
-        self._found: list[Intact] = []
-        self._held: dict[MetadataIndex, Held] = {}
+        self._found: list[IntactVersion] = []
+        self._held: dict[MetadataIndex, StoredItem] = {}
         weakref.finalize(self, _close, self._found)
 
     @property
@@ -435,12 +435,12 @@ class TierReader(StorageReader):
     ) -> None:
         self.close()
 
-    def _intact(self) -> Intact:
+    def _intact(self) -> IntactVersion:
         if not self._found:
-            self._found.append(find(self._checkpointer, self._asked))
+            self._found.append(find_intact(self._checkpointer, self._asked))
         return self._found[0]
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner, intact: Intact) -> None:
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, intact: IntactVersion) -> None:
         wanted = [(item, self._held[item.storage_index]) for item in plan.items]
         needed: dict[int, set[str]] = {}
         for _, held in wanted:
@@ -473,15 +473,15 @@ class TierReader(StorageReader):
             planner.commit_tensor(item, target)
 
 
-def _close(found: list[Intact]) -> None:
+def _close(found: list[IntactVersion]) -> None:
     while found:
         found.pop().close()
 
 
-def _pieces(name: str, held: list[Held | None]) -> list[Held]:
+def _pieces(name: str, held: list[StoredItem | None]) -> list[StoredItem]:
     """The pieces of a tensor, each once; together they have to be all of it."""
-    kept: dict[tuple[int, ...], Held] = {}
-    whole: Place | None = None
+    kept: dict[tuple[int, ...], StoredItem] = {}
+    whole: TensorPiece | None = None
     for piece in held:
         if piece is None or piece.place is None:
             continue
@@ -499,12 +499,12 @@ def _pieces(name: str, held: list[Held | None]) -> list[Held]:
     return list(kept.values())
 
 
-def _chunk(held: Held) -> ChunkStorageMetadata:
+def _chunk(held: StoredItem) -> ChunkStorageMetadata:
     assert held.place is not None
     return ChunkStorageMetadata(torch.Size(held.place.offset), torch.Size(held.place.shape))
 
 
-def _paths(held: Held) -> Iterator[tuple[int, str]]:
+def _paths(held: StoredItem) -> Iterator[tuple[int, str]]:
     """The tensors that are read, each with the rank in whose shard it lies; a value may have some inside."""
     if held.leaf.tensor is not None:
         yield held.holder, held.leaf.tensor
@@ -512,7 +512,7 @@ def _paths(held: Held) -> Iterator[tuple[int, str]]:
         yield holder, path
 
 
-def _value(held: Held, view: Callable[[int, str], torch.Tensor]) -> io.BytesIO:
+def _value(held: StoredItem, view: Callable[[int, str], torch.Tensor]) -> io.BytesIO:
     """A value as DCP's planner wants it: what torch.save makes of it, here and now."""
     holders = dict(held.inside)
     value = decode(held.leaf.node, lambda path: view(holders[path], path).clone())

@@ -25,7 +25,7 @@ from evergrad.errors import StateError, UsageError
 # Writers that were made and not used yet: how a stager learns the step.
 
 
-class Announced(Protocol):
+class WaitingWriter(Protocol):
     """A writer that waits to be used."""
 
     @property
@@ -38,21 +38,21 @@ class Announced(Protocol):
         ...
 
 
-_waiting: weakref.WeakKeyDictionary[Checkpointer, list[weakref.ref[Announced]]] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakKeyDictionary[Checkpointer, list[weakref.ref[WaitingWriter]]] = weakref.WeakKeyDictionary()
 
 
-def announce(checkpointer: Checkpointer, writer: Announced) -> None:
+def add_waiting_writer(checkpointer: Checkpointer, writer: WaitingWriter) -> None:
     """A writer was made."""
-    taken(checkpointer, writer)
+    remove_waiting_writer(checkpointer, writer)
     _waiting.setdefault(checkpointer, []).append(weakref.ref(writer))
 
 
-def taken(checkpointer: Checkpointer, writer: Announced) -> None:
+def remove_waiting_writer(checkpointer: Checkpointer, writer: WaitingWriter) -> None:
     """It is being used."""
     _waiting[checkpointer] = [ref for ref in _waiting.get(checkpointer, ()) if ref() not in (None, writer)]
 
 
-def waiting(checkpointer: Checkpointer) -> list[Announced]:
+def waiting_writers(checkpointer: Checkpointer) -> list[WaitingWriter]:
     """Those that still live, in the order in which they were made."""
     return [writer for ref in _waiting.get(checkpointer, ()) if (writer := ref()) is not None]
 
@@ -67,7 +67,7 @@ STAGED = "evergrad.staged"
 trainer's process for its thread to walk."""
 
 
-class Staged:
+class StagedState:
     """A state that lies in an arena."""
 
     def __init__(self, pending: Pending) -> None:
@@ -100,7 +100,7 @@ class ArenaStager(AsyncStager):
         """Copy the state into an arena, as the step of the `TierWriter` that waits for it."""
         pending = stage(self._checkpointer, self._writer().take(), state_dict)
         self._last = weakref.ref(pending)
-        return {STAGED: Staged(pending)}
+        return {STAGED: StagedState(pending)}
 
     def synchronize_staging(self) -> None:
         """Return when the state that was staged last may change."""
@@ -111,8 +111,8 @@ class ArenaStager(AsyncStager):
     def close(self) -> None:
         """Nothing: the arenas are the checkpointer's."""
 
-    def _writer(self) -> Announced:
-        found = waiting(self._checkpointer)
+    def _writer(self) -> WaitingWriter:
+        found = waiting_writers(self._checkpointer)
         if not found:
             raise UsageError("ArenaStager: no TierWriter(checkpointer, step=…) of this checkpointer waits to be used")
         if len(found) > 1:
@@ -146,7 +146,7 @@ class TierWriter(StorageWriter, AsyncStager):
         self._step = None if step is None else _step_of(step)
         self._is_fixed = step is not None
         self._pending: Pending | None = None
-        announce(checkpointer, self)
+        add_waiting_writer(checkpointer, self)
 
     @property
     def step(self) -> int | None:
@@ -157,13 +157,13 @@ class TierWriter(StorageWriter, AsyncStager):
         """Stop waiting for a stager; the step."""
         if self._step is None:
             raise UsageError("TierWriter: the step has to be known when the state is staged: TierWriter(ck, step=…)")
-        taken(self._checkpointer, self)
+        remove_waiting_writer(self._checkpointer, self)
         return self._step
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state into an arena."""
         self._pending = stage(self._checkpointer, self.take(), state_dict)
-        return {STAGED: Staged(self._pending)}
+        return {STAGED: StagedState(self._pending)}
 
     def synchronize_staging(self) -> None:
         """Return when the state that was staged may change."""
@@ -184,7 +184,7 @@ class TierWriter(StorageWriter, AsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing: where things go is the checkpointer's."""
-        taken(self._checkpointer, self)
+        remove_waiting_writer(self._checkpointer, self)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""
@@ -233,11 +233,11 @@ def _step_of(given: object) -> int:
     raise UsageError(f"step: expected a whole number, 0 or more, found {given!r}")
 
 
-def _staged(planner: SavePlanner) -> Staged | None:
+def _staged(planner: SavePlanner) -> StagedState | None:
     state = getattr(planner, "state_dict", None)
     if isinstance(state, Mapping) and len(state) == 1:  # a planner of the user's may have renamed it
         only = next(iter(state.values()))
-        return only if isinstance(only, Staged) else None
+        return only if isinstance(only, StagedState) else None
     return None
 
 

@@ -24,12 +24,12 @@ from evergrad.recovery.failures.schedule import (
     ONLY_FOR,
     WORDS,
     Failure,
+    as_sentence,
     checked_node,
     checked_number,
-    ended,
     read_words,
 )
-from evergrad.wording import checked_choice, meant, shown
+from evergrad.wording import checked_choice, did_you_mean, short_repr
 
 DEFAULTS: dict[str, dict[str, Any]] = {"stop": {"for": 2.0}, "slow": {"by": 3.0, "for": 1.0}, "cut": {"for": 2.0}}
 """The words that drawn failures of a kind have unless others are given."""
@@ -45,7 +45,7 @@ _TWO_PI = Decimal("6.283185307179586476925286766559")
 _STIRLING = ((1, 12), (-1, 360), (1, 1260), (-1, 1680), (1, 1188), (-691, 360360), (1, 156))
 
 
-def drawn(
+def draw_failures(
     name: str,
     *,
     until: float,
@@ -62,7 +62,7 @@ def drawn(
     """The failures before `until`, in order.
 
     - `mean` or `scale`: of the time between two failures, in `unit`.
-    - `kinds`: drawn alike, or by weights: `{"kill": 3, "stop": 1}`, `"kill:3,stop"`.
+    - `kinds`: draw_failures alike, or by weights: `{"kill": 3, "stop": 1}`, `"kill:3,stop"`.
     - `ranks`, `nodes`: whom they hit is drawn too, from so many, or from these names; without either, each is
       `random=1`, one of the ranks that there are by then.
     - `words`: further words of the failures, as the line has them: `{"slow.by": 4, "phase": "forward"}`.
@@ -116,10 +116,10 @@ def read_line(text: str) -> list[Failure]:
         if "nodes" in own:
             nodes = own["nodes"]
             own["nodes"] = int(nodes) if nodes.isdigit() else nodes.split(",")
-        return drawn(name, **own, words=words)
+        return draw_failures(name, **own, words=words)
     except UsageError as error:
-        said = ended(error).removeprefix(f"{name}: ")
-        raise UsageError(f"failure {shown(text)}: {said} Example: {_EXAMPLE}") from None
+        said = as_sentence(error).removeprefix(f"{name}: ")
+        raise UsageError(f"failure {short_repr(text)}: {said} Example: {_EXAMPLE}") from None
 
 
 def _measure(name: str, mean: float | None, scale: float | None, shape: float | None) -> tuple[Decimal, Decimal]:
@@ -211,7 +211,9 @@ def _further(kind: str, kinds: Sequence[str], words: Mapping[str, Any]) -> dict[
         if word not in _FURTHER or (dot and first not in kinds):
             known = [*_OWN, *_FURTHER, *(f"{one}.{name}" for one in kinds for name in _FURTHER)]
             expected = f"{', '.join((*_OWN, *_FURTHER))}, or KIND.word of a kind that is drawn"
-            raise UsageError(f"unknown word {shown(given)}: expected one of {expected}.{meant(given, known)}")
+            raise UsageError(
+                f"unknown word {short_repr(given)}: expected one of {expected}.{did_you_mean(given, known)}"
+            )
         takers = ONLY_FOR.get(word, KINDS)
         if not dot and not set(takers) & set(kinds):
             raise UsageError(f"{given}: expected {' or '.join(takers)} among kinds with it")
@@ -234,10 +236,10 @@ def _number(name: str, value: Any) -> Any:
     try:
         return int(value) if str(value).isdigit() else float(value)
     except ValueError:
-        raise UsageError(f"{name}: expected a number, found {shown(value)}") from None
+        raise UsageError(f"{name}: expected a number, found {short_repr(value)}") from None
 
 
 def _positive(name: str, value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e15:
-        raise UsageError(f"{name}: expected a number above 0, found {shown(value)}")
+        raise UsageError(f"{name}: expected a number above 0, found {short_repr(value)}")
     return float(value)

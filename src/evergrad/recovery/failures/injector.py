@@ -19,33 +19,33 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from evergrad.errors import UsageError
 from evergrad.recovery.failures import network
-from evergrad.recovery.failures.schedule import At, Failure, Failures, Phase
+from evergrad.recovery.failures.schedule import BucketMoment, Failure, Failures, Phase
 from evergrad.recovery.launch.node_protocol import NodeKeys
-from evergrad.recovery.membership import Keys
+from evergrad.recovery.membership import StoreKeys
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from evergrad.recovery.store import Sealed
-    from evergrad.recovery.worker import Crew, Launched
+    from evergrad.recovery.store import SignedStore
+    from evergrad.recovery.worker import ElasticWorker, Worker
 
 
 # What a failure does to processes: signals, slowness, a cut network, soft errors.
 
 Signalled = Literal["kill", "stop", "leave"]
-Find = Callable[[Sequence[int]], Sequence[tuple[int, int | None]]]
+FindProcesses = Callable[[Sequence[int]], Sequence[tuple[int, int | None]]]
 """The uid of each of these ranks, and its process number if it is on this machine."""
-Send = Callable[[int, Sequence[int], bool], None]
+SendSignal = Callable[[int, Sequence[int], bool], None]
 """Sends processes, by uid, a signal, wherever they are; and if all of a node is meant, what else is part of it."""
-Live = Callable[[], "Mapping[str, torch.Tensor]"]
+LiveTensors = Callable[[], "Mapping[str, torch.Tensor]"]
 """The live state: path → tensor, the tensors themselves."""
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 _EVENTS = {"kill": "kill_injected", "stop": "stop_injected", "leave": "leave_injected"}
 
 
-class Acts(Protocol):
+class FailureEffects(Protocol):
     """What a trigger can let happen. Every call may be the last thing that this process does."""
 
     @property
@@ -68,25 +68,25 @@ class Acts(Protocol):
         """Put soft errors into this rank's state."""
 
 
-class LiveActs:
+class ProcessFailureEffects:
     """Acts on real processes. Each is told before it happens, soft errors after."""
 
     def __init__(
         self,
         tell: Callable[..., None],
         *,
-        find: Find | None = None,
-        send: Send | None = None,
-        live: Live | None = None,
+        find: FindProcesses | None = None,
+        send: SendSignal | None = None,
+        live: LiveTensors | None = None,
     ) -> None:
         """Without `find` a rank can signal only itself; without `live` it has no state for soft errors.
 
-        Without `send` all that is found is on this machine.
+        Without `send_signal` all that is found is on this machine.
         """
         self._tell, self._find, self._send, self.live = tell, find, send, live
         self.flipped: Callable[[str], None] = lambda _: None
         """Called with a sentence after bits were flipped."""
-        self.pace: Pace | None = None
+        self.pace: Slowdown | None = None
         """How slow this rank is, if it is."""
 
     @property
@@ -118,7 +118,7 @@ class LiveActs:
     def slow(self, rank: int, by: float, for_s: float | None) -> None:
         """From now on, at every batch."""
         self._tell("slowdown_injected", rank=rank, by=by, for_s=for_s)
-        self.pace = Pace(by, for_s)
+        self.pace = Slowdown(by, for_s)
 
     def cut(self, rank: int, for_s: float | None) -> None:
         """All TCP connections of this process, without a word to anyone."""
@@ -143,7 +143,7 @@ class LiveActs:
             self.flipped(f"bits of {hits[0].tensor} were flipped on rank {rank} by the failure '{failure}'")
 
 
-class Pace:
+class Slowdown:
     """How slow a rank is. At each batch it sleeps `by` − 1 times what the last one took, from fetching it on.
 
     Waiting for other ranks counts as taking time; a recovery does not: after one the measure begins anew.
@@ -227,19 +227,24 @@ class InjectedFailure(RuntimeError):
     """The exception of a scheduled failure. To the job it is an error in the training script like any other."""
 
 
-class Trigger:
+class FailureTrigger:
     """The failures that one rank can meet; for one thread at a time."""
 
     def __init__(
-        self, failures: Failures, *, claim: Claim, acts: Acts | None = None, clock: Callable[[], float] | None = None
+        self,
+        failures: Failures,
+        *,
+        claim: Claim,
+        acts: FailureEffects | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """`acts` lets failures happen; without it a rank can act on itself alone, and has no state for soft errors.
 
         `clock` gives the seconds since the job began.
         """
         self._failures, self._claim = failures, claim
-        self._acts: Acts = acts if acts is not None else LiveActs(lambda *_, **__: None)
-        self._clock = clock if clock is not None else since_begun()
+        self._acts: FailureEffects = acts if acts is not None else ProcessFailureEffects(lambda *_, **__: None)
+        self._clock = clock if clock is not None else job_clock()
         self._next = [0] * len(failures)
         """The first time, of each failure, that may still come for this rank."""
         self._armed: dict[int, list[int]] = {}
@@ -275,7 +280,7 @@ class Trigger:
         members: Sequence[int],
         nodes: Sequence[str],
         bucket: int | None = None,
-        at: At | None = None,
+        at: BucketMoment | None = None,
     ) -> None:
         """This rank is at a site; `members` are the generation's uids and `nodes` their nodes, both by rank.
 
@@ -355,7 +360,7 @@ class Trigger:
             return mine
         found: str | None = None
         while found is None and self._next[index] < failure.times:
-            holder = self._claim(f"{Keys.fired(index)}/{self._next[index]}", mine)
+            holder = self._claim(f"{StoreKeys.fired(index)}/{self._next[index]}", mine)
             self._next[index] += 1
             found = holder if holder.partition("/")[0] == generation else None
         if self._next[index] == failure.times:
@@ -373,7 +378,7 @@ class Trigger:
             del self._armed[failure.step]
 
 
-def since_begun() -> Callable[[], float]:
+def job_clock() -> Callable[[], float]:
     """A clock of the seconds since the job began, as its launcher says, or else since this process did."""
     begun: float | None = None
     with suppress(KeyError, ValueError):
@@ -396,13 +401,15 @@ def _seed(text: str) -> int:
 # sent.
 
 
-def send(client: Sealed, number: int, uids: Sequence[int], *, env: Mapping[str, str], whole_node: bool = False) -> None:
+def send_signal(
+    client: SignedStore, number: int, uids: Sequence[int], *, env: Mapping[str, str], whole_node: bool = False
+) -> None:
     """Send these processes, which have joined, a signal: in this order, those on other machines first.
 
     With `whole_node` they are all that has a rank on this node, and SIGKILL ends its launcher too, and so whatever else
     runs here; not where that is the head, without which there is no job. `env` is the environment of this process.
     """
-    about = {uid: json.loads(client.get(Keys.joined(uid))) for uid in uids}
+    about = {uid: json.loads(client.get(StoreKeys.joined(uid))) for uid in uids}
     is_spread, node = env.get("EVERGRAD_MULTINODE") == "1", env.get("EVERGRAD_NODE")
     elsewhere = [uid for uid in uids if is_spread and about[uid]["node"] != node]
     if elsewhere:
@@ -414,7 +421,7 @@ def send(client: Sealed, number: int, uids: Sequence[int], *, env: Mapping[str, 
             os.kill(about[uid]["pid"], number)
 
 
-def _ask(client: Sealed, number: int, uids: Sequence[int]) -> None:
+def _ask(client: SignedStore, number: int, uids: Sequence[int]) -> None:
     """Ask the head, under the first name that is free."""
     mine = json.dumps({"number": int(number), "uids": [*uids], "token": secrets.token_hex(8)})
     turn = 0
@@ -422,25 +429,27 @@ def _ask(client: Sealed, number: int, uids: Sequence[int]) -> None:
         turn += 1
 
 
-class Sites:
+class FailureSites:
     """This rank's sites; without a schedule none of them costs anything."""
 
-    def __init__(self, failures: Failures, crew: Crew, nodes: Sequence[str], tell: Callable[..., None]) -> None:
-        from evergrad.recovery.worker import Launched  # it brings torch along, which triggers do without
+    def __init__(self, failures: Failures, crew: Worker, nodes: Sequence[str], tell: Callable[..., None]) -> None:
+        from evergrad.recovery.worker import ElasticWorker  # it brings torch along, which triggers do without
 
         self._nodes = nodes
-        self._trigger: Trigger | None = None
-        self._acts: LiveActs | None = None
-        if failures and isinstance(crew, Launched):
+        self._trigger: FailureTrigger | None = None
+        self._acts: ProcessFailureEffects | None = None
+        if failures and isinstance(crew, ElasticWorker):
 
             def claim(key: str, text: str) -> str:
                 return crew.client.claim(key, text)  # whichever connection it has by then
 
             self._crew = crew
-            self._acts = LiveActs(tell, find=lambda ranks: _find(crew, ranks), send=lambda *how: _send(crew, *how))
-            self._trigger = Trigger(failures, claim=claim, acts=self._acts)
+            self._acts = ProcessFailureEffects(
+                tell, find=lambda ranks: _find(crew, ranks), send=lambda *how: _send(crew, *how)
+            )
+            self._trigger = FailureTrigger(failures, claim=claim, acts=self._acts)
 
-    def expose(self, live: Live, flipped: Callable[[str], None]) -> None:
+    def expose(self, live: LiveTensors, flipped: Callable[[str], None]) -> None:
         """The state that soft errors hit: path → tensor, the tensors themselves, asked for when one is due.
 
         `flipped` is called with a sentence after each.
@@ -454,7 +463,7 @@ class Sites:
             return False
         return self._acts.pace is not None or self._trigger.is_armed(step, self._crew.plan.generation)
 
-    def reach(self, phase: Phase, step: int, bucket: int | None = None, at: At | None = None) -> None:
+    def reach(self, phase: Phase, step: int, bucket: int | None = None, at: BucketMoment | None = None) -> None:
         """This rank is at a site; it may not come back from there."""
         assert self._trigger is not None
         assert self._acts is not None
@@ -496,20 +505,20 @@ class Sites:
             lambda *_: site(Phase.BACKWARD) if trains() and syncs.require_backward_grad_sync else None
         )
 
-    def _node_of(self, crew: Launched, uid: int) -> str:
+    def _node_of(self, crew: ElasticWorker, uid: int) -> str:
         if uid < len(self._nodes):
             return self._nodes[uid]
-        node: str = json.loads(crew.client.get(Keys.joined(uid)))["node"]  # it was started later than this process
+        node: str = json.loads(crew.client.get(StoreKeys.joined(uid)))["node"]  # it was started later than this process
         return node
 
 
-def _find(crew: Launched, ranks: Sequence[int]) -> list[tuple[int, int | None]]:
+def _find(crew: ElasticWorker, ranks: Sequence[int]) -> list[tuple[int, int | None]]:
     """Whose process each of these ranks is."""
     uids = [crew.plan.members[rank] for rank in ranks]
-    about = {uid: json.loads(crew.client.get(Keys.joined(uid))) for uid in uids}
+    about = {uid: json.loads(crew.client.get(StoreKeys.joined(uid))) for uid in uids}
     is_spread, node = os.environ.get("EVERGRAD_MULTINODE") == "1", os.environ.get("EVERGRAD_NODE")
     return [(uid, None if is_spread and about[uid]["node"] != node else about[uid]["pid"]) for uid in uids]
 
 
-def _send(crew: Launched, number: int, uids: Sequence[int], whole_node: bool) -> None:
-    send(crew.client, number, uids, env=os.environ, whole_node=whole_node)
+def _send(crew: ElasticWorker, number: int, uids: Sequence[int], whole_node: bool) -> None:
+    send_signal(crew.client, number, uids, env=os.environ, whole_node=whole_node)

@@ -46,14 +46,14 @@ from os import PathLike
 from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 from evergrad.errors import UsageError
-from evergrad.wording import checked_choice, meant, shown
+from evergrad.wording import checked_choice, did_you_mean, short_repr
 
 # The words that failures are written in: which there are, what each may be, and what to say of a wrong one.
 
-Kind = Literal["kill", "exception", "stop", "slow", "cut", "leave", "flip"]
-At = Literal["before", "during", "after"]
+FailureKind = Literal["kill", "exception", "stop", "slow", "cut", "leave", "flip"]
+BucketMoment = Literal["before", "during", "after"]
 
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(FailureKind)
 LINES = ("exponential", "weibull")
 """What a line may begin with besides a kind: distributions, which stand for many failures."""
 TARGETS = ("rank", "node", "random")
@@ -87,7 +87,7 @@ class Phase(StrEnum):
     """The next generation is decided; its group is formed and its joiners get the state."""
 
 
-class Words(TypedDict, total=False):
+class FailureWords(TypedDict, total=False):
     """The words of the grammar as keywords: `for_s` is `for`; a phase, and `times="always"`, may be given as text."""
 
     step: int | None
@@ -97,7 +97,7 @@ class Words(TypedDict, total=False):
     random: int | None
     phase: Phase | str | None
     bucket: int | None
-    at: At | None
+    at: BucketMoment | None
     times: int | Literal["always"] | None
     for_s: float | None
     by: float | None
@@ -114,9 +114,9 @@ def read_words(texts: Iterable[str], known: Sequence[str] = WORDS) -> dict[str, 
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"unknown word {shown(text)}: expected name=value.{meant(name, known, '=…')}")
+            raise UsageError(f"unknown word {short_repr(text)}: expected name=value.{did_you_mean(name, known, '=…')}")
         if name in found:
-            raise UsageError(f"{name} is given twice: {name}={found[name]} and {shown(text)}")
+            raise UsageError(f"{name} is given twice: {name}={found[name]} and {short_repr(text)}")
         if name in LEAST and re.fullmatch("-?[0-9]{1,20}", value):
             found[name] = int(value)
         elif name in _AMOUNTS and re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{0,20})?(e-?[0-9]{1,3})?", value):
@@ -134,7 +134,7 @@ def checked_number(name: str, value: Any, least: int) -> int:
         number = -1
     if isinstance(value, bool) or not least <= number < 1 << 63:
         more = ", or always" if name == "times" else ""
-        raise UsageError(f"{name}: expected a whole number, {least} or more{more}, found {shown(value)}")
+        raise UsageError(f"{name}: expected a whole number, {least} or more{more}, found {short_repr(value)}")
     return number
 
 
@@ -143,7 +143,7 @@ def checked_amount(name: str, value: Any) -> float:
     number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     sound = number >= 0 if name == "time" else number > 0 if name == "for" else number > 1
     if not sound or number > 1e9:
-        raise UsageError(f"{name}: expected {_AMOUNTS[name]}, found {shown(value)}")
+        raise UsageError(f"{name}: expected {_AMOUNTS[name]}, found {short_repr(value)}")
     return number
 
 
@@ -160,7 +160,7 @@ def checked_node(node: Any) -> str:
     """The name of a node; an index is one too."""
     text = str(node) if isinstance(node, int) and not isinstance(node, bool) else node
     if not isinstance(text, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", text):
-        raise UsageError(f"node: expected an index such as 1 or a name such as n1, found {shown(node)}")
+        raise UsageError(f"node: expected an index such as 1 or a name such as n1, found {short_repr(node)}")
     return f"n{int(text)}" if text.isdigit() else text
 
 
@@ -168,16 +168,16 @@ def checked_where(where: Any) -> str:
     """A selection of tensors that is one word."""
     if not isinstance(where, str) or not where.isprintable() or not where or len(where.split()) != 1 or " " in where:
         hint = "a path or a glob such as model/**, without spaces (? stands for any character)"
-        raise UsageError(f"where: expected {hint}, found {shown(where)}")
+        raise UsageError(f"where: expected {hint}, found {short_repr(where)}")
     if where.startswith("re:"):
         try:
             re.compile(where.removeprefix("re:"))
         except re.error as error:
-            raise UsageError(f"where: {shown(where)} is no regular expression: {error}") from None
+            raise UsageError(f"where: {short_repr(where)} is no regular expression: {error}") from None
     return where
 
 
-def ended(error: UsageError) -> str:
+def as_sentence(error: UsageError) -> str:
     """A message as a whole sentence."""
     text = str(error)
     return text if text.endswith((".", "?")) else f"{text}."
@@ -201,7 +201,7 @@ class Failure:
     stop rank=1 time=20 for=1.5
     """
 
-    kind: Kind
+    kind: FailureKind
     _: KW_ONLY
     step: int | None = None
     """Counted from 0, as the job counts steps; None if it comes at a time."""
@@ -217,7 +217,7 @@ class Failure:
     """With a step: before the backward pass, if none is given. With a time None is any site of the main thread."""
     bucket: int | None = None
     """The gradient bucket at whose all-reduce it comes; None: before the backward pass."""
-    at: At | None = None
+    at: BucketMoment | None = None
     """Before the all-reduce of the bucket starts, while it is under way, or after it; None where there is no bucket."""
     times: int | None = 1
     """How often in a run; None: whenever the step comes."""
@@ -267,7 +267,7 @@ class Failure:
         if self.bucket is not None and self.phase is not Phase.BACKWARD:
             raise UsageError(f"bucket={self.bucket}: expected phase=backward with it, found phase={self.phase}")
         if self.at is not None:
-            checked_choice("at", self.at, get_args(At))
+            checked_choice("at", self.at, get_args(BucketMoment))
             if self.bucket is None:
                 raise UsageError(f"at={self.at}: expected bucket=B with it, found none")
         elif self.bucket is not None:
@@ -299,14 +299,16 @@ class Failure:
             checked_choice("kind", kind, KINDS, LINES)
             return cls.of(kind, read_words(rest))
         except UsageError as error:
-            raise UsageError(f"failure {shown(text)}: {ended(error)} Example: {_EXAMPLE}") from None
+            raise UsageError(f"failure {short_repr(text)}: {as_sentence(error)} Example: {_EXAMPLE}") from None
 
     @classmethod
     def of(cls, kind: Any, words: Mapping[str, Any]) -> Failure:
         """From words whose values have their types."""
         for name in words:
             if name not in WORDS:
-                raise UsageError(f"unknown word {shown(name)}: expected one of {', '.join(WORDS)}.{meant(name, WORDS)}")
+                raise UsageError(
+                    f"unknown word {short_repr(name)}: expected one of {', '.join(WORDS)}.{did_you_mean(name, WORDS)}"
+                )
         given = {("for_s" if name == "for" else name): value for name, value in words.items()}
         if given.get("times") == "always":
             given["times"] = None
@@ -369,33 +371,35 @@ class Failures(Sequence[Failure]):
         self._all = tuple(failures)
         for one in self._all:
             if not isinstance(one, Failure):
-                raise UsageError(f"schedule: expected failures, found {shown(one)}. Failures.parse([…]) takes texts.")
+                raise UsageError(
+                    f"schedule: expected failures, found {short_repr(one)}. Failures.parse([…]) takes texts."
+                )
 
-    def kill(self, **words: Unpack[Words]) -> Failures:
+    def kill(self, **words: Unpack[FailureWords]) -> Failures:
         """A schedule with one more: SIGKILL, by the words of the grammar."""
         return self._with("kill", words)
 
-    def exception(self, **words: Unpack[Words]) -> Failures:
+    def exception(self, **words: Unpack[FailureWords]) -> Failures:
         """A schedule with one more: an exception in the training script, by the words of the grammar."""
         return self._with("exception", words)
 
-    def stop(self, **words: Unpack[Words]) -> Failures:
+    def stop(self, **words: Unpack[FailureWords]) -> Failures:
         """A schedule with one more: SIGSTOP, until `for_s` seconds are over, by the words of the grammar."""
         return self._with("stop", words)
 
-    def slow(self, **words: Unpack[Words]) -> Failures:
+    def slow(self, **words: Unpack[FailureWords]) -> Failures:
         """A schedule with one more: everything takes `by` times as long, by the words of the grammar."""
         return self._with("slow", words)
 
-    def cut(self, **words: Unpack[Words]) -> Failures:
+    def cut(self, **words: Unpack[FailureWords]) -> Failures:
         """A schedule with one more: no network, until `for_s` seconds are over, by the words of the grammar."""
         return self._with("cut", words)
 
-    def leave(self, **words: Unpack[Words]) -> Failures:
+    def leave(self, **words: Unpack[FailureWords]) -> Failures:
         """A schedule with one more: SIGTERM, by the words of the grammar."""
         return self._with("leave", words)
 
-    def flip(self, **words: Unpack[Words]) -> Failures:
+    def flip(self, **words: Unpack[FailureWords]) -> Failures:
         """A schedule with one more: soft errors in the live state, by the words of the grammar."""
         return self._with("flip", words)
 
@@ -407,16 +411,16 @@ class Failures(Sequence[Failure]):
         kill rank=0 step=4
         kill rank=0 step=62
         """
-        from evergrad.recovery.failures.distributions import drawn
+        from evergrad.recovery.failures.distributions import draw_failures
 
-        return cls(drawn("exponential", mean=mean, until=until, **more))
+        return cls(draw_failures("exponential", mean=mean, until=until, **more))
 
     @classmethod
     def weibull(cls, *, shape: float, until: float, **more: Any) -> Failures:
         """As `exponential`, of given shape: below 1 failures come in clusters. `mean` or `scale` says how often."""
-        from evergrad.recovery.failures.distributions import drawn
+        from evergrad.recovery.failures.distributions import draw_failures
 
-        return cls(drawn("weibull", shape=shape, until=until, **more))
+        return cls(draw_failures("weibull", shape=shape, until=until, **more))
 
     @classmethod
     def trace(cls, path: str | PathLike[str], speed: float = 1.0) -> Failures:
@@ -471,7 +475,7 @@ class Failures(Sequence[Failure]):
                 wrong = f"random={one.random}: the job has {has}"
             elif one.node is not None and names is not None and one.node not in names:
                 few = ", ".join(names[:8]) + (f", … {names[-1]}" if len(names) > 8 else "")
-                wrong = f"node={one.node}: the job has nodes {few}.{meant(str(one.node), names)}"
+                wrong = f"node={one.node}: the job has nodes {few}.{did_you_mean(str(one.node), names)}"
             if wrong:
                 raise UsageError(f"failure '{one}': {wrong}")
 
@@ -489,13 +493,13 @@ class Failures(Sequence[Failure]):
         version = found.get("schema_version") if isinstance(found, dict) else None
         if version != SCHEMA_VERSION:
             wanted = f'{{"schema_version": {SCHEMA_VERSION}, "failures": […]}}'
-            raise UsageError(f"schedule: expected {wanted}, found {shown(text)}")
+            raise UsageError(f"schedule: expected {wanted}, found {short_repr(text)}")
         texts = found.get("failures")
         if not isinstance(texts, list):
-            raise UsageError(f"schedule: expected a list of failures, found {shown(texts)}")
+            raise UsageError(f"schedule: expected a list of failures, found {short_repr(texts)}")
         return cls.parse(texts)
 
-    def _with(self, kind: Kind, words: Words) -> Failures:
+    def _with(self, kind: FailureKind, words: FailureWords) -> Failures:
         try:
             given = {("for" if name == "for_s" else name): value for name, value in words.items()}
             return Failures([*self._all, Failure.of(kind, given)])

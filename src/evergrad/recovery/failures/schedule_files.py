@@ -21,7 +21,7 @@ from typing import Any
 from evergrad._files import read_small
 from evergrad.errors import DamagedFile, FileAccessError, UsageError, reason, said
 from evergrad.recovery.failures.schedule import KINDS, TARGETS, WORDS, Failure, read_words
-from evergrad.wording import checked_choice, meant, shown
+from evergrad.wording import checked_choice, did_you_mean, short_repr
 
 _COLUMNS = ("kind", *(word for word in WORDS if word != "step"))
 
@@ -32,13 +32,13 @@ def read_toml(path: str | PathLike[str]) -> list[str | Failure]:
     try:
         for key in table:
             if key not in ("failures", "failure"):
-                raise UsageError(f"unknown key {shown(key)}.{meant(key, ('failures', 'failure'))}")
+                raise UsageError(f"unknown key {short_repr(key)}.{did_you_mean(key, ('failures', 'failure'))}")
         if len(table) != 1:
             raise UsageError(f"expected either failures = […] or [[failure]], found {'both' if table else 'none'}")
         ((key, rows),) = table.items()
         kind, what = (str, "texts") if key == "failures" else (dict, "tables, each under [[failure]]")
         if not isinstance(rows, list) or not all(isinstance(row, kind) for row in rows):
-            raise UsageError(f"{key}: expected a list of {what}, found {shown(rows)}")
+            raise UsageError(f"{key}: expected a list of {what}, found {short_repr(rows)}")
         return rows if key == "failures" else [_of_table(number, row) for number, row in enumerate(rows, 1)]
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
@@ -47,7 +47,7 @@ def read_toml(path: str | PathLike[str]) -> list[str | Failure]:
 def read_trace(path: str | PathLike[str], speed: float = 1.0) -> list[Failure]:
     """The failures of a trace, in its order; at `speed` 60 an hour of it takes a minute, and so do its durations."""
     if not isinstance(speed, (int, float)) or isinstance(speed, bool) or not 0 < speed < 1e9:
-        raise UsageError(f"trace: speed: expected a number above 0, found {shown(speed)}")
+        raise UsageError(f"trace: speed: expected a number above 0, found {short_repr(speed)}")
     try:
         rows = list(csv.reader(io.StringIO(_bytes(Path(path)).decode("utf-8-sig"), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
@@ -71,11 +71,14 @@ def read_trace(path: str | PathLike[str], speed: float = 1.0) -> list[Failure]:
 def _wrong_header(header: list[str]) -> str:
     for name in header:
         if name not in _COLUMNS:
-            return f"unknown column {shown(name)}: expected time,node,kind and more words.{meant(name, _COLUMNS)}"
+            return (
+                f"unknown column {short_repr(name)}: expected time,node,kind and more words."
+                f"{did_you_mean(name, _COLUMNS)}"
+            )
         if header.count(name) > 1:
             return f"column {name} is there twice"
     if "time" not in header or "kind" not in header or not set(TARGETS) & set(header):
-        return f"expected the header time,node,kind, found {shown(','.join(header))}"
+        return f"expected the header time,node,kind, found {short_repr(','.join(header))}"
     return ""
 
 

@@ -21,15 +21,15 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from evergrad._digest import bytes_of, digest_bytes
 from evergrad.records import Check, record_from_json, record_to_json
-from evergrad.recovery.guard.replicas import SIZE, Checked, Difference, change_between, gather_json
-from evergrad.recovery.local_state import Keeping, Randomness
+from evergrad.recovery.guard.replicas import SIZE, GuardResult, ReplicaDifference, change_between, gather_json
+from evergrad.recovery.local_state import NeighbourState, RngSnapshot
 from evergrad.recovery.process_group import Group, swap
 
 _NOTHING, _ASK, _GIVE = 0, 1, 2
 
 
 @dataclass(slots=True)
-class _Noted:
+class _PointRecord:
     """What a rank had at a point."""
 
     point: int
@@ -40,19 +40,19 @@ class _Noted:
 
 
 @dataclass(slots=True)
-class OwnGuard:
+class LocalStateGuard:
     """One rank's. `note` at every point that is passed; `is_sound` as often as one likes; `check` together with all."""
 
     buffers: Mapping[str, torch.Tensor]
     """By name, in the order in which `Own` takes them."""
     tell: Callable[..., None] = lambda *_, **__: None
-    _noted: _Noted | None = field(default=None, init=False)
+    _noted: _PointRecord | None = field(default=None, init=False)
 
     def note(self, point: int, taken: torch.Tensor) -> None:
         """The point is about to be passed with this, from `Own.take()`: nobody may change it from here on."""
         spans = self._spans(taken.numel())
         digests = [_digest(taken[begin:end]) for begin, end in spans.values()]
-        self._noted = _Noted(point, taken, digests, [buffer._version for buffer in self.buffers.values()])
+        self._noted = _PointRecord(point, taken, digests, [buffer._version for buffer in self.buffers.values()])
 
     def forget(self) -> None:
         """What was noted does not hold any more: the job went back, or another rank's buffers came."""
@@ -67,28 +67,28 @@ class OwnGuard:
             if buffer._version == noted.versions[number]
         )
 
-    def check(self, group: Group, keeping: Keeping, before_uid: int, *, step: int) -> Checked:
+    def check(self, group: Group, keeping: NeighbourState, before_uid: int, *, step: int) -> GuardResult:
         """Compare all witnesses, and heal. Every rank calls it; `before_uid` is whom `keeping` keeps for.
 
         `unknown` if nothing was noted; `GroupBroken` if the group breaks.
         """
         everyone = gather_json(group, -1 if self._noted is None else self._noted.point)
         if self._noted is None or len({*everyone}) > 1:
-            return Checked(Check.UNKNOWN, step, why="buffers: no point that all ranks have noted")
+            return GuardResult(Check.UNKNOWN, step, why="buffers: no point that all ranks have noted")
         noted = self._noted
         kept = keeping.of(before_uid, noted.point) if group.size > 1 else None
         theirs = self._swap_digests(group, kept)
         actions, mine = self._judge(group.rank, theirs)
         mine += self._mend(group, kept, actions, self._swap_actions(group, actions))
         rows = [row for rows in gather_json(group, [record_to_json(each) for each in mine]) for row in rows]
-        differences = tuple(record_from_json(Difference, row) for row in rows)
+        differences = tuple(record_from_json(ReplicaDifference, row) for row in rows)
         for each in mine:
             self.tell("corruption_found", step=step, **each.to_json())
         if not differences:
-            return Checked(Check.OK, step)
+            return GuardResult(Check.OK, step)
         status = Check.DEGRADED if all(each.healed for each in differences) else Check.FAILED
         first = differences[0]
-        return Checked(status, step, differences, why=f"{first.path} on rank {first.rank}: {first.what}")
+        return GuardResult(status, step, differences, why=f"{first.path} on rank {first.rank}: {first.what}")
 
     def _spans(self, total: int) -> dict[str, tuple[int, int]]:
         """Where each thing lies in what is taken: generators, buffers, and a loader's place if there is one."""
@@ -100,10 +100,10 @@ class OwnGuard:
             place += size
         return found | ({"loader": (place, total)} if place < total else {})
 
-    def _judge(self, rank: int, theirs: Sequence[bytes] | None) -> tuple[list[int], list[Difference]]:
+    def _judge(self, rank: int, theirs: Sequence[bytes] | None) -> tuple[list[int], list[ReplicaDifference]]:
         """For each thing what is to be done with the neighbour, and what has been found and healed without it."""
         assert self._noted is not None
-        noted, found, spans = self._noted, list[Difference](), self._spans(self._noted.taken.numel())
+        noted, found, spans = self._noted, list[ReplicaDifference](), self._spans(self._noted.taken.numel())
         actions = [_NOTHING] * len(spans)
         for number, (name, (begin, end)) in enumerate(spans.items()):
             copy, buffer = noted.taken[begin:end], self._unchanged(name, number)
@@ -114,14 +114,14 @@ class OwnGuard:
             if count == len(witnesses):
                 continue
             if count < 2:
-                found.append(Difference(rank, name, "no two of its copies agree"))
+                found.append(ReplicaDifference(rank, name, "no two of its copies agree"))
                 continue
             if noted.digests[number] != right:
                 noted.digests[number] = right
-                found.append(Difference(rank, name, "the digest at the point was wrong", healed=True))
+                found.append(ReplicaDifference(rank, name, "the digest at the point was wrong", healed=True))
             if _digest(copy) != right and buffer is not None and _digest(bytes_of(buffer)) == right:
                 copy.copy_(bytes_of(buffer))
-                found.append(Difference(rank, name, "the copy of it here was wrong", healed=True))
+                found.append(ReplicaDifference(rank, name, "the copy of it here was wrong", healed=True))
             elif _digest(copy) != right:
                 actions[number] = _ASK
                 continue
@@ -132,7 +132,7 @@ class OwnGuard:
 
     def _heal(
         self, rank: int, name: str, buffer: torch.Tensor | None, copy: torch.Tensor, right: bytes
-    ) -> list[Difference]:
+    ) -> list[ReplicaDifference]:
         """Put a right copy into a buffer, if that is wrong."""
         if buffer is None or _digest(bytes_of(buffer)) == right:
             return []
@@ -140,7 +140,7 @@ class OwnGuard:
         # As a flipped bit came: unseen by torch's count, so that the buffer can still be judged.
         with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
             buffer.copy_(copy.clone().view(buffer.dtype).view(buffer.shape))
-        return [Difference(rank, name, str(change), change, healed=_digest(bytes_of(buffer)) == right)]
+        return [ReplicaDifference(rank, name, str(change), change, healed=_digest(bytes_of(buffer)) == right)]
 
     def _mend(
         self,
@@ -148,11 +148,11 @@ class OwnGuard:
         kept: torch.Tensor | None,
         actions: Sequence[int],
         asked: Sequence[int],
-    ) -> list[Difference]:
+    ) -> list[ReplicaDifference]:
         """Give the neighbour what it holds wrongly, and get from it what is wrong here."""
         assert self._noted is not None
         after, before = group.after, group.before
-        sent, found = [], list[Difference]()
+        sent, found = [], list[ReplicaDifference]()
         # A loader's place may take more bytes on one rank than on another.
         mine = [self._noted.taken[begin:end] for begin, end in self._spans(self._noted.taken.numel()).values()]
         held = [] if kept is None else [kept[begin:end] for begin, end in self._spans(kept.numel()).values()]
@@ -164,10 +164,12 @@ class OwnGuard:
         for number, name in enumerate(self._spans(self._noted.taken.numel())):
             if asked[number] == _GIVE:
                 _receive_into(group, held[number], before)
-                found.append(Difference(group.rank, name, f"what is held for rank {before} was wrong", healed=True))
+                found.append(
+                    ReplicaDifference(group.rank, name, f"what is held for rank {before} was wrong", healed=True)
+                )
             if actions[number] == _ASK:
                 _receive_into(group, mine[number], after)
-                found.append(Difference(group.rank, name, "the copy of it here was wrong", healed=True))
+                found.append(ReplicaDifference(group.rank, name, "the copy of it here was wrong", healed=True))
                 buffer = self._unchanged(name, number)
                 found += self._heal(group.rank, name, buffer, mine[number], self._noted.digests[number])
         for ticket in sent:
@@ -222,4 +224,4 @@ def _size_of_generators() -> int:
 
 @cache
 def _count_generators(devices: int) -> int:
-    return sum(part.numel() for part in Randomness().parts())
+    return sum(part.numel() for part in RngSnapshot().parts())

@@ -19,39 +19,39 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.records import Check
-from evergrad.recovery.guard.buffers import OwnGuard
-from evergrad.recovery.guard.norms import Norms, Reading
-from evergrad.recovery.guard.replicas import Checked, Guard, GuardSettings, replica_of
-from evergrad.recovery.step_barrier import Engine
+from evergrad.recovery.guard.buffers import LocalStateGuard
+from evergrad.recovery.guard.norms import GradientNorms, NormReading
+from evergrad.recovery.guard.replicas import GuardResult, GuardSettings, ReplicaCheck, replica_of
+from evergrad.recovery.step_barrier import StepBarrier
 
 _log = logging.getLogger(__name__)
 _SAID = 4
 
 
 @dataclass(slots=True)
-class Guarding:
+class JobGuard:
     """One rank's guard."""
 
     settings: GuardSettings
-    engine: Engine
+    engine: StepBarrier
     model: nn.Module | None
     tell: Callable[..., None]
     is_sound: bool = False
     """Whether the last check found the state, as it is now, alike on all ranks."""
-    _guard: Guard = field(init=False)
-    _own: OwnGuard = field(init=False)
-    _norms: Norms = field(init=False)
-    _reading: Reading | None = field(default=None, init=False)
+    _guard: ReplicaCheck = field(init=False)
+    _own: LocalStateGuard = field(init=False)
+    _norms: GradientNorms = field(init=False)
+    _reading: NormReading | None = field(default=None, init=False)
     _checked: tuple[int, int] = field(default=(-1, -1), init=False)
     """The step and the generation of the last check."""
     _suspected_in: int = field(default=-1, init=False)
     """The generation in which a step was found suspicious, and its state has yet to be checked."""
 
     def __post_init__(self) -> None:
-        self._guard = Guard(self.settings, self.tell)
+        self._guard = ReplicaCheck(self.settings, self.tell)
         buffers = dict(self.model.named_buffers()) if self.model is not None else {}
-        self._own = OwnGuard({f"model/{name}": buffer for name, buffer in buffers.items()}, self.tell)
-        self._norms = Norms(self.settings.norm_factor)
+        self._own = LocalStateGuard({f"model/{name}": buffer for name, buffer in buffers.items()}, self.tell)
+        self._norms = GradientNorms(self.settings.norm_factor)
         self.engine.guards = True
         self.engine.notes = self._note
         self.engine.exchanges_at = self._guard.is_due
@@ -105,7 +105,7 @@ class Guarding:
         # Where others repair this step they do not come by here.
         return not engine.is_repairing and now != self._checked and (saves or self._guard.is_due(step))
 
-    def check(self, optimizers: Sequence[Optimizer]) -> Checked:
+    def check(self, optimizers: Sequence[Optimizer]) -> GuardResult:
         """Compare, and heal; `GroupBroken` if the group breaks."""
         engine, group = self.engine, self.engine.crew.group()
         step, members = engine.course.step, engine.crew.plan.members

@@ -21,7 +21,7 @@ _JUDGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class NormReading:
     """The norm of a step's gradient, and why it is suspicious; empty if it is not."""
 
     norm: float
@@ -38,27 +38,27 @@ class Reading:
         return math.isfinite(self.norm)
 
 
-class Norms:
+class GradientNorms:
     """The norms of the last applied steps. Reduced gradients are the same on all ranks, and so is what this says."""
 
     def __init__(self, factor: float = 10.0) -> None:
         self._factor = factor
         self._last: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def read(self, buckets: Iterable[torch.Tensor], scale: float | None = None) -> Reading:
+    def read(self, buckets: Iterable[torch.Tensor], scale: float | None = None) -> NormReading:
         """Judge a step's reduced gradients. `scale` is that of an AMP scaler, for which infinite ones are normal."""
         norm = gradient_norm(buckets) / (1.0 if scale is None else scale)
         if not math.isfinite(norm):
-            return Reading(norm, "" if scale is not None else f"the gradient's norm is {norm}")
+            return NormReading(norm, "" if scale is not None else f"the gradient's norm is {norm}")
         if len(self._last) < _LEAST:
-            return Reading(norm)
+            return NormReading(norm)
         usual = median(self._last)
         if norm <= self._factor * usual or usual == 0:
-            return Reading(norm)
+            return NormReading(norm)
         why = f"the gradient's norm is {norm:.3g}, {norm / usual:.3g} times the median of the last {len(self._last)}"
-        return Reading(norm, f"{why} (expected at most {self._factor:g} times)")
+        return NormReading(norm, f"{why} (expected at most {self._factor:g} times)")
 
-    def applied(self, reading: Reading) -> None:
+    def applied(self, reading: NormReading) -> None:
         """The step was applied: its norm counts from here on."""
         if reading.is_finite:
             self._last.append(reading.norm)
@@ -69,7 +69,7 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
-class Magnitude:
+class SuspiciousMagnitude:
     """A tensor whose largest element is suspicious."""
 
     path: str
@@ -81,14 +81,14 @@ class Magnitude:
         return f"{self.path}: largest magnitude {self.found:.3g}, and never more than {self.usual:.3g} before"
 
 
-class Ranges:
+class MagnitudeHistory:
     """The largest magnitude that each tensor had at any check."""
 
     def __init__(self, factor: float = 10.0) -> None:
         self._factor = factor
         self._largest: dict[str, float] = {}
 
-    def read(self, tensors: Mapping[str, torch.Tensor]) -> list[Magnitude]:
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> list[SuspiciousMagnitude]:
         """The tensors that are not finite, or larger than they should be; of all others the magnitude is noted.
 
         What was never seen is judged by whether it is finite. Below 0.1 nothing is large: biases begin at 0.
@@ -97,14 +97,14 @@ class Ranges:
         for path, largest in magnitudes(tensors).items():
             usual = self._largest.get(path)
             if not math.isfinite(largest):
-                found.append(Magnitude(path, largest, 0.0 if usual is None else usual))
+                found.append(SuspiciousMagnitude(path, largest, 0.0 if usual is None else usual))
             elif usual is not None and largest > self._factor * max(usual, _FLOOR):
-                found.append(Magnitude(path, largest, usual))
+                found.append(SuspiciousMagnitude(path, largest, usual))
             else:
                 self._largest[path] = max(largest, usual or 0.0)
         return found
 
-    def accept(self, suspicious: Iterable[Magnitude]) -> None:
+    def accept(self, suspicious: Iterable[SuspiciousMagnitude]) -> None:
         """These turned out to be real: from here on they are usual."""
         self._largest |= {each.path: each.found for each in suspicious if math.isfinite(each.found)}
 

@@ -21,7 +21,7 @@ from evergrad._digest import bytes_of, digest_bytes
 from evergrad.errors import StateError, UsageError, nearest
 from evergrad.records import Check, Json, record_from_json, record_to_json
 from evergrad.recovery.guard.digests import digest_tensors
-from evergrad.recovery.guard.norms import Magnitude, Ranges
+from evergrad.recovery.guard.norms import MagnitudeHistory, SuspiciousMagnitude
 from evergrad.recovery.process_group import Group, swap
 from evergrad.state import Skeleton, flatten, join, unflatten
 
@@ -29,7 +29,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class PlainValue:
     """A plain value: how it is read, as text, and how it is set; None if it cannot be."""
 
     read: Callable[[], str]
@@ -41,7 +41,7 @@ class Replica:
     """One rank's copy. Tensors are the live ones: writing to them heals them."""
 
     tensors: Mapping[str, torch.Tensor]
-    values: Mapping[str, Value] = field(default_factory=dict)
+    values: Mapping[str, PlainValue] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TensorChange:
     """What differs between two copies of a tensor: how many elements, and the first of them."""
 
     count: int = 0
@@ -67,7 +67,7 @@ class Change:
     bits: int = 0
     """The bits in which this element differs, as a mask."""
 
-    def plus(self, later: Change) -> Change:
+    def plus(self, later: TensorChange) -> TensorChange:
         """Together with what differs further on."""
         return replace(self, count=self.count + later.count) if self.count else later
 
@@ -87,7 +87,7 @@ def replica_of(model: nn.Module | None, optimizers: Sequence[Optimizer] = ()) ->
     """
     named = model.named_parameters() if model is not None else ()
     tensors = {f"model/{name}": parameter.detach() for name, parameter in named}
-    values: dict[str, Value] = {}
+    values: dict[str, PlainValue] = {}
     for number, optimizer in enumerate(optimizers):
         root = "optimizer" if len(optimizers) == 1 else f"optimizer/{number}"
         numbers: dict[torch.Tensor, int] = {}
@@ -107,7 +107,7 @@ def _take(
     found: Mapping[Any, Any],
     live: dict[Any, Any],
     tensors: dict[str, torch.Tensor],
-    values: dict[str, Value],
+    values: dict[str, PlainValue],
 ) -> None:
     for key, value in found.items():
         path = join(place, str(key))
@@ -122,14 +122,14 @@ def _take(
         values[path] = _value(live, key, can_be_set=not inside)
 
 
-def _value(live: dict[Any, Any], key: Any, *, can_be_set: bool) -> Value:
+def _value(live: dict[Any, Any], key: Any, *, can_be_set: bool) -> PlainValue:
     def read() -> str:
         return flatten({"value": live[key]}).skeleton.dumps()
 
     def put(text: str) -> None:
         live[key] = unflatten({}, Skeleton.loads(text))["value"]
 
-    return Value(read, put if can_be_set else None)
+    return PlainValue(read, put if can_be_set else None)
 
 
 def shown_value(text: str) -> str:
@@ -138,19 +138,19 @@ def shown_value(text: str) -> str:
     return json.dumps(root["dict"][0][1])
 
 
-def change_between(expected: torch.Tensor, found: torch.Tensor, dtype: torch.dtype, start: int = 0) -> Change:
+def change_between(expected: torch.Tensor, found: torch.Tensor, dtype: torch.dtype, start: int = 0) -> TensorChange:
     """How bytes differ from those that were expected, of elements of this type; `start` is the first one's index."""
     kind = _BITS[dtype.itemsize]
     shape = (-1, dtype.itemsize // kind.itemsize)
     one, two = expected.cpu().view(kind).view(shape), found.cpu().view(kind).view(shape)
     wrong = (one != two).any(dim=1).nonzero().flatten()
     if not wrong.numel():
-        return Change()
+        return TensorChange()
     first = int(wrong[0])
     mask = (1 << 8 * kind.itemsize) - 1
     bits = int(one[first, 0]) & mask ^ int(two[first, 0]) & mask
     values = [_shown(side[first].clone().view(dtype)) for side in (one, two)]
-    return Change(wrong.numel(), start + first, values[0], values[1], bits if shape[1] == 1 else 0)
+    return TensorChange(wrong.numel(), start + first, values[0], values[1], bits if shape[1] == 1 else 0)
 
 
 def _shown(element: torch.Tensor) -> Json:
@@ -318,14 +318,14 @@ _TOLD = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplicaDifference:
     """One rank's copy of something is not what it should be."""
 
     rank: int
     path: str
     what: str
     """How it differs, for people."""
-    change: Change | None = None
+    change: TensorChange | None = None
     """How it differs; None if that was not looked at."""
     healed: bool = False
 
@@ -335,14 +335,14 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class GuardResult:
     """What a check has found; the same on all ranks."""
 
     status: Check
     """ok · degraded: differed, and was healed · failed: differs, and was left as it is · unknown: one rank alone."""
     step: int
-    differences: tuple[Difference, ...] = ()
-    suspects: tuple[Magnitude, ...] = ()
+    differences: tuple[ReplicaDifference, ...] = ()
+    suspects: tuple[SuspiciousMagnitude, ...] = ()
     """Parameters that are alike on all ranks, and out of their range."""
     why: str = ""
     """One line, unless all is well."""
@@ -355,35 +355,35 @@ class Checked:
         return self.status in (Check.OK, Check.DEGRADED) and not self.suspects
 
 
-class Guard:
+class ReplicaCheck:
     """The checks of one rank."""
 
     def __init__(self, settings: GuardSettings, tell: Callable[..., None] = lambda *_, **__: None) -> None:
         self.settings = settings
         self._tell = tell
-        self._ranges = Ranges(settings.range_factor)
+        self._ranges = MagnitudeHistory(settings.range_factor)
 
     def is_due(self, step: int) -> bool:
         """Whether the state after so many steps is to be checked."""
         return step > 0 and step % self.settings.every == 0
 
-    def check(self, group: Group, replica: Replica, *, step: int) -> Checked:
+    def check(self, group: Group, replica: Replica, *, step: int) -> GuardResult:
         """Compare all ranks' replicas, and heal what a majority can heal; `GroupBroken` if the group breaks."""
         began = time.monotonic()
         tree = DigestTree(replica.digests())
         status, why, differences = self._compare(group, replica, tree)
-        suspects: list[Magnitude] = []
+        suspects: list[SuspiciousMagnitude] = []
         if status is not Check.FAILED:
             of_model = {path: tensor for path, tensor in replica.tensors.items() if path.startswith("model/")}
             suspects = self._ranges.read(of_model)
             self._ranges.accept(suspects)  # said once: what all ranks have alike is what the job has
             why = why or "; ".join(map(str, suspects[:2]))
         took = time.monotonic() - began
-        checked = Checked(status, step, tuple(differences), tuple(suspects), why, took, replica.nbytes)
+        checked = GuardResult(status, step, tuple(differences), tuple(suspects), why, took, replica.nbytes)
         self._say(group, checked)
         return checked
 
-    def _compare(self, group: Group, replica: Replica, tree: DigestTree) -> tuple[Check, str, list[Difference]]:
+    def _compare(self, group: Group, replica: Replica, tree: DigestTree) -> tuple[Check, str, list[ReplicaDifference]]:
         if group.size == 1:
             return Check.UNKNOWN, "one rank: there is nobody to compare with", []
         if len(set(gather_digests(group, tree.root))) == 1:
@@ -398,23 +398,23 @@ class Guard:
 
     def _settle(
         self, group: Group, replica: Replica, tree: DigestTree, digests: Mapping[str, Sequence[bytes]]
-    ) -> tuple[Check, str, list[Difference]]:
+    ) -> tuple[Check, str, list[ReplicaDifference]]:
         """Heal what differs, if all of it can be healed; else only name it."""
         agreed = {path: Counter(column).most_common(1)[0] for path, column in digests.items()}
         torn = [path for path, (_, count) in agreed.items() if 2 * count <= group.size]
         fixed = [path for path in digests if path in replica.values and replica.values[path].put is None]
         heals = not torn and not fixed and self.settings.heal == "majority"
-        mine: list[Difference] = []
+        mine: list[ReplicaDifference] = []
         for path, column in digests.items():
             # Of several that are equally frequent the lowest rank's is compared with; nothing is changed then.
             source = column.index(agreed[path][0])
             others = [rank for rank, digest in enumerate(column) if digest != column[source]]
             change = _exchange(group, replica, path, source, others, heals)
             if change is not None:
-                mine.append(Difference(group.rank, path, str(change), change, heals))
+                mine.append(ReplicaDifference(group.rank, path, str(change), change, heals))
         gathered = gather_json(group, [record_to_json(each) for each in mine])
         differences = sorted(
-            (record_from_json(Difference, row) for rows in gathered for row in rows),
+            (record_from_json(ReplicaDifference, row) for rows in gathered for row in rows),
             key=lambda each: (each.path, each.rank),
         )
         if not heals:
@@ -426,7 +426,7 @@ class Guard:
             return Check.FAILED, f"still different after it was healed: {_first(differences)}", differences
         return Check.DEGRADED, f"healed: {_first(differences)}", differences
 
-    def _say(self, group: Group, checked: Checked) -> None:
+    def _say(self, group: Group, checked: GuardResult) -> None:
         for each in [each for each in checked.differences if each.rank == group.rank][:_TOLD]:
             self._tell("corruption_found", step=checked.step, **each.to_json())
         if group.rank == 0:
@@ -437,7 +437,7 @@ class Guard:
 
 def _exchange(
     group: Group, replica: Replica, path: str, source: int, others: Sequence[int], heals: bool
-) -> Change | None:
+) -> TensorChange | None:
     """Give the source's copy to the others, who note how theirs differs, and take it over if they shall."""
     if path in replica.values:
         value = replica.values[path]
@@ -446,13 +446,13 @@ def _exchange(
             return None
         if heals and value.put is not None:
             value.put(texts[source])
-        return Change(1, -1, shown_value(texts[source]), shown_value(texts[group.rank]))
+        return TensorChange(1, -1, shown_value(texts[source]), shown_value(texts[group.rank]))
     if group.rank != source and group.rank not in others:
         return None
     tensor = replica.tensors[path]
     # Of another shape or type no byte has a counterpart: sizes first, so that nobody waits for what never comes.
     kinds = [str(tensor.dtype), *tensor.shape]
-    change = Change()
+    change = TensorChange()
     for other in others if group.rank == source else (group.rank,):
         peer = other if group.rank == source else source
         if _tell_each_other(group, peer, kinds):
@@ -461,7 +461,7 @@ def _exchange(
             else:
                 change = _receive(group, tensor, peer, heals)
         elif group.rank != source:
-            change = Change(1, -1, "another type or shape", " ".join(map(str, kinds)))
+            change = TensorChange(1, -1, "another type or shape", " ".join(map(str, kinds)))
     return None if group.rank == source else change
 
 
@@ -478,9 +478,9 @@ def _send(group: Group, tensor: torch.Tensor, to: int) -> None:
         group.send(chunk.cpu(), to).wait()
 
 
-def _receive(group: Group, tensor: torch.Tensor, sender: int, heals: bool) -> Change:
+def _receive(group: Group, tensor: torch.Tensor, sender: int, heals: bool) -> TensorChange:
     mine = bytes_of(tensor)  # the tensor's own memory, or a copy if its elements are not in order
-    change, start = Change(), 0
+    change, start = TensorChange(), 0
     for chunk in torch.split(mine, _CHUNK_BYTES):
         expected = torch.empty(chunk.numel(), dtype=torch.uint8)
         group.receive(expected, sender).wait()
@@ -493,18 +493,18 @@ def _receive(group: Group, tensor: torch.Tensor, sender: int, heals: bool) -> Ch
     return change
 
 
-def _missing(paths: Sequence[Sequence[str]]) -> list[Difference]:
+def _missing(paths: Sequence[Sequence[str]]) -> list[ReplicaDifference]:
     """Who has what the most ranks have not, or lacks what they have."""
     sets = [frozenset(each) for each in paths]
     usual = Counter(sets).most_common(1)[0][0]
     found = []
     for rank, mine in enumerate(sets):
-        found += [Difference(rank, path, "missing") for path in sorted(usual - mine)]
-        found += [Difference(rank, path, "only here") for path in sorted(mine - usual)]
+        found += [ReplicaDifference(rank, path, "missing") for path in sorted(usual - mine)]
+        found += [ReplicaDifference(rank, path, "only here") for path in sorted(mine - usual)]
     return found
 
 
-def _first(differences: Sequence[Difference], paths: Sequence[str] = ()) -> str:
+def _first(differences: Sequence[ReplicaDifference], paths: Sequence[str] = ()) -> str:
     shown = next((each for each in differences if not paths or each.path in paths), differences[0])
     more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
     return f"{shown.path} on rank {shown.rank}, {shown.what}{more}"

@@ -21,15 +21,15 @@ from typing import Any
 from evergrad._wire import Forged
 from evergrad.errors import UsageError
 from evergrad.recovery.coordinator import Coordinator
-from evergrad.recovery.heartbeat import Vital
-from evergrad.recovery.launch.node_protocol import Beat, Inbox, NodeKeys, Outbox, Start, lease_s
-from evergrad.recovery.launch.output import Announcer, Relay
-from evergrad.recovery.launch.processes import Child, Crowd, Exit
-from evergrad.recovery.launch.settings import LaunchSettings, Place, Places
-from evergrad.recovery.membership import Keys
-from evergrad.recovery.store import Sealed
+from evergrad.recovery.heartbeat import ProcessHealth
+from evergrad.recovery.launch.node_protocol import Inbox, NodeHeartbeat, NodeKeys, Outbox, StartOrder, lease_s
+from evergrad.recovery.launch.output import EventLog, OutputRelay
+from evergrad.recovery.launch.processes import Child, ProcessExit, ProcessSet
+from evergrad.recovery.launch.settings import LaunchSettings, ProcessPlacement, ProcessPlacements
+from evergrad.recovery.membership import StoreKeys
+from evergrad.recovery.store import SignedStore
 from evergrad.timeline import Recorder
-from evergrad.wording import counted
+from evergrad.wording import count_of
 
 _LOOK_S = 0.01
 _BEGINS_WITHIN_S = 30.0
@@ -37,8 +37,8 @@ _BEGINS_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A launcher has come for a node, and waits to be told what to start: `Nodes.welcome`."""
+class NodeArrival:
+    """A launcher has come for a node, and waits to be told what to start: `RemoteNodes.welcome`."""
 
     node: int
     attempt: int
@@ -48,7 +48,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class NodeDeparture:
     """A node is gone."""
 
     node: int
@@ -59,7 +59,7 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class Doom:
+class SignalRequest:
     """A scheduled failure on more than one machine: these are to be sent a signal."""
 
     number: int
@@ -80,22 +80,24 @@ class _Node:
     beat: int = -1
     heard_s: float = 0.0
     children: dict[int, Child] = field(default_factory=dict)
-    vitals: dict[int, Vital] = field(default_factory=dict)
+    vitals: dict[int, ProcessHealth] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     next_attempt: int = 0
     pending_since: int | None = None
     """The last beat of who is here, when another one came for the same node."""
 
 
-class Nodes(Crowd):
+class RemoteNodes(ProcessSet):
     """What runs on other nodes, from `listen` to `close`."""
 
-    def __init__(self, settings: LaunchSettings, store: Sealed, ear: Sealed, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: LaunchSettings, store: SignedStore, ear: SignedStore, wake: Callable[[], None]
+    ) -> None:
         """Two connections: for the main thread, and for the one that listens. `wake` is called when there is news."""
         self._settings, self._store, self._ear, self._wake = settings, store, ear, wake
         self._lease_s = lease_s(settings.patience)
         self._nodes = {index: _Node(index, name) for index, name in enumerate(settings.names) if index}
-        self._news: deque[Arrival | Departure | Exit | Doom] = deque()
+        self._news: deque[NodeArrival | NodeDeparture | ProcessExit | SignalRequest] = deque()
         self._lock = threading.Lock()
         """Over the nodes."""
         self._dooms = 0
@@ -107,7 +109,7 @@ class Nodes(Crowd):
         """Begin."""
         self._thread.start()
 
-    def take(self) -> list[Arrival | Departure | Exit | Doom]:
+    def take(self) -> list[NodeArrival | NodeDeparture | ProcessExit | SignalRequest]:
         """What has happened since, in order."""
         found = []
         while self._news:
@@ -124,9 +126,11 @@ class Nodes(Crowd):
         with self._lock:
             return self._nodes[index].orders is not None
 
-    def welcome(self, arrival: Arrival, places: Sequence[Place], nodes: Sequence[int], running_s: float) -> None:
+    def welcome(
+        self, arrival: NodeArrival, places: Sequence[ProcessPlacement], nodes: Sequence[int], running_s: float
+    ) -> None:
         """Tell a launcher what to start; `running_s` is how long the job has been running."""
-        starts = [Start(place) for place in places]
+        starts = [StartOrder(place) for place in places]
         with self._lock:
             node = self._nodes[arrival.node]
             if node.attempt != arrival.attempt or node.orders is None:
@@ -139,7 +143,7 @@ class Nodes(Crowd):
             ),
         )
 
-    def refuse(self, arrival: Arrival, why: str) -> None:
+    def refuse(self, arrival: NodeArrival, why: str) -> None:
         """Send a launcher away."""
         with self._lock:
             node = self._nodes[arrival.node]
@@ -153,7 +157,9 @@ class Nodes(Crowd):
         with self._lock:
             return [child for node in self._nodes.values() for child in node.children.values()]
 
-    def start(self, place: Place, generation: int | None, nodes: Sequence[int], *, forked: bool = False) -> None:
+    def start(
+        self, place: ProcessPlacement, generation: int | None, nodes: Sequence[int], *, forked: bool = False
+    ) -> None:
         """Order one more."""
         with self._lock:
             node = self._nodes[place.node]
@@ -162,7 +168,7 @@ class Nodes(Crowd):
                 node.children[place.uid] = _child(place)
         if orders is None:
             raise UsageError(f"{place.label} cannot be started: node {node.name} is not there")
-        orders.send(do="start", start=Start(place, generation).to_json(), nodes=[*nodes])
+        orders.send(do="start", start=StartOrder(place, generation).to_json(), nodes=[*nodes])
 
     def send(self, number: int, uids: Collection[int] | None = None) -> None:
         """Order a signal."""
@@ -171,7 +177,7 @@ class Nodes(Crowd):
             if meant and node.orders is not None:
                 node.orders.send(do="signal", number=number, uids=meant, for_all=uids is None)
 
-    def vitals(self) -> dict[int, Vital]:
+    def vitals(self) -> dict[int, ProcessHealth]:
         """As their launchers saw them last; they come a beat late, and so does what is found in them."""
         return {uid: vital for node in self._present() for uid, vital in node.vitals.items()}
 
@@ -215,7 +221,7 @@ class Nodes(Crowd):
                 self._look_for_doom()
         except Forged as error:
             with suppress(RuntimeError):
-                self._ear.set(Keys.fatal, str(error))
+                self._ear.set(StoreKeys.fatal, str(error))
         except RuntimeError:
             if not self._over.is_set():
                 raise
@@ -242,14 +248,14 @@ class Nodes(Crowd):
                 child = node.children.pop(word["uid"], None)
                 node.vitals = {uid: vital for uid, vital in node.vitals.items() if uid != word["uid"]}
             if child is not None:
-                self._report(Exit(child, word["code"]))
+                self._report(ProcessExit(child, word["code"]))
         else:
             assert kind == "leaves", kind
             self._depart(node, "")
 
     def _feel(self, node: _Node, now: float) -> None:
         text = self._ear.find(NodeKeys.beat(node.index, node.attempt))
-        beat = Beat.from_json(text) if text is not None else None
+        beat = NodeHeartbeat.from_json(text) if text is not None else None
         if beat is not None and beat.number > node.beat:  # an older one, brought back by somebody, is none
             node.beat, node.heard_s = beat.number, now
             with self._lock:
@@ -267,7 +273,7 @@ class Nodes(Crowd):
             node.children, node.vitals = {}, {}
         if why and orders is not None:  # should it hear anything at all, it hears this
             orders.send(do="leave", why=why)
-        self._report(Departure(node.index, why, uids))
+        self._report(NodeDeparture(node.index, why, uids))
 
     def _look_for_hello(self, node: _Node, now: float) -> None:
         """Whether another launcher has come; it waits while one is here that may live."""
@@ -289,20 +295,20 @@ class Nodes(Crowd):
             node.orders = Outbox(self._store, NodeKeys.orders(node.index, node.attempt))
             node.words = Inbox(self._ear, NodeKeys.words(node.index, node.attempt))
             is_first, node.was_here = not node.was_here, True
-        self._report(Arrival(node.index, node.attempt, node.machine, is_first))
+        self._report(NodeArrival(node.index, node.attempt, node.machine, is_first))
 
     def _look_for_doom(self) -> None:
         while (text := self._ear.find(NodeKeys.doom(self._dooms))) is not None:
             self._dooms += 1
             asked = json.loads(text)
-            self._report(Doom(signal.Signals(asked["number"]), tuple(asked["uids"])))
+            self._report(SignalRequest(signal.Signals(asked["number"]), tuple(asked["uids"])))
 
-    def _report(self, news: Arrival | Departure | Exit | Doom) -> None:
+    def _report(self, news: NodeArrival | NodeDeparture | ProcessExit | SignalRequest) -> None:
         self._news.append(news)
         self._wake()
 
 
-def _child(place: Place) -> Child:
+def _child(place: ProcessPlacement) -> Child:
     """A process elsewhere: nobody here reads its output."""
     return Child(place.uid, place.label, 0, -1, -1)
 
@@ -310,21 +316,21 @@ def _child(place: Place) -> Child:
 # The head's answer to what other nodes do: who comes is told what to start, who is gone is out of the job.
 
 
-class Reception:
+class NodeMembership:
     """For the main thread of the head's launcher, once the store is open."""
 
     def __init__(
         self,
         settings: LaunchSettings,
-        nodes: Nodes,
-        places: Places,
-        store: Sealed,
+        nodes: RemoteNodes,
+        places: ProcessPlacements,
+        store: SignedStore,
         coordinator: Coordinator,
         *,
-        crowd: Crowd,
-        relay: Relay,
+        crowd: ProcessSet,
+        relay: OutputRelay,
         recorder: Recorder,
-        announcer: Announcer,
+        announcer: EventLog,
         begun_mono: float,
     ) -> None:
         self._settings, self._nodes, self._places, self._store = settings, nodes, places, store
@@ -333,15 +339,15 @@ class Reception:
         self._until_s: float | None = time.monotonic() + settings.rendezvous_timeout_s
         """How long those that have not come yet are waited for; None: all have, or the job is given up."""
 
-    def hear(self, *, is_open: bool) -> list[Exit]:
+    def hear(self, *, is_open: bool) -> list[ProcessExit]:
         """See to all that has happened since, but for exits, which are returned. Is it not open, nobody may come."""
         exits = []
         for news in self._nodes.take():
-            if isinstance(news, Exit):
+            if isinstance(news, ProcessExit):
                 exits.append(news)
-            elif isinstance(news, Departure):
+            elif isinstance(news, NodeDeparture):
                 self._part_with(news)
-            elif not isinstance(news, Arrival):
+            elif not isinstance(news, NodeArrival):
                 self._crowd.send(news.number, news.uids)
             elif is_open:
                 self._welcome(news)
@@ -357,13 +363,13 @@ class Reception:
         if missing and is_late:
             waited = f"{self._settings.rendezvous_timeout_s:g} s"
             self._store.set(
-                Keys.fatal,
+                StoreKeys.fatal,
                 f"{', '.join(missing)} did not come within {waited}: see there, or give a longer --rendezvous-timeout",
             )
         if is_late or not missing:
             self._until_s = None
 
-    def _welcome(self, arrival: Arrival) -> None:
+    def _welcome(self, arrival: NodeArrival) -> None:
         """What a node starts with; one that comes again brings spares, which the job grows by where it has shrunk."""
         own = [place for place in self._settings.places() if place.node == arrival.node]
         name = self._settings.names[arrival.node]
@@ -371,12 +377,12 @@ class Reception:
             own = [self._places.add(place.node, place.device) for place in own]
             for place in own:
                 self._coordinator.started(place.uid)
-            self._relay.say(f"node {name} is back, on {arrival.machine}: {counted(len(own), 'spare')}")
+            self._relay.say(f"node {name} is back, on {arrival.machine}: {count_of(len(own), 'spare')}")
         self._recorder.record("node_joined", node=name, machine=arrival.machine, uids=[place.uid for place in own])
         self._nodes.welcome(arrival, own, self._places.nodes, time.monotonic() - self._begun_mono)
 
-    def _part_with(self, gone: Departure) -> None:
-        name, count = self._settings.names[gone.node], counted(len(gone.uids), "process", "processes")
+    def _part_with(self, gone: NodeDeparture) -> None:
+        name, count = self._settings.names[gone.node], count_of(len(gone.uids), "process", "processes")
         self._recorder.record("node_left", node=name, reason=gone.why, uids=list(gone.uids))
         why = gone.why or f"is on node {name}, which has left"
         for uid in gone.uids:

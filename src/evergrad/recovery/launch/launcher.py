@@ -29,23 +29,31 @@ from typing import TYPE_CHECKING, Any
 from evergrad._forkserver import preload
 from evergrad._wire import Secret
 from evergrad.errors import EvergradError, UsageError
-from evergrad.recovery.heartbeat import Finding, Vigil, Vital, innermost
-from evergrad.recovery.launch.local_processes import Household
-from evergrad.recovery.launch.node import attend
-from evergrad.recovery.launch.output import Announcer, Relay, Status
-from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children, Crowd, Everyone, Exit, Happenings
-from evergrad.recovery.launch.rendezvous import Head
-from evergrad.recovery.launch.settings import LaunchSettings, Place, Places
+from evergrad.recovery.heartbeat import LivenessFinding, LivenessRules, ProcessHealth, innermost
+from evergrad.recovery.launch.local_processes import NodeProcesses
+from evergrad.recovery.launch.node import run_node
+from evergrad.recovery.launch.output import EventLog, JobStatus, OutputRelay
+from evergrad.recovery.launch.processes import (
+    LEAVE_SIGNALS,
+    SAME_NOTICE_S,
+    Children,
+    JobProcesses,
+    ProcessExit,
+    ProcessSet,
+    WaitResult,
+)
+from evergrad.recovery.launch.rendezvous import HeadAddress
+from evergrad.recovery.launch.settings import LaunchSettings, ProcessPlacement, ProcessPlacements
 from evergrad.recovery.launch.summary import NOBODY_JOINED, Summary, make_folder, merge_timelines, write_record
-from evergrad.recovery.membership import Keys
+from evergrad.recovery.membership import StoreKeys
 from evergrad.recovery.sockets import LOOPBACK, listening
 from evergrad.timeline import Recorder
-from evergrad.wording import counted
+from evergrad.wording import count_of
 
 if TYPE_CHECKING:
-    from evergrad.recovery.coordinator import Coordinator, Outcome, SpawnRequest
-    from evergrad.recovery.launch.head import Nodes, Reception
-    from evergrad.recovery.store import Sealed
+    from evergrad.recovery.coordinator import Coordinator, JobOutcome, SpawnRequest
+    from evergrad.recovery.launch.head import NodeMembership, RemoteNodes
+    from evergrad.recovery.store import SignedStore
 
 
 # A new spare for each process that is gone, where that is wanted and may help.
@@ -53,17 +61,17 @@ if TYPE_CHECKING:
 _DEATHS_IN_PLACE = 3
 
 
-class Respawning:
+class Respawner:
     """For the main thread of the launcher."""
 
     def __init__(
         self,
         settings: LaunchSettings,
-        places: Places,
-        relay: Relay,
+        places: ProcessPlacements,
+        relay: OutputRelay,
         *,
         is_here: Callable[[int], bool],
-        start: Callable[[Place], None],
+        start: Callable[[ProcessPlacement], None],
     ) -> None:
         """`is_here` tells whether processes can be started on a node; `start` starts one."""
         self._settings, self._places, self._relay = settings, places, relay
@@ -72,7 +80,7 @@ class Respawning:
         self._died_at: dict[tuple[int, int], tuple[int, int]] = {}
         """By node and device: the step at which processes there died, and how often."""
 
-    def replace(self, uid: int, coordinator: Coordinator, store: Sealed) -> None:
+    def replace(self, uid: int, coordinator: Coordinator, store: SignedStore) -> None:
         """A process is gone, while the job goes on: start a spare, unless one was started for it already.
 
         Not for one that never joined, or for who dies at the same step again.
@@ -82,7 +90,7 @@ class Respawning:
         if not is_new or not self._settings.respawn or coordinator.outcome is not None:
             return
         before = self._places[uid]
-        if not store.has(Keys.joined(uid)):
+        if not store.has(StoreKeys.joined(uid)):
             self._relay.say(f"{before.label} is not started again: it ended before it joined the job")
             return
         step = coordinator.step
@@ -96,7 +104,7 @@ class Respawning:
         coordinator.started(place.uid)
         self._start(place)
 
-    def _count(self, place: Place, step: int) -> int:
+    def _count(self, place: ProcessPlacement, step: int) -> int:
         """How many have died in this place at this step, one after the other."""
         where = place.node, place.device
         last, times = self._died_at.get(where, (-1, 0))
@@ -111,7 +119,7 @@ _BEATS = 2
 """For so many of its own beats a process waits for an answer before the store is put to the test, and then again."""
 
 
-class Questions:
+class StoreQueries:
     """The store's part in what processes ask of it: who waits for an answer is cut off only if the store gives answers.
 
     The store is in the launcher's process. On a machine with too much to do it gets no processor for a while, and then
@@ -122,7 +130,7 @@ class Questions:
         self._tested: dict[int, tuple[int, int]] = {}
         """By uid, the beat at which a process asked, and its beat when the store was known to answer after that."""
 
-    def unanswered(self, vitals: Mapping[int, Vital], test: Callable[[], None]) -> dict[int, Vital]:
+    def unanswered(self, vitals: Mapping[int, ProcessHealth], test: Callable[[], None]) -> dict[int, ProcessHealth]:
         """The same, but that nobody waits for an answer that the store may owe; `test` returns when it has answered."""
         has_tested, found = False, dict(vitals)
         for uid, vital in vitals.items():
@@ -139,14 +147,14 @@ class Questions:
         return found
 
 
-class Lookout:
+class LivenessMonitor:
     """Watches all processes of a job; in the launcher's main thread."""
 
     def __init__(
         self,
         settings: LaunchSettings,
-        crowd: Crowd,
-        relay: Relay,
+        crowd: ProcessSet,
+        relay: OutputRelay,
         recorder: Recorder,
         *,
         label_of: Callable[[int], str],
@@ -155,7 +163,7 @@ class Lookout:
         """`forsake` is told of a process that is lost and that nobody kills."""
         self._settings, self._crowd, self._relay, self._recorder = settings, crowd, relay, recorder
         self._label_of, self._forsake = label_of, forsake
-        self._vigil, self._questions = Vigil(settings.patience), Questions()
+        self._vigil, self._questions = LivenessRules(settings.patience), StoreQueries()
         self._next_s = 0.0
         self._last_s = time.monotonic()
 
@@ -177,7 +185,7 @@ class Lookout:
         for finding in self._vigil.judge(vitals, members, generation, now):
             self._act_on(finding, coordinator)
 
-    def _act_on(self, finding: Finding, coordinator: Coordinator) -> None:
+    def _act_on(self, finding: LivenessFinding, coordinator: Coordinator) -> None:
         uid, why, label = finding.uid, finding.why, self._label_of(finding.uid)
         if finding.kind == "deadlock":
             self._recorder.record("deadlock", generation=coordinator.generation, reason=why)
@@ -211,26 +219,29 @@ def launch(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
     With `as_json` stdout stays empty, for the summary: what processes print goes to stderr.
     """
     if settings.node_rank:
-        return attend(settings, as_json=as_json)
+        return run_node(settings, as_json=as_json)
     children = Children()
     run = make_folder(settings)
-    with Recorder(run / "timeline.jsonl", "launcher") as recorder, closing(_Launch(settings, run, recorder)) as job:
-        with closing(Relay(run / "logs", all_to_stderr=as_json, status=job.status)) as relay, children:
+    with (
+        Recorder(run / "timeline.jsonl", "launcher") as recorder,
+        closing(_JobLauncher(settings, run, recorder)) as job,
+    ):
+        with closing(OutputRelay(run / "logs", all_to_stderr=as_json, status=job.status)) as relay, children:
             summary = job.stay(children, relay)
             relay.close("" if as_json else str(summary))
         return summary
 
 
-class _Launch:
+class _JobLauncher:
     """One job, seen from the main thread; what other threads want of it, they leave in `_wishes`."""
 
     _children: Children
-    _relay: Relay
-    _household: Household
-    _crowd: Crowd
-    _announcer: Announcer
-    _lookout: Lookout
-    _respawning: Respawning
+    _relay: OutputRelay
+    _household: NodeProcesses
+    _crowd: ProcessSet
+    _announcer: EventLog
+    _lookout: LivenessMonitor
+    _respawning: Respawner
 
     def __init__(self, settings: LaunchSettings, run: Path, recorder: Recorder) -> None:
         self._settings, self._run, self._recorder = settings, run, recorder
@@ -240,29 +251,29 @@ class _Launch:
             listening(settings.master_addr, settings.names) if self._is_spread else _here_only()
         )
         self._port: int = self._listener.getsockname()[1]
-        self._places = Places(settings.places())
+        self._places = ProcessPlacements(settings.places())
         self._wishes: deque[Callable[[], None]] = deque()
         self._opening = threading.Thread(target=self._open, name="evergrad-store", daemon=True)
-        self._store: Sealed | None = None
+        self._store: SignedStore | None = None
         """The server, as the coordinator and the ranks see it."""
         self._secret = Secret.make(run / "secret")
-        self._nodes: Nodes | None = None
+        self._nodes: RemoteNodes | None = None
         """The others, if there are any, once they can come."""
-        self._reception: Reception | None = None
+        self._reception: NodeMembership | None = None
         self._coordinator: Coordinator | None = None
-        self._gone_early: list[Exit] = []
-        self._outcome: Outcome | None = None
+        self._gone_early: list[ProcessExit] = []
+        self._outcome: JobOutcome | None = None
         self._asked: tuple[int, float] | None = None
         """The signal that asked the job to leave, and when."""
         self._due: list[tuple[float, int]] = []
         """Signals that are sent to whoever lives then."""
         self._forsaken_s: float | None = None
 
-    def stay(self, children: Children, relay: Relay) -> Summary:
+    def stay(self, children: Children, relay: OutputRelay) -> Summary:
         """Start everyone, and see them off."""
         self._children, self._relay = children, relay
         settings, recorder = self._settings, self._recorder
-        self._household = Household(
+        self._household = NodeProcesses(
             settings,
             children,
             relay,
@@ -272,16 +283,16 @@ class _Launch:
             port=self._port,
             begun_mono=self._begun_mono,
         )
-        self._crowd = Everyone(self._household, lambda: self._nodes, 0) if self._is_spread else self._household
-        self._announcer = Announcer(recorder, relay, self._places.label_of, settings.strategy)
-        self._lookout = Lookout(
+        self._crowd = JobProcesses(self._household, lambda: self._nodes, 0) if self._is_spread else self._household
+        self._announcer = EventLog(recorder, relay, self._places.label_of, settings.strategy)
+        self._lookout = LivenessMonitor(
             settings, self._crowd, relay, recorder, label_of=self._places.label_of, forsake=self._respawn_if_wanted
         )
-        self._respawning = Respawning(settings, self._places, relay, is_here=self._is_here, start=self._start_late)
+        self._respawning = Respawner(settings, self._places, relay, is_here=self._is_here, start=self._start_late)
         command = shlex.join([os.path.basename(sys.executable), *self._settings.command[1:]])
         self._recorder.record("launcher_started", command=command, settings=self._settings.to_json(), pid=os.getpid())
         num_ranks, num_spares = self._settings.num_ranks, self._settings.num_spares
-        who = counted(num_ranks, "rank") + (f" and {counted(num_spares, 'spare')}" if num_spares else "")
+        who = count_of(num_ranks, "rank") + (f" and {count_of(num_spares, 'spare')}" if num_spares else "")
         threads = "" if "OMP_NUM_THREADS" in os.environ else "; OMP_NUM_THREADS is 1, set it to change that"
         relay.say(f"{who}, logs and timeline in {self._run}{threads}")
         if self._settings.preload:
@@ -296,7 +307,7 @@ class _Launch:
                 self._live(self._household.wait(self._patience()))
             return self._end()
 
-    def _live(self, happened: Happenings) -> None:
+    def _live(self, happened: WaitResult) -> None:
         """See to what has happened."""
         for number in happened.signals:
             self._heed(number)
@@ -313,12 +324,12 @@ class _Launch:
         self._look_for_outcome()
         self._press()
 
-    def status(self) -> Status:
+    def status(self) -> JobStatus:
         """How the job stands; from any thread."""
         settings, coordinator = self._settings, self._coordinator
         if coordinator is None:
-            return Status(None, settings.num_ranks, settings.num_ranks, settings.num_spares, 0, 0)
-        return Status(
+            return JobStatus(None, settings.num_ranks, settings.num_ranks, settings.num_spares, 0, 0)
+        return JobStatus(
             coordinator.step,
             coordinator.alive,
             settings.num_ranks,
@@ -348,7 +359,7 @@ class _Launch:
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
             from evergrad.recovery.coordinator import Coordinator
-            from evergrad.recovery.store import PREFIX, Sealed
+            from evergrad.recovery.store import PREFIX, SignedStore
 
             fd = self._listener.detach()  # clients that have connected meanwhile wait there
             store = TCPStore(LOOPBACK, self._port, None, True, wait_for_workers=False, master_listen_fd=fd)
@@ -365,33 +376,35 @@ class _Launch:
                 spawn=self._spawn,
             )
             coordinator.begin([place.uid for place in self._settings.places()])
-            sealed = Sealed(PrefixStore(PREFIX, store), self._secret)
+            sealed = SignedStore(PrefixStore(PREFIX, store), self._secret)
             nodes = self._open_nodes(sealed) if self._is_spread else None
         except BaseException as error:
             self._wish(partial(_raise, error))
         else:
             self._wish(partial(self._opened, sealed, coordinator, nodes))
 
-    def _open_nodes(self, store: Sealed) -> Nodes:
+    def _open_nodes(self, store: SignedStore) -> RemoteNodes:
         """Let the launchers of other nodes come."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        from evergrad.recovery.launch.head import Nodes
-        from evergrad.recovery.store import PREFIX, Sealed
+        from evergrad.recovery.launch.head import RemoteNodes
+        from evergrad.recovery.store import PREFIX, SignedStore
 
         ear = TCPStore(LOOPBACK, self._port, None, False, timedelta(seconds=60), False)
-        nodes = Nodes(self._settings, store, Sealed(PrefixStore(PREFIX, ear), self._secret), self._children.poke)
+        nodes = RemoteNodes(
+            self._settings, store, SignedStore(PrefixStore(PREFIX, ear), self._secret), self._children.poke
+        )
         nodes.listen()
         machine, settings = socket.gethostname(), self._settings.to_json()
-        Head(self._host, self._port, machine, os.getpid(), settings).write(self._run)
+        HeadAddress(self._host, self._port, machine, os.getpid(), settings).write(self._run)
         return nodes
 
-    def _opened(self, store: Sealed, coordinator: Coordinator, nodes: Nodes | None) -> None:
+    def _opened(self, store: SignedStore, coordinator: Coordinator, nodes: RemoteNodes | None) -> None:
         self._store, self._coordinator, self._nodes = store, coordinator, nodes
         if nodes is not None:
-            from evergrad.recovery.launch.head import Reception
+            from evergrad.recovery.launch.head import NodeMembership
 
-            self._reception = Reception(
+            self._reception = NodeMembership(
                 self._settings,
                 nodes,
                 self._places,
@@ -427,10 +440,10 @@ class _Launch:
         self._wish(partial(self._start_late, place, request.generation))
         return place.uid
 
-    def _start(self, place: Place, *, forked: bool = False, generation: int | None = None) -> None:
+    def _start(self, place: ProcessPlacement, *, forked: bool = False, generation: int | None = None) -> None:
         self._crowd.start(place, generation, self._places.nodes, forked=forked)
 
-    def _start_late(self, place: Place, generation: int | None = None) -> None:
+    def _start_late(self, place: ProcessPlacement, generation: int | None = None) -> None:
         if self._asked is not None or self._outcome is not None:
             return
         try:
@@ -440,7 +453,7 @@ class _Launch:
             if self._coordinator is not None:
                 self._coordinator.exited(place.uid, 1)
 
-    def _miss(self, gone: Exit) -> None:
+    def _miss(self, gone: ProcessExit) -> None:
         """Somebody is gone: the coordinator first, everything else can wait."""
         if self._asked is None:
             if self._coordinator is not None:
@@ -448,7 +461,7 @@ class _Launch:
             else:
                 self._gone_early.append(gone)
 
-    def _tell_gone(self, gone: Exit) -> None:
+    def _tell_gone(self, gone: ProcessExit) -> None:
         assert self._coordinator is not None
         uid = gone.child.uid
         self._coordinator.exited(uid, gone.code)
@@ -467,13 +480,13 @@ class _Launch:
         """A signal that we were sent is meant for everyone."""
         name, now = signal.Signals(number).name, time.monotonic()
         self._recorder.record("signal_received", signal=name)
-        if number not in LEAVING:
+        if number not in LEAVE_SIGNALS:
             self._crowd.send(number)
         elif self._asked is None:
             self._asked = number, now
             self._due = [(now + self._settings.grace_period_s, signal.SIGKILL)]
             self._crowd.send(number)
-            count = counted(len(self._crowd.living), "process", "processes")
+            count = count_of(len(self._crowd.living), "process", "processes")
             grace = f"{self._settings.grace_period_s:g} s"
             self._relay.say(f"{name}: passed on to {count}; those that still run in {grace} are killed")
         elif now - self._asked[1] >= SAME_NOTICE_S:  # not the same notice by another way: somebody insists
@@ -494,7 +507,7 @@ class _Launch:
             "finished",
             "diverged",
         ):  # spares were told, and leave by themselves, but who is not yet there
-            late = {child.uid for child in self._crowd.living if not self._find(Keys.joined(child.uid))}
+            late = {child.uid for child in self._crowd.living if not self._find(StoreKeys.joined(child.uid))}
             self._crowd.send(signal.SIGTERM, late)
             self._due = [(now + grace_s, signal.SIGTERM), (now + 2 * grace_s, signal.SIGKILL)]
         else:
@@ -521,16 +534,16 @@ class _Launch:
         return tuple(
             str(failure)
             for index, failure in enumerate(self._settings.schedule)
-            if failure.times is not None and not self._find(f"{Keys.fired(index)}/0")
+            if failure.times is not None and not self._find(f"{StoreKeys.fired(index)}/0")
         )
 
-    def _unverified(self, outcome: Outcome | None, joined: bool) -> str:
+    def _unverified(self, outcome: JobOutcome | None, joined: bool) -> str:
         """Return the reason why it is unknown whether the result is exact; empty if it is known."""
         if outcome is None or outcome.kind not in ("finished", "diverged"):
             return "it did not finish"
         if not joined:
             return NOBODY_JOINED
-        return self._find(Keys.unverified) or outcome.uncompared
+        return self._find(StoreKeys.unverified) or outcome.uncompared
 
     def _is_over(self) -> bool:
         return (self._outcome is not None or self._asked is not None) and not self._crowd.living
@@ -543,7 +556,7 @@ class _Launch:
         else:
             assert self._asked is not None
             kind, code, message = "interrupted", 128 + self._asked[0], signal.Signals(self._asked[0]).name
-        joined = any(self._find(Keys.joined(place.uid)) for place in self._places)
+        joined = any(self._find(StoreKeys.joined(place.uid)) for place in self._places)
         summary = Summary(
             kind,
             code,
@@ -553,7 +566,7 @@ class _Launch:
             generations=status.generation + 1,
             seconds=time.monotonic() - self._begun_mono,
             run=self._run,
-            inexact=(message if kind == "diverged" else "") or self._find(Keys.inexact) or self._announcer.inexact,
+            inexact=(message if kind == "diverged" else "") or self._find(StoreKeys.inexact) or self._announcer.inexact,
             unverified=self._unverified(outcome, joined),
             never=self._never(),
             joined=joined,

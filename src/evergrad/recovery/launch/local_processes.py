@@ -7,21 +7,21 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from evergrad.errors import UsageError
-from evergrad.recovery.heartbeat import Page, Vital
-from evergrad.recovery.launch.output import Relay
-from evergrad.recovery.launch.processes import Child, Children, Crowd, Exit, Happenings
-from evergrad.recovery.launch.settings import LaunchSettings, Place, environment_of
+from evergrad.recovery.heartbeat import HeartbeatPage, ProcessHealth
+from evergrad.recovery.launch.output import OutputRelay
+from evergrad.recovery.launch.processes import Child, Children, ProcessExit, ProcessSet, WaitResult
+from evergrad.recovery.launch.settings import LaunchSettings, ProcessPlacement, environment_of
 from evergrad.timeline import Recorder
 
 
-class Household(Crowd):
+class NodeProcesses(ProcessSet):
     """What a launcher starts on its own machine; the launcher of a node that is not the head has nothing else."""
 
     def __init__(
         self,
         settings: LaunchSettings,
         children: Children,
-        relay: Relay,
+        relay: OutputRelay,
         recorder: Recorder,
         *,
         run: Path,
@@ -32,19 +32,21 @@ class Household(Crowd):
         """`host` and `port` are where processes find the store; `begun_mono` is when the job began, by this machine."""
         self._settings, self._children, self._relay, self._recorder = settings, children, relay, recorder
         self._run, self._host, self._port, self._begun_mono = run, host, port, begun_mono
-        self._pages: dict[int, tuple[Page, Child]] = {}
+        self._pages: dict[int, tuple[HeartbeatPage, Child]] = {}
 
     @property
     def living(self) -> list[Child]:
         """By uid."""
         return self._children.living
 
-    def start(self, place: Place, generation: int | None, nodes: Sequence[int], *, forked: bool = False) -> None:
+    def start(
+        self, place: ProcessPlacement, generation: int | None, nodes: Sequence[int], *, forked: bool = False
+    ) -> None:
         """Start one more, from nothing or as a fork of this process."""
         environment = environment_of(
             place, self._settings, nodes=nodes, host=self._host, port=self._port, run=self._run, inherited=os.environ
         )
-        page = Page.make()
+        page = HeartbeatPage.make()
         environment |= {
             "EVERGRAD_HEARTBEAT_FD": str(page.fd),
             "EVERGRAD_START_TIME": repr(self._begun_mono),
@@ -72,18 +74,18 @@ class Household(Crowd):
         """Send every living process, or these, a signal; SIGKILL also to what it has started in its group."""
         self._children.send(number, uids)
 
-    def wait(self, timeout_s: float) -> Happenings:
+    def wait(self, timeout_s: float) -> WaitResult:
         """Until somebody exits, a signal comes, somebody pokes, or the time is over."""
         return self._children.wait(timeout_s)
 
-    def bury(self, gone: Exit) -> None:
+    def bury(self, gone: ProcessExit) -> None:
         """Somebody has exited, and whoever must know at once does."""
         child = gone.child
         self._recorder.record("process_exited", uid=child.uid, label=child.label, code=gone.code)
         page, _ = self._pages.pop(child.uid)
         page.close()
 
-    def vitals(self) -> dict[int, Vital]:
+    def vitals(self) -> dict[int, ProcessHealth]:
         """What each shows of itself, now."""
         return {uid: page.read(uid, child.pid) for uid, (page, child) in self._pages.items()}
 

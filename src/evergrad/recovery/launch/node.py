@@ -25,21 +25,21 @@ from typing import TYPE_CHECKING, Any
 from evergrad._forkserver import preload
 from evergrad._wire import Forged, Secret
 from evergrad.errors import RecoveryError, UsageError
-from evergrad.recovery.heartbeat import Vital
-from evergrad.recovery.launch.local_processes import Household
-from evergrad.recovery.launch.output import Relay
-from evergrad.recovery.launch.processes import LEAVING, SAME_NOTICE_S, Children
-from evergrad.recovery.launch.rendezvous import Head, await_head
+from evergrad.recovery.heartbeat import ProcessHealth
+from evergrad.recovery.launch.local_processes import NodeProcesses
+from evergrad.recovery.launch.output import OutputRelay
+from evergrad.recovery.launch.processes import LEAVE_SIGNALS, SAME_NOTICE_S, Children
+from evergrad.recovery.launch.rendezvous import HeadAddress, await_head
 from evergrad.recovery.launch.settings import OPTION_OF, LaunchSettings
 from evergrad.recovery.launch.summary import Summary
-from evergrad.recovery.membership import Keys
+from evergrad.recovery.membership import StoreKeys
 from evergrad.timeline import Recorder
-from evergrad.wording import counted, first_line
+from evergrad.wording import count_of, first_line
 
 if TYPE_CHECKING:
     from evergrad.recovery.store import StoreClient
 
-CUT_OFF = 5
+EXIT_CUT_OFF = 5
 """The exit code of a launcher that has lost the head."""
 _ANSWERS_WITHIN_S = 60.0
 _CONNECTS_WITHIN_S = 20.0
@@ -54,7 +54,7 @@ class _Interrupted(Exception):
         self.number = number
 
 
-def attend(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
+def run_node(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
     """Be one node of a job until that ends; only in the main thread, where signals arrive."""
     begun_s = time.monotonic()
     assert settings.out is not None
@@ -69,13 +69,15 @@ def attend(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
             settings = replace(settings, node_names=tuple(str(one) for one in _listed(head.settings, "node_names")))
             name = settings.names[settings.node_rank or 0]
             client = _connected(head, run, children)
-            attempt, answer = _said_hello(client, settings, children)
+            attempt, answer = _register_node(client, settings, children)
         except _Interrupted as error:
             return _summary("interrupted", 128 + error.number, str(error), begun_s, run)
         with Recorder(run / f"timeline-{name}.jsonl", f"launcher {name}") as recorder:
-            relay = Relay(run / "logs", all_to_stderr=as_json, status=lambda: f"node {name} of the job at {head.host}")
+            relay = OutputRelay(
+                run / "logs", all_to_stderr=as_json, status=lambda: f"node {name} of the job at {head.host}"
+            )
             with closing(relay):
-                household = Household(
+                household = NodeProcesses(
                     settings,
                     children,
                     relay,
@@ -87,25 +89,25 @@ def attend(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
                 )
                 with closing(household):
                     ended = partial(_summary, begun_s=begun_s, run=run)
-                    post = _Outpost(settings, head, name, client, attempt, household, relay, recorder, ended)
+                    post = _NodeLauncher(settings, head, name, client, attempt, household, relay, recorder, ended)
                     summary = post.stay(answer, children.poke)
                 relay.close("" if as_json else f"{name}: {post.last or summary.outcome}")
         post.leave()
         return summary
 
 
-class _Outpost:
+class _NodeLauncher:
     """One node while it takes part, seen from the main thread."""
 
     def __init__(
         self,
         settings: LaunchSettings,
-        head: Head,
+        head: HeadAddress,
         name: str,
         client: StoreClient,
         attempt: int,
-        household: Household,
-        relay: Relay,
+        household: NodeProcesses,
+        relay: OutputRelay,
         recorder: Recorder,
         ended: Callable[[str, int, str], Summary],
     ) -> None:
@@ -119,7 +121,7 @@ class _Outpost:
         self._words = Outbox(client, NodeKeys.words(self._node, attempt))
         self._lease_s = lease_s(settings.patience)
         self._orders: deque[dict[str, Any]] = deque()
-        self._vitals: tuple[Vital, ...] = ()
+        self._vitals: tuple[ProcessHealth, ...] = ()
         self._turn = 0
         self._answered_s = time.monotonic()
         """When the last beat that was answered was sent."""
@@ -137,10 +139,10 @@ class _Outpost:
 
     def stay(self, answer: dict[str, Any], poke: Callable[[], None]) -> Summary:
         """Until the head says that it is over, or cannot say anything any more."""
-        from evergrad.recovery.launch.node_protocol import Start
+        from evergrad.recovery.launch.node_protocol import StartOrder
 
-        starts = [Start.from_json(one) for one in answer["starts"]]
-        count = counted(len(starts), "process", "processes")
+        starts = [StartOrder.from_json(one) for one in answer["starts"]]
+        count = count_of(len(starts), "process", "processes")
         self._relay.say(f"{self._name}: {count} on {socket.gethostname()}, head at {self._head.host}:{self._head.port}")
         for start in starts:
             self._start(start, answer["nodes"], forked=self._settings.preload)
@@ -177,7 +179,7 @@ class _Outpost:
         if self._summary is not None and self._summary.outcome != "cut-off":
             self._say(what="leaves")
             with suppress(RuntimeError, Forged):
-                self._client.has(Keys.fatal)  # an answer: what was said before has arrived
+                self._client.has(StoreKeys.fatal)  # an answer: what was said before has arrived
 
     def _listen(self, poke: Callable[[], None]) -> list[threading.Thread]:
         self._answered_s = time.monotonic()
@@ -206,18 +208,18 @@ class _Outpost:
                 poke()
         except Forged as error:
             with suppress(RuntimeError):
-                client.set(Keys.fatal, str(error))
+                client.set(StoreKeys.fatal, str(error))
         except RuntimeError:  # cut, by us; or the store is gone, which the beats find out too
             pass
 
     def _beat(self, client: StoreClient, poke: Callable[[], None]) -> None:
-        from evergrad.recovery.launch.node_protocol import Beat, NodeKeys
+        from evergrad.recovery.launch.node_protocol import NodeHeartbeat, NodeKeys
 
         key, number = NodeKeys.beat(self._node, self._attempt), 0
         try:
             while not self._over.is_set():
                 sent_s = time.monotonic()
-                client.set(key, Beat(number, self._vitals).to_json())
+                client.set(key, NodeHeartbeat(number, self._vitals).to_json())
                 client.has(key)  # an answer
                 self._answered_s, number = sent_s, number + 1
                 self._over.wait(max(0.0, sent_s + self._settings.patience.beat_s - time.monotonic()))
@@ -240,21 +242,21 @@ class _Outpost:
             return
         where = f"the head at {self._head.host}:{self._head.port}"
         what = f"{where} is gone" if self._gone else f"{where} does not answer for {silent_s:.1f} s"
-        self._summary = self._ended("cut-off", CUT_OFF, what)
-        count = counted(len(self._household.living), "process", "processes")
+        self._summary = self._ended("cut-off", EXIT_CUT_OFF, what)
+        count = count_of(len(self._household.living), "process", "processes")
         self.last = f"{what}: {count} killed. Where the head still runs, this node may be started again"
 
     def _obey(self, order: dict[str, Any]) -> None:
-        from evergrad.recovery.launch.node_protocol import Start
+        from evergrad.recovery.launch.node_protocol import StartOrder
 
         what = order["do"]
         if what == "start":
-            self._start(Start.from_json(order["start"]), order["nodes"])
+            self._start(StartOrder.from_json(order["start"]), order["nodes"])
         elif what == "signal":
             if not order["for_all"] or self._is_news(order["number"]):
                 self._household.send(order["number"], order["uids"])
         elif what == "leave":
-            self._summary = self._ended("cut-off", CUT_OFF, f"the head takes this node for lost: {order['why']}")
+            self._summary = self._ended("cut-off", EXIT_CUT_OFF, f"the head takes this node for lost: {order['why']}")
             self.last = self._summary.message
         else:
             assert what == "end", what
@@ -286,13 +288,13 @@ class _Outpost:
         """A signal that this launcher was sent is meant for its node."""
         name, now = signal.Signals(number).name, time.monotonic()
         self._recorder.record("signal_received", signal=name)
-        if number in LEAVING and self._asked is not None and now - self._asked[1] >= SAME_NOTICE_S:
+        if number in LEAVE_SIGNALS and self._asked is not None and now - self._asked[1] >= SAME_NOTICE_S:
             self._household.send(signal.SIGKILL)  # somebody insists
             return
-        if number in LEAVING and self._asked is None:
+        if number in LEAVE_SIGNALS and self._asked is None:
             self._asked = number, now
             grace = f"{self._settings.grace_period_s:g} s"
-            count = counted(len(self._household.living), "process", "processes")
+            count = count_of(len(self._household.living), "process", "processes")
             self._relay.say(f"{self._name}: {name}: passed on to {count}; those that still run in {grace} are killed")
         if self._is_news(number):
             self._household.send(number)
@@ -318,13 +320,13 @@ def _pausing(children: Children) -> Callable[[float], None]:
 
     def pause(seconds: float) -> None:
         for number in children.wait(seconds).signals:
-            if number in LEAVING:
+            if number in LEAVE_SIGNALS:
                 raise _Interrupted(number)
 
     return pause
 
 
-def _connected(head: Head, run: Path, children: Children) -> StoreClient:
+def _connected(head: HeadAddress, run: Path, children: Children) -> StoreClient:
     """A connection to the head's store. What cannot be reached at all is found out before torch tries for minutes."""
     pause, end_s, why = _pausing(children), time.monotonic() + _CONNECTS_WITHIN_S, ""
     while time.monotonic() < end_s:
@@ -344,7 +346,7 @@ def _connected(head: Head, run: Path, children: Children) -> StoreClient:
     )
 
 
-def _said_hello(client: StoreClient, settings: LaunchSettings, children: Children) -> tuple[int, dict[str, Any]]:
+def _register_node(client: StoreClient, settings: LaunchSettings, children: Children) -> tuple[int, dict[str, Any]]:
     """Say that this node is there; the number of this attempt, and what the head wants it to start."""
     from evergrad.recovery.launch.node_protocol import NodeKeys
 

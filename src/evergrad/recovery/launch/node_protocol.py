@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from evergrad.records import record_from_json, record_to_json
-from evergrad.recovery.heartbeat import Patience, Vital
-from evergrad.recovery.launch.settings import Place
-from evergrad.recovery.store import Sealed
+from evergrad.recovery.heartbeat import LivenessTimeouts, ProcessHealth
+from evergrad.recovery.launch.settings import ProcessPlacement
+from evergrad.recovery.store import SignedStore
 
 _LEASE = 2.0
 
@@ -68,10 +68,10 @@ class NodeKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartOrder:
     """A process that a launcher is to start."""
 
-    place: Place
+    place: ProcessPlacement
     generation: int | None = None
     """Which one it is a member of from the beginning; None: the first, or as a spare."""
 
@@ -80,24 +80,24 @@ class Start:
         return record_to_json(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Start:
+    def from_json(cls, values: Mapping[str, Any]) -> StartOrder:
         """Back from JSON."""
         return record_from_json(cls, values)
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class NodeHeartbeat:
     """A launcher's sign of life."""
 
     number: int
-    vitals: tuple[Vital, ...] = ()
+    vitals: tuple[ProcessHealth, ...] = ()
 
     def to_json(self) -> str:
         """As text for the store."""
         return json.dumps(record_to_json(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Beat:
+    def from_json(cls, text: str) -> NodeHeartbeat:
         """Back from text."""
         return record_from_json(cls, json.loads(text))
 
@@ -105,7 +105,7 @@ class Beat:
 class Outbox:
     """Messages to one reader, in order; from any thread, over one connection."""
 
-    def __init__(self, store: Sealed, name: str) -> None:
+    def __init__(self, store: SignedStore, name: str) -> None:
         self._store, self._name = store, name
         self._next = 0
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ class Outbox:
 class Inbox:
     """Messages of one writer, in order; for one thread."""
 
-    def __init__(self, store: Sealed, name: str) -> None:
+    def __init__(self, store: SignedStore, name: str) -> None:
         self._store, self._name = store, name
         self._next = 0
 
@@ -138,7 +138,7 @@ class Inbox:
         return found
 
 
-def lease_s(patience: Patience) -> float:
+def lease_s(patience: LivenessTimeouts) -> float:
     """For how long a node may be silent.
 
     Twice what a process may: of a process the kernel says whether it is stopped, of a node nobody does, and to lose one

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from evergrad.recovery.heartbeat import innermost
 from evergrad.recovery.launch.processes import Child
 from evergrad.timeline import Recorder
-from evergrad.wording import counted
+from evergrad.wording import count_of
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -39,7 +39,7 @@ _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class JobStatus:
     """How a job stands."""
 
     step: int | None
@@ -52,8 +52,8 @@ class Status:
     def __str__(self) -> str:
         step = "starting" if self.step is None else f"step {self.step}"
         ranks = f"{self.ranks} of {self.num_ranks} ranks"
-        spares = f"{counted(self.spares, 'spare')} waiting"
-        failures = f"{counted(self.failures, 'failure')} survived"
+        spares = f"{count_of(self.spares, 'spare')} waiting"
+        failures = f"{count_of(self.failures, 'failure')} survived"
         return " · ".join((step, ranks, spares, failures, f"generation {self.generation}"))
 
 
@@ -84,11 +84,11 @@ class _Pipe:
         return [rest] if rest else []
 
 
-class Relay:
+class OutputRelay:
     """Passes on what processes print, from `begin` to `close`."""
 
     def __init__(self, logs: Path, *, all_to_stderr: bool = False, status: Callable[[], object]) -> None:
-        """`status` is shown as text, on a terminal: a `Status`, or whatever says how things stand."""
+        """`status` is shown as text, on a terminal: a `JobStatus`, or whatever says how things stand."""
         self._logs, self._status = logs, status
         self._out = _Stream(sys.stderr if all_to_stderr else sys.stdout)
         self._error = _Stream(sys.stderr)
@@ -296,10 +296,10 @@ def _pieces(line: bytes | bytearray) -> list[bytes]:
 _TOGETHER = "is on node "
 
 
-class Announcer:
+class EventLog:
     """Takes the coordinator's events; from any thread."""
 
-    def __init__(self, recorder: Recorder, relay: Relay, label_of: Callable[[int], str], strategy: str) -> None:
+    def __init__(self, recorder: Recorder, relay: OutputRelay, label_of: Callable[[int], str], strategy: str) -> None:
         """`label_of` is what people call a process, by its uid."""
         self._recorder, self._relay, self._label_of, self._strategy = recorder, relay, label_of, strategy
         self._deaths: dict[int, tuple[str, str]] = {}
@@ -341,7 +341,7 @@ class Announcer:
             self._relay.say(f"{self.ended_spares[uid]}: it takes no rank's place. See logs/{uid}.log")
 
     def _announce(self, fields: dict[str, Any]) -> None:
-        generation, ranks = fields["generation"], counted(len(fields["members"]), "rank")
+        generation, ranks = fields["generation"], count_of(len(fields["members"]), "rank")
         joined = [f"{self._label_of(uid)} joins" for uid in fields["joiners"]]
         if fields["dead"] or fields["left"] or fields["ended"]:
             left = [f"{self._label_of(uid)} has left" for uid in fields["left"]]

@@ -38,12 +38,12 @@ from evergrad._forkserver import (
     set_subreaper,
 )
 from evergrad.errors import UsageError
-from evergrad.recovery.heartbeat import Vital
-from evergrad.recovery.launch.settings import Place
+from evergrad.recovery.heartbeat import ProcessHealth
+from evergrad.recovery.launch.settings import ProcessPlacement
 
-LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask everyone to leave."""
-PASSED_ON = (*LEAVING, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SIGNALS = (*LEAVE_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 """What is heeded rather than died of."""
 SAME_NOTICE_S = 1.0
 """A signal that comes again within this time is the same notice by another way; later, somebody insists."""
@@ -62,7 +62,7 @@ class Child:
     stderr: int
 
 
-class Exit(NamedTuple):
+class ProcessExit(NamedTuple):
     """A process is gone."""
 
     child: Child
@@ -70,10 +70,10 @@ class Exit(NamedTuple):
     """Its exit code; below zero, the signal that ended it."""
 
 
-class Happenings(NamedTuple):
+class WaitResult(NamedTuple):
     """What came since the last look."""
 
-    exits: list[Exit]
+    exits: list[ProcessExit]
     signals: list[int]
     """Those that the launcher was sent, in order."""
 
@@ -124,7 +124,7 @@ class Children:
         self._groups.add(process.pid)
         return child
 
-    def wait(self, timeout_s: float) -> Happenings:
+    def wait(self, timeout_s: float) -> WaitResult:
         """Until something happens, somebody pokes, or the time is over."""
         if self._selector.select(max(0.0, timeout_s)):
             with suppress(BlockingIOError):
@@ -133,7 +133,7 @@ class Children:
         signals = []
         while self._signals:
             signals.append(self._signals.popleft())
-        return Happenings(self._exits(), signals)
+        return WaitResult(self._exits(), signals)
 
     def poke(self) -> None:
         """Let `wait` return; from any thread."""
@@ -157,7 +157,7 @@ class Children:
         self._there.setblocking(False)
         self._selector.register(self._here, selectors.EVENT_READ)
         self._wakeup_before = signal.set_wakeup_fd(self._there.fileno(), warn_on_full_buffer=False)
-        for number in (*PASSED_ON, signal.SIGCHLD):
+        for number in (*FORWARDED_SIGNALS, signal.SIGCHLD):
             if number == signal.SIGCHLD or not _is_to_be_ignored(number):
                 self._before[number] = signal.signal(number, self._note)
         self._was_subreaper = set_subreaper(1)
@@ -181,7 +181,7 @@ class Children:
         if number != signal.SIGCHLD:  # that only ends the wait: who it was is asked of each
             self._signals.append(number)
 
-    def _exits(self) -> list[Exit]:
+    def _exits(self) -> list[ProcessExit]:
         found = []
         for uid, (child, process) in list(self._living.items()):
             # Look first and reap later: until then the number cannot become another group's.
@@ -191,7 +191,7 @@ class Children:
             if seen.si_code != os.CLD_EXITED or seen.si_status != 0:
                 kill_group(child.pid)
             del self._living[uid]
-            found.append(Exit(child, process.wait()))
+            found.append(ProcessExit(child, process.wait()))
         self._reap_adopted()
         return found
 
@@ -271,10 +271,10 @@ def _has_terminal() -> bool:
     return True
 
 
-# The processes of a job, wherever they run: here (`household`), on other nodes (`nodes`), or both (`Everyone`).
+# The processes of a job, wherever they run: here (`household`), on other nodes (`nodes`), or both (`JobProcesses`).
 
 
-class Crowd(ABC):
+class ProcessSet(ABC):
     """Some processes of a job. For the main thread of the launcher; nothing here waits."""
 
     @property
@@ -283,7 +283,9 @@ class Crowd(ABC):
         """Those that run, as far as is known, by uid."""
 
     @abstractmethod
-    def start(self, place: Place, generation: int | None, nodes: Sequence[int], *, forked: bool = False) -> None:
+    def start(
+        self, place: ProcessPlacement, generation: int | None, nodes: Sequence[int], *, forked: bool = False
+    ) -> None:
         """Start one more; `nodes` is the node of every process so far, by uid. `UsageError` if that is impossible."""
 
     @abstractmethod
@@ -291,7 +293,7 @@ class Crowd(ABC):
         """Send every living process, or these, a signal; SIGKILL also to what it has started in its group."""
 
     @abstractmethod
-    def vitals(self) -> dict[int, Vital]:
+    def vitals(self) -> dict[int, ProcessHealth]:
         """What living processes show of themselves, by uid."""
 
     @abstractmethod
@@ -299,10 +301,10 @@ class Crowd(ABC):
         """Where the script of a process was when it was last heard of; empty if nobody knows."""
 
 
-class Everyone(Crowd):
+class JobProcesses(ProcessSet):
     """Those on this node and those on the others."""
 
-    def __init__(self, here: Crowd, elsewhere: Callable[[], Crowd | None], node: int) -> None:
+    def __init__(self, here: ProcessSet, elsewhere: Callable[[], ProcessSet | None], node: int) -> None:
         """`elsewhere` may come later: nothing runs on other nodes before."""
         self._here, self._elsewhere, self._node = here, elsewhere, node
 
@@ -311,7 +313,9 @@ class Everyone(Crowd):
         """By uid."""
         return sorted((child for part in self._parts() for child in part.living), key=lambda child: child.uid)
 
-    def start(self, place: Place, generation: int | None, nodes: Sequence[int], *, forked: bool = False) -> None:
+    def start(
+        self, place: ProcessPlacement, generation: int | None, nodes: Sequence[int], *, forked: bool = False
+    ) -> None:
         """Where its place is."""
         part = self._here if place.node == self._node else self._elsewhere()
         assert part is not None, f"{place.label} is to start on node {place.node}, and there is no way to it yet"
@@ -322,7 +326,7 @@ class Everyone(Crowd):
         for part in self._parts():
             part.send(number, uids)
 
-    def vitals(self) -> dict[int, Vital]:
+    def vitals(self) -> dict[int, ProcessHealth]:
         """Of all."""
         return {uid: vital for part in self._parts() for uid, vital in part.vitals().items()}
 
@@ -330,6 +334,6 @@ class Everyone(Crowd):
         """Of whoever knows."""
         return next((stack for part in self._parts() if (stack := part.stack(uid))), "")
 
-    def _parts(self) -> list[Crowd]:
+    def _parts(self) -> list[ProcessSet]:
         elsewhere = self._elsewhere()
         return [self._here] if elsewhere is None else [self._here, elsewhere]

@@ -26,7 +26,7 @@ _MOST_NAMES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class NodeIdentity:
     """Which node of how many this launcher is, and what they are called."""
 
     rank: int
@@ -39,7 +39,7 @@ class Stand:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HeadAddress:
     """Where the head of a job is, and what it was launched with."""
 
     host: str
@@ -55,7 +55,7 @@ class Head:
             path.write_text(json.dumps(asdict(self) | {"schema_version": _SCHEMA_VERSION}, indent=2) + "\n")
 
     @classmethod
-    def read(cls, run: Path) -> Head | None:
+    def read(cls, run: Path) -> HeadAddress | None:
         """From the run's folder; None if it is not there yet."""
         path = run / HEAD_FILE
         try:
@@ -89,7 +89,7 @@ class Head:
                 )
 
 
-def stand(num_nodes: int | None, rank: int | None, env: Mapping[str, str]) -> Stand:
+def node_identity(num_nodes: int | None, rank: int | None, env: Mapping[str, str]) -> NodeIdentity:
     """What the options say, where there are none the environment, or Slurm."""
     by_slurm = num_nodes is None and "SLURM_NNODES" in env
     if rank is None:
@@ -113,7 +113,7 @@ def stand(num_nodes: int | None, rank: int | None, env: Mapping[str, str]) -> St
         raise UsageError(f"--nnodes: expected the number of nodes, 1 or more, found {num_nodes}")
     if not 0 <= rank < num_nodes:
         raise UsageError(f"--node-rank: expected 0 to {num_nodes - 1}, as there are {num_nodes} nodes, found {rank}")
-    return Stand(rank, _names(num_nodes, rank, env) if by_slurm else numbered(num_nodes))
+    return NodeIdentity(rank, _names(num_nodes, rank, env) if by_slurm else numbered(num_nodes))
 
 
 def numbered(num_nodes: int) -> tuple[str, ...]:
@@ -139,10 +139,10 @@ def expanded(text: str) -> list[str]:
     return names
 
 
-def await_head(run: Path, timeout_s: float, pause: Callable[[float], None] = time.sleep) -> Head:
+def await_head(run: Path, timeout_s: float, pause: Callable[[float], None] = time.sleep) -> HeadAddress:
     """Wait until the head has written where it is; `pause` may raise to end that."""
     end_s = time.monotonic() + timeout_s
-    while (head := Head.read(run)) is None:
+    while (head := HeadAddress.read(run)) is None:
         if time.monotonic() >= end_s:
             where = "it is empty or of something else" if run.is_dir() else "there is no such folder"
             raise UsageError(

@@ -24,7 +24,7 @@ from evergrad.errors import UsageError, nearest
 from evergrad.records import Json
 from evergrad.recovery.decide import STRATEGIES, Strategy
 from evergrad.recovery.failures.schedule import Failures
-from evergrad.recovery.heartbeat import Patience
+from evergrad.recovery.heartbeat import LivenessTimeouts
 from evergrad.recovery.launch.rendezvous import numbered
 from evergrad.recovery.sockets import LOOPBACK
 
@@ -78,7 +78,7 @@ class LaunchSettings:
     max_restarts: int = 3
     max_ranks: int | None = None
     """How many ranks there may be, if spares wait; None: as many as the job begins with."""
-    patience: Patience = field(default_factory=Patience)
+    patience: LivenessTimeouts = field(default_factory=LivenessTimeouts)
     """When a process that lives is taken for dead."""
     keep_stopped: bool = False
     """Whether a process that was taken for dead is left alone, rather than killed: to look at it with a debugger."""
@@ -165,14 +165,14 @@ class LaunchSettings:
             for failure in self.failures
         )
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ProcessPlacement]:
         """Where each process starts, by uid: ranks on nodes in blocks, then spares, one node after the other."""
         ranks = [(uid * self.num_nodes // self.num_ranks, uid) for uid in range(self.num_ranks)]
         spares = [(index % self.num_nodes, None) for index in range(self.num_spares)]
-        places: list[Place] = []
+        places: list[ProcessPlacement] = []
         on_node: Counter[int] = Counter()
         for uid, (node, rank) in enumerate([*ranks, *spares]):
-            places.append(Place(uid, node, uid if self.node_rank is None else on_node[node], rank))
+            places.append(ProcessPlacement(uid, node, uid if self.node_rank is None else on_node[node], rank))
             on_node[node] += 1
         return places
 
@@ -208,7 +208,7 @@ class LaunchSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlacement:
     """Where a process starts."""
 
     uid: int
@@ -225,7 +225,7 @@ class Place:
 
 
 def environment_of(
-    place: Place,
+    place: ProcessPlacement,
     settings: LaunchSettings,
     *,
     nodes: Sequence[int],
@@ -309,17 +309,17 @@ def _check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
 # Where every process of a job was started, from the first to those that took others' places.
 
 
-class Places:
+class ProcessPlacements:
     """By uid; it only grows. Uids are given here, to whichever thread asks."""
 
-    def __init__(self, first: Iterable[Place]) -> None:
+    def __init__(self, first: Iterable[ProcessPlacement]) -> None:
         self._places = list(first)
         self._lock = threading.Lock()
 
-    def __getitem__(self, uid: int) -> Place:
+    def __getitem__(self, uid: int) -> ProcessPlacement:
         return self._places[uid]
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[ProcessPlacement]:
         return iter(list(self._places))
 
     @property
@@ -327,10 +327,10 @@ class Places:
         """The node of each."""
         return [place.node for place in self]
 
-    def add(self, node: int, device: int, rank: int | None = None) -> Place:
+    def add(self, node: int, device: int, rank: int | None = None) -> ProcessPlacement:
         """One more."""
         with self._lock:
-            place = Place(len(self._places), node, device, rank)
+            place = ProcessPlacement(len(self._places), node, device, rank)
             self._places.append(place)
         return place
 
@@ -338,7 +338,9 @@ class Places:
         """What people call it."""
         return self._places[uid].label
 
-    def instead_of(self, before: Place, is_here: Callable[[int], bool], living: Iterable[int]) -> tuple[int, int]:
+    def instead_of(
+        self, before: ProcessPlacement, is_here: Callable[[int], bool], living: Iterable[int]
+    ) -> tuple[int, int]:
         """Node and device for one that takes another's place: the same, unless that node is gone.
 
         Then the node on which the fewest of the `living` are, and there the device after theirs.

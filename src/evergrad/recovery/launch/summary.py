@@ -25,7 +25,7 @@ from evergrad._jsonl import Appender, split_whole
 from evergrad.errors import FileAccessError, UsageError, reason
 from evergrad.records import Json
 from evergrad.recovery.launch.settings import LaunchSettings
-from evergrad.wording import counted
+from evergrad.wording import count_of
 
 _SCHEMA_VERSION = 1
 NO_FINGERPRINT = "left no fingerprint"
@@ -74,8 +74,8 @@ class Summary:
         return self.run / "timeline.jsonl"
 
     def __str__(self) -> str:
-        failures = f"{counted(self.failures_survived, 'failure')} survived"
-        generations, steps = counted(self.generations, "generation"), counted(self.steps, "step")
+        failures = f"{count_of(self.failures_survived, 'failure')} survived"
+        generations, steps = count_of(self.generations, "generation"), count_of(self.steps, "step")
         why = "" if self.outcome == "finished" else f": {self.message.rstrip('.')}"
         how = f"; not as without failures: {self.inexact}" if self.inexact and self.outcome != "diverged" else ""
         # A script that trains nothing leaves no fingerprints, and is not worth a word unless somebody was lost.
@@ -84,7 +84,7 @@ class Summary:
             how = f"; not verified to be as without failures: {self.unverified}"
         more = len(self.ended_spares) - _NAMED_SPARES
         how += "".join(f"; {spare}" for spare in self.ended_spares[:_NAMED_SPARES])
-        how += f"; {counted(more, 'other spare')} ended early" if more > 0 else ""
+        how += f"; {count_of(more, 'other spare')} ended early" if more > 0 else ""
         if self.joined and not self.steps and self.outcome == "finished":
             steps += " of the job: job.step was never called"
         facts = f"{steps}, {failures}, {generations}, {self.seconds:.1f} s{how}"
@@ -167,11 +167,11 @@ def write_record(run: Path, settings: LaunchSettings, started_s: float, summary:
 
 def _found_in(run: Path) -> str:
     """What is in a folder that should be empty."""
-    from evergrad.recovery.launch.rendezvous import Head
+    from evergrad.recovery.launch.rendezvous import HeadAddress
 
     head = None
     with suppress(FileAccessError):
-        head = Head.read(run)
+        head = HeadAddress.read(run)
     if head is None:
         return "something in it"
     return f"the head of a job in it: process {head.pid} on {head.machine}. Is there a second node 0?"

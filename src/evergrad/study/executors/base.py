@@ -26,10 +26,10 @@ from typing import Any, Generic, Self, TypeVar
 
 from evergrad.errors import EvergradError, UsageError
 from evergrad.records import Json
-from evergrad.wording import shown
+from evergrad.wording import short_repr
 
 
-class Fate(StrEnum):
+class TaskStatus(StrEnum):
     """What became of a task."""
 
     DONE = "done"
@@ -62,11 +62,11 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TaskResult:
     """A task that is over."""
 
     id: str
-    fate: Fate
+    fate: TaskStatus
     result: Mapping[str, Json] | None = None
     """Of a task that is done."""
     reason: str = ""
@@ -81,9 +81,9 @@ class Ended:
         return {"id": self.id, "fate": str(self.fate), "result": result, "reason": self.reason}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Ended:
+    def from_json(cls, told: Mapping[str, Any]) -> TaskResult:
         """Back from `to_json`; KeyError or ValueError if it is something else."""
-        return cls(told["id"], Fate(told["fate"]), told["result"], str(told["reason"]))
+        return cls(told["id"], TaskStatus(told["fate"]), told["result"], str(told["reason"]))
 
 
 class Executor(ABC):
@@ -97,7 +97,7 @@ class Executor(ABC):
         """Take a task; returns at once."""
 
     @abstractmethod
-    def collect(self, wait_s: float) -> list[Ended]:
+    def collect(self, wait_s: float) -> list[TaskResult]:
         """What is over by now; waits for a first one, but not longer than this."""
 
     @abstractmethod
@@ -119,29 +119,29 @@ class Executor(ABC):
 FAILED_STARTS = 3
 """So many workers in a row that do not get ready are enough."""
 
-_Packed = TypeVar("_Packed")
+_EncodedTask = TypeVar("_EncodedTask")
 """A task as workers are sent it."""
 
 
-class Feeding(Executor, Generic[_Packed]):
+class QueueingExecutor(Executor, Generic[_EncodedTask]):
     """What such executors have in common."""
 
     def __init__(self, perform: str, workers_are: str) -> None:
         """`workers_are` is what one worker is called in messages."""
         self._perform, self._workers_are = perform, workers_are
-        self._waiting: deque[tuple[Task, _Packed]] = deque()
-        self._ended: list[Ended] = []
+        self._waiting: deque[tuple[Task, _EncodedTask]] = deque()
+        self._ended: list[TaskResult] = []
         self._failed_starts = 0
         self._is_closed = False
 
     def submit(self, task: Task) -> None:
         """Take a task; returns at once."""
         if self._is_closed:
-            raise UsageError(f"task {shown(task.id)}: this executor is closed")
+            raise UsageError(f"task {short_repr(task.id)}: this executor is closed")
         self._waiting.append((task, self._packed(task)))
         self._feed()
 
-    def collect(self, wait_s: float) -> list[Ended]:
+    def collect(self, wait_s: float) -> list[TaskResult]:
         """What is over by now; waits for a first one, if any is under way."""
         if self._is_closed:
             return []
@@ -175,7 +175,7 @@ class Feeding(Executor, Generic[_Packed]):
         """Whether there is a worker that takes tasks."""
 
     @abstractmethod
-    def _packed(self, task: Task) -> _Packed:
+    def _packed(self, task: Task) -> _EncodedTask:
         """A task as it will be sent; refused if it cannot be."""
 
     @abstractmethod
@@ -191,12 +191,12 @@ class Feeding(Executor, Generic[_Packed]):
         """End all workers."""
 
     def _lose(self, task: Task, reason: str) -> None:
-        self._ended.append(Ended(task.id, Fate.LOST, reason=reason))
+        self._ended.append(TaskResult(task.id, TaskStatus.LOST, reason=reason))
 
     def _could_not_start(self, why: str) -> None:
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS and not self._is_served:
             tried = f"{self._failed_starts} have tried. The last: {why}"
             reason = f"{self._perform}: no {self._workers_are} gets ready, {tried}"
-            self._ended += [Ended(task.id, Fate.BROKEN, reason=reason) for task, _ in self._waiting]
+            self._ended += [TaskResult(task.id, TaskStatus.BROKEN, reason=reason) for task, _ in self._waiting]
             self._waiting.clear()

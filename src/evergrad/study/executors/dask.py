@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import UsageError
-from evergrad.study.executors.base import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Executor, Task, TaskResult, TaskStatus
 from evergrad.study.executors.local import LocalProcesses
-from evergrad.wording import install_hint, shown
+from evergrad.wording import install_hint, short_repr
 
 _ANSWER_S = 10.0
 _WORKERS_S = 60.0
@@ -64,7 +64,7 @@ class DaskCluster(Executor):
         self._told = (self._owner, str(Path(folder).absolute()), perform, dict(environment or {}))
         self._waiting: deque[Task] = deque()
         self._under_way: dict[str, Any] = {}
-        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[TaskResult] = queue.SimpleQueue()
         self._is_closed = False
         self._cluster: Any = None
         if scheduler is None:
@@ -98,13 +98,13 @@ class DaskCluster(Executor):
     def submit(self, task: Task) -> None:
         """Take a task; returns at once."""
         if self._is_closed:
-            raise UsageError(f"task {shown(task.id)}: this executor is closed")
+            raise UsageError(f"task {short_repr(task.id)}: this executor is closed")
         self._waiting.append(task)
         self._feed()
 
-    def collect(self, wait_s: float) -> list[Ended]:
+    def collect(self, wait_s: float) -> list[TaskResult]:
         """What is over by now; waits for a first one, if any is under way."""
-        ended: list[Ended] = []
+        ended: list[TaskResult] = []
         if self._is_closed:
             return ended
         with suppress(queue.Empty):
@@ -150,7 +150,7 @@ class DaskCluster(Executor):
             future = self._client.submit(run, *self._told, text, key=key, pure=False, retries=0)
             self._waiting.popleft()
             self._under_way[task.id] = future
-            future.add_done_callback(lambda done, id=task.id: self._ended.put(_ended(id, done)))
+            future.add_done_callback(lambda done, id=task.id: self._ended.put(_task_result(id, done)))
 
     def _count(self) -> None:
         """Workers come and go."""
@@ -174,7 +174,7 @@ def run(owner: str, folder: str, perform: str, environment: dict[str, str], text
         reason = (
             f"{folder} is not visible on worker {worker.address}: put --out on a file system that all workers share"
         )
-        return json.dumps(Ended(task.id, Fate.BROKEN, reason=reason).to_json())
+        return json.dumps(TaskResult(task.id, TaskStatus.BROKEN, reason=reason).to_json())
     child = _CHILDREN.take(owner)
     if child is None:
         place = "".join(char if char.isalnum() else "-" for char in str(worker.name))
@@ -185,7 +185,7 @@ def run(owner: str, folder: str, perform: str, environment: dict[str, str], text
         while not (ended := child.collect(_LOOK_S)):
             if not is_wanted():
                 child.close()
-                return json.dumps(Ended(task.id, Fate.LOST, reason="nobody waits for it any more").to_json())
+                return json.dumps(TaskResult(task.id, TaskStatus.LOST, reason="nobody waits for it any more").to_json())
     except BaseException:
         child.close()
         raise
@@ -252,13 +252,13 @@ def _distributed() -> Any:
         raise UsageError(f"a Dask cluster needs distributed: {install_hint('dask')}") from error
 
 
-def _ended(id: str, future: Any) -> Ended:
+def _task_result(id: str, future: Any) -> TaskResult:
     """What became of a task; in a thread of Dask's."""
     try:
-        return Ended.from_json(json.loads(future.result(timeout=_WORKERS_S)))
+        return TaskResult.from_json(json.loads(future.result(timeout=_WORKERS_S)))
     except _distributed().KilledWorker as error:
-        return Ended(id, Fate.LOST, reason=f"Dask worker {error.last_worker.address} died")
+        return TaskResult(id, TaskStatus.LOST, reason=f"Dask worker {error.last_worker.address} died")
     except (CancelledError, OSError, TimeoutError) as error:
-        return Ended(id, Fate.LOST, reason=f"Dask has lost it: {getattr(error, 'reason', error)}")
+        return TaskResult(id, TaskStatus.LOST, reason=f"Dask has lost it: {getattr(error, 'reason', error)}")
     except Exception as error:
-        return Ended(id, Fate.BROKEN, reason=f"{type(error).__name__} on a Dask worker: {error}")
+        return TaskResult(id, TaskStatus.BROKEN, reason=f"{type(error).__name__} on a Dask worker: {error}")

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from evergrad.errors import EvergradError
-from evergrad.study.executors.base import Ended, Executor, Fate, Task
+from evergrad.study.executors.base import Executor, Task, TaskResult, TaskStatus
 from evergrad.study.executors.worker import resolve
 
 
@@ -23,17 +23,17 @@ class InProcess(Executor):
         """Keep it for later."""
         self._waiting.append(task)
 
-    def collect(self, wait_s: float) -> list[Ended]:
+    def collect(self, wait_s: float) -> list[TaskResult]:
         """Do the oldest task."""
         if not self._waiting:
             return []
         task = self._waiting.popleft()
         try:
-            return [Ended(task.id, Fate.DONE, self._perform(self._folder, task.work))]
+            return [TaskResult(task.id, TaskStatus.DONE, self._perform(self._folder, task.work))]
         except EvergradError as error:
-            return [Ended(task.id, Fate.BROKEN, reason=str(error))]
+            return [TaskResult(task.id, TaskStatus.BROKEN, reason=str(error))]
         except Exception as error:
-            return [Ended(task.id, Fate.BROKEN, reason=f"{type(error).__name__}: {error}")]
+            return [TaskResult(task.id, TaskStatus.BROKEN, reason=f"{type(error).__name__}: {error}")]
 
     def close(self) -> None:
         """Forget what was not done."""

@@ -14,14 +14,14 @@ from typing import Any
 from evergrad._wire import Garbled, Secret, Wire
 from evergrad.errors import UsageError
 from evergrad.study.executors.worker import LONGEST_ANSWER
-from evergrad.wording import shown
+from evergrad.wording import short_repr
 
 _STRANGER_S = 30.0
 _STRANGERS = 64
 _BACKLOG = 512
 
 
-class Reception:
+class WorkerListener:
     """Listens on every address of this machine, or on that of `host` alone."""
 
     def __init__(self, host: str | None = None) -> None:
@@ -117,7 +117,7 @@ def _listener(host: str | None) -> socket.socket:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0] if host else socket.AF_INET
         return socket.create_server((host or "", 0), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"host: cannot listen on {shown(host)} ({error})") from error
+        raise UsageError(f"host: cannot listen on {short_repr(host)} ({error})") from error
 
 
 def _addresses() -> tuple[str, ...]:

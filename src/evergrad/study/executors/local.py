@@ -17,9 +17,9 @@ from pathlib import Path
 from evergrad._forkserver import ONE_THREAD
 from evergrad._wire import Garbled
 from evergrad.errors import UsageError
-from evergrad.study.executors.base import FAILED_STARTS, Ended, Fate, Feeding, Task
-from evergrad.study.executors.worker_process import Log, WorkerProcess
-from evergrad.wording import shown
+from evergrad.study.executors.base import FAILED_STARTS, QueueingExecutor, Task, TaskResult, TaskStatus
+from evergrad.study.executors.worker_process import WorkerLog, WorkerProcess
+from evergrad.wording import short_repr
 
 _START_S = 300.0
 """Importing torch from a slow file system takes minutes; longer than this is a start that hangs."""
@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 """How often to look for what no descriptor tells: a worker that died while a fork of it lives, a log that grows."""
 
 
-class LocalProcesses(Feeding[bytes]):
+class LocalProcesses(QueueingExecutor[bytes]):
     """As many worker processes as cores, started when there is work for them."""
 
     def __init__(
@@ -47,7 +47,7 @@ class LocalProcesses(Feeding[bytes]):
         self._name = name
         self._environment = {**os.environ, **ONE_THREAD, **(environment or {})}
         self._workers: dict[int, WorkerProcess] = {}
-        self._logs: dict[int, Log] = {}
+        self._logs: dict[int, WorkerLog] = {}
         self._looked = 0.0
         self._selector = selectors.DefaultSelector()
 
@@ -89,7 +89,7 @@ class LocalProcesses(Feeding[bytes]):
 
     def _start(self, number: int) -> None:
         if number not in self._logs:
-            self._logs[number] = Log(self._folder / "logs" / f"{self._name}-{number}.log")
+            self._logs[number] = WorkerLog(self._folder / "logs" / f"{self._name}-{number}.log")
         until = time.monotonic() + _START_S
         try:
             worker = WorkerProcess(number, self._folder, self._perform, self._logs[number], self._environment, until)
@@ -152,21 +152,21 @@ class LocalProcesses(Feeding[bytes]):
         except ValueError:
             told = None
         if not isinstance(told, dict):
-            raise Garbled(f"sent {shown(line.decode(errors='replace'))}, which is no answer")
+            raise Garbled(f"sent {short_repr(line.decode(errors='replace'))}, which is no answer")
         if told.get("ready") is True and not worker.is_ready:
             worker.is_ready, worker.until = True, math.inf
         elif "unfit" in told and not worker.is_ready:
             self._bury(worker, str(told["unfit"]))
         elif worker.task is not None and told.get("id") == worker.task.id:
             if isinstance(result := told.get("result"), dict):
-                ended = Ended(worker.task.id, Fate.DONE, result)
+                ended = TaskResult(worker.task.id, TaskStatus.DONE, result)
             else:
-                ended = Ended(worker.task.id, Fate.BROKEN, reason=str(told.get("broken")))
+                ended = TaskResult(worker.task.id, TaskStatus.BROKEN, reason=str(told.get("broken")))
             self._ended.append(ended)
             worker.task, worker.until = None, math.inf
             self._failed_starts = 0
         else:
-            raise Garbled(f"answered what it was not asked: {shown(told)}")
+            raise Garbled(f"answered what it was not asked: {short_repr(told)}")
 
     def _overtime(self, worker: WorkerProcess) -> None:
         if worker.task is None:
@@ -175,7 +175,7 @@ class LocalProcesses(Feeding[bytes]):
             task, worker.task = worker.task, None
             self._bury(worker)
             reason = f"task {task.id} took longer than its limit of {task.limit_s:g} s and was ended"
-            self._ended.append(Ended(task.id, Fate.OVERTIME, reason=reason))
+            self._ended.append(TaskResult(task.id, TaskStatus.OVERTIME, reason=reason))
 
     def _bury(self, worker: WorkerProcess, why: str = "") -> None:
         """End a worker, if it has not ended itself; what becomes of its task, or of all if none can be started."""

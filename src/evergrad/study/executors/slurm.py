@@ -29,10 +29,10 @@ from typing import Any
 from evergrad._files import take_lock
 from evergrad._wire import Garbled, Wire
 from evergrad.errors import FileAccessError, UsageError
-from evergrad.study.executors.base import Ended, Feeding, Task
-from evergrad.study.executors.listener import Reception
-from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, Order, serve
-from evergrad.wording import checked_choice, install_hint, shown
+from evergrad.study.executors.base import QueueingExecutor, Task, TaskResult
+from evergrad.study.executors.listener import WorkerListener
+from evergrad.study.executors.slurm_worker import LEAVE_SIGNAL, SlurmWorkerSettings, serve
+from evergrad.wording import checked_choice, install_hint, short_repr
 
 # The Slurm jobs of one executor: submitted by submitit, watched by squeue, ended by scancel.
 #
@@ -62,7 +62,7 @@ class NotSubmitted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SlurmJobStatus:
     """How a job stands, as Slurm says."""
 
     words: str
@@ -72,7 +72,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SlurmJobOptions:
     """What each job asks of Slurm."""
 
     partition: str | None = None
@@ -87,7 +87,9 @@ class Wanted:
                 raise UsageError(f"{name}: expected at least {least}, found {found}")
         for key, value in (self.options or {}).items():
             if not key.replace("-", "").isalnum() or not (key + value).isprintable():
-                raise UsageError(f"options: expected names and values of sbatch's, found {shown(f'{key}={value}')}")
+                raise UsageError(
+                    f"options: expected names and values of sbatch's, found {short_repr(f'{key}={value}')}"
+                )
 
     @property
     def leave_s(self) -> int:
@@ -95,10 +97,10 @@ class Wanted:
         return min(_LEAVE_S, self.minutes * 60 // 4)
 
 
-class Jobs:
+class SlurmJobs:
     """Those of one executor; `cluster` is `slurm`, or `local` for processes here that submitit has in its place."""
 
-    def __init__(self, folder: Path, wanted: Wanted, cluster: str = "slurm") -> None:
+    def __init__(self, folder: Path, wanted: SlurmJobOptions, cluster: str = "slurm") -> None:
         submitit = _submitit()
         self._is_slurm = cluster == "slurm"
         if self._is_slurm:
@@ -107,7 +109,7 @@ class Jobs:
                 raise UsageError(f"no Slurm here: expected the commands {', '.join(_TOOLS)}, found no {missing[0]}")
         if "%" in str(folder):  # Slurm would put a number there
             raise UsageError(f"{folder}: Slurm takes no path with a '%' in it")
-        private = _private(folder / "slurm")
+        private = _make_private_folder(folder / "slurm")
         self._sweep(private)
         self.name = f"evergrad-{secrets.token_hex(6)}"
         self.folder = private / self.name
@@ -143,18 +145,19 @@ class Jobs:
         self._asked[job.job_id] = asked
         return str(job.job_id)
 
-    def standings(self) -> dict[str, Standing] | None:
+    def standings(self) -> dict[str, SlurmJobStatus] | None:
         """Of every job that is not forgotten; None when Slurm gives no answer."""
         if not self._is_slurm:
-            return {id: _standing(job.state, "") for id, job in self._jobs.items()}
-        code, text = _said("squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i|%T|%r")
+            return {id: _job_status(job.state, "") for id, job in self._jobs.items()}
+        code, text = _run_command("squeue", "--noheader", "--states=all", f"--name={self.name}", "--format=%i|%T|%r")
         if code:
             return None
-        listed = {id: _standing(state, reason) for id, state, reason in _rows(text)}
+        listed = {id: _job_status(state, reason) for id, state, reason in _rows(text)}
         # Where squeue's answers are kept for a while, a new job is not in them yet.
         known = time.monotonic() - _LISTED_S
         return {
-            id: listed.get(id, Standing("Slurm does not list it", is_over=self._asked[id] < known)) for id in self._jobs
+            id: listed.get(id, SlurmJobStatus("Slurm does not list it", is_over=self._asked[id] < known))
+            for id in self._jobs
         }
 
     def log(self, id: str) -> Path:
@@ -172,7 +175,7 @@ class Jobs:
         """End it, if it is not over."""
         job = self._jobs.pop(id)
         if self._is_slurm:
-            _said("scancel", "--quiet", id)
+            _run_command("scancel", "--quiet", id)
         else:
             _end_here([job])
 
@@ -180,7 +183,7 @@ class Jobs:
         """End all of them, and remove the folder."""
         if self._is_slurm:
             if self._has_asked:  # also for one of which no id was heard
-                _said("scancel", "--quiet", f"--name={self.name}")
+                _run_command("scancel", "--quiet", f"--name={self.name}")
         else:
             _end_here(list(self._jobs.values()))
         self._jobs.clear()
@@ -195,7 +198,7 @@ class Jobs:
             except BlockingIOError:
                 continue
             if self._is_slurm:
-                _said("scancel", "--quiet", f"--name={folder.name}")
+                _run_command("scancel", "--quiet", f"--name={folder.name}")
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
@@ -207,7 +210,7 @@ def _submitit() -> Any:
         raise UsageError(f"Slurm jobs need submitit: {install_hint('slurm')}") from error
 
 
-def _private(folder: Path) -> Path:
+def _make_private_folder(folder: Path) -> Path:
     """A folder that is ours alone: what is pickled there is run."""
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -233,7 +236,7 @@ def _locked(folder: Path) -> int:
     return descriptor
 
 
-def _said(*command: str) -> tuple[int, str]:
+def _run_command(*command: str) -> tuple[int, str]:
     """What a command of Slurm's says, and with which exit code."""
     try:
         done = subprocess.run(
@@ -249,9 +252,9 @@ def _rows(text: str) -> list[tuple[str, str, str]]:
     return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
 
 
-def _standing(state: str, reason: str) -> Standing:
+def _job_status(state: str, reason: str) -> SlurmJobStatus:
     words = f"{state} ({reason})" if reason not in ("", "None") else state
-    return Standing(
+    return SlurmJobStatus(
         words,
         is_running=state == "RUNNING",
         is_over=_OVER.fullmatch(state) is not None,
@@ -306,7 +309,7 @@ class _Job:
         return self.wire is not None and not self.is_leaving
 
 
-class SlurmCluster(Feeding[dict[str, Any]]):
+class SlurmCluster(QueueingExecutor[dict[str, Any]]):
     """As many jobs as asked for, submitted when there is work for them.
 
     Nodes must see the study's folder under the same path, have the same Evergrad there, and reach this machine. That
@@ -339,14 +342,14 @@ class SlurmCluster(Feeding[dict[str, Any]]):
         self._start_at = self._looked = 0.0
         folder = Path(folder).absolute()
         self._logs = folder / "logs"
-        self._slurm = Jobs(folder, Wanted(partition, minutes, cpus, options), cluster)
+        self._slurm = SlurmJobs(folder, SlurmJobOptions(partition, minutes, cpus, options), cluster)
         try:
-            self._reception = Reception("127.0.0.1" if cluster == "local" else host)
+            self._reception = WorkerListener("127.0.0.1" if cluster == "local" else host)
         except BaseException:
             self._slurm.close()
             raise
         self._order = self._slurm.folder / "order.json"
-        Order(
+        SlurmWorkerSettings(
             addresses=self._reception.addresses,
             port=self._reception.port,
             secret=self._reception.secret.hex(),
@@ -359,7 +362,7 @@ class SlurmCluster(Feeding[dict[str, Any]]):
     def _packed(self, task: Task) -> dict[str, Any]:
         if task.processes > self._cpus:
             raise UsageError(
-                f"task {shown(task.id)} starts {task.processes} processes: jobs have {self._cpus} cpus each"
+                f"task {short_repr(task.id)} starts {task.processes} processes: jobs have {self._cpus} cpus each"
             )
         told = task.to_json()
         json.dumps(told, allow_nan=False)
@@ -449,11 +452,11 @@ class SlurmCluster(Feeding[dict[str, Any]]):
             job.is_leaving = True
             return
         if job.task is None or told.get("id") != job.task.id:
-            raise Garbled(f"answered what it was not asked: {shown(told)}")
+            raise Garbled(f"answered what it was not asked: {short_repr(told)}")
         try:
-            ended = Ended.from_json(told)
+            ended = TaskResult.from_json(told)
         except (KeyError, ValueError) as error:  # another version of us
-            raise Garbled(f"answered what cannot be read: {shown(told)}") from error
+            raise Garbled(f"answered what cannot be read: {short_repr(told)}") from error
         self._ended.append(ended)
         job.task = None
         self._failed_starts = 0
@@ -475,7 +478,7 @@ class SlurmCluster(Feeding[dict[str, Any]]):
         standings = self._slurm.standings()
         for job in gone:
             assert job.gone is not None
-            standing = (standings or {}).get(job.id, Standing("Slurm does not answer"))
+            standing = (standings or {}).get(job.id, SlurmJobStatus("Slurm does not answer"))
             if standing.is_over or now - job.gone > _WORDS_S:
                 self._bury(job, standing)
         if standings is None:
@@ -490,7 +493,7 @@ class SlurmCluster(Feeding[dict[str, Any]]):
                 at = f"{' or '.join(self._reception.addresses)}, port {self._reception.port}"
                 self._give_up(job, f"Slurm job {job.id} runs, and has not reported after {_START_S:g} s to {at}")
 
-    def _bury(self, job: _Job, standing: Standing) -> None:
+    def _bury(self, job: _Job, standing: SlurmJobStatus) -> None:
         del self._jobs[job.number]
         self._slurm.forget(job.id)
         if job.task is not None:

@@ -43,7 +43,7 @@ _IDLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SlurmWorkerSettings:
     """What a job is told."""
 
     addresses: tuple[str, ...]
@@ -60,7 +60,7 @@ class Order:
         write_private(path, json.dumps(told).encode())
 
     @classmethod
-    def read(cls, path: Path) -> Order:
+    def read(cls, path: Path) -> SlurmWorkerSettings:
         """One that is gone: so is its runner."""
         try:
             told: dict[str, Any] = json.loads(read_private(path, _LONGEST_ORDER))
@@ -77,10 +77,10 @@ def serve(order: str, number: int) -> None:
     # Over submitit's own handlers, which stay at work through SIGTERM until Slurm kills.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(LEAVE_SIGNAL, lambda number, _: leaving.append(number))
-    told = Order.read(Path(order))
+    told = SlurmWorkerSettings.read(Path(order))
     sys.path[:] = told.path
     with ExitStack() as stack:
-        wire = _connected(told)
+        wire = _connect(told)
         stack.callback(wire.close)
         child = stack.enter_context(
             LocalProcesses(
@@ -118,7 +118,7 @@ def _work(wire: Wire, child: LocalProcesses, leaving: list[int]) -> None:
     raise EvergradError(f"the runner has said nothing for {_ANSWER_S:g} s")
 
 
-def _connected(told: Order) -> Wire:
+def _connect(told: SlurmWorkerSettings) -> Wire:
     """At the first address where somebody answers."""
     secret, found = Secret.from_hex(told.secret), []
     for address in told.addresses:

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from evergrad._forkserver import end_group_with
 from evergrad.errors import EvergradError, UsageError
-from evergrad.wording import shown
+from evergrad.wording import short_repr
 
 LONGEST_ANSWER = 16 << 20
 """Bytes of a line that the runner reads."""
@@ -41,7 +41,7 @@ def resolve(spelling: str) -> Callable[..., Any]:
     """
     module, _, name = spelling.partition(":")
     if not module or not name.isidentifier():
-        raise UsageError(f"expected module:function, found {shown(spelling)}")
+        raise UsageError(f"expected module:function, found {short_repr(spelling)}")
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise UsageError(f"{spelling}: module {module} has no function {name!r}")
@@ -63,29 +63,29 @@ def serve(tasks: int, answers: int, lifeline: int) -> None:
         try:
             perform = resolve(told["perform"])
         except Exception as error:
-            _send(out, {"unfit": _told(error)})
+            _send(out, {"unfit": _error_text(error)})
             return
         _send(out, {"ready": True})
         for line in lines:
             task = json.loads(line)
-            _send(out, {"id": task["id"], **done(perform, Path(told["folder"]), task["work"])})
+            _send(out, {"id": task["id"], **run_task(perform, Path(told["folder"]), task["work"])})
 
 
-def done(perform: Callable[..., Any], folder: Path, work: dict[str, Any]) -> dict[str, Any]:
+def run_task(perform: Callable[..., Any], folder: Path, work: dict[str, Any]) -> dict[str, Any]:
     """The answer to a task: its result, or why there is none."""
     try:
         result = perform(folder, work)
         if not isinstance(result, dict):
-            raise TypeError(f"expected a JSON object as the result, found {shown(result)}")
+            raise TypeError(f"expected a JSON object as the result, found {short_repr(result)}")
         length = len(json.dumps(result, allow_nan=False))
         if length > LONGEST_ANSWER // 2:
             raise ValueError(f"a result of {length} bytes is too long (expected at most {LONGEST_ANSWER // 2})")
         return {"result": result}
     except (Exception, SystemExit) as error:
-        return {"broken": _told(error)}
+        return {"broken": _error_text(error)}
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """One line; an error that nobody raised on purpose also says where it came from."""
     if isinstance(error, EvergradError):
         return str(error)

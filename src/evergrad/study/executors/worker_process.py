@@ -22,7 +22,7 @@ _LARGEST_LOG = 1 << 20
 _READ = 1 << 16
 
 
-class Log:
+class WorkerLog:
     """What a worker and those after it in its place print: the latest of it, so that it never fills a disk."""
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class WorkerProcess:
     """Starts with its making; `end` must be called."""
 
     def __init__(
-        self, number: int, folder: Path, perform: str, log: Log, environment: Mapping[str, str], until: float
+        self, number: int, folder: Path, perform: str, log: WorkerLog, environment: Mapping[str, str], until: float
     ) -> None:
         self.number = number
         self.log = log

@@ -20,9 +20,9 @@ def make_session(training: Training, workload: Workload) -> Session:
     """This rank's part of a training, freshly initialised."""
     checked_choice("mechanism", training.mechanism, MECHANISMS)
     if training.mechanism == "ddp":
-        from evergrad.training.mechanisms.ddp import Ddp
+        from evergrad.training.mechanisms.ddp import DdpSession
 
-        return Ddp(training, workload)
-    from evergrad.training.mechanisms.single import Single
+        return DdpSession(training, workload)
+    from evergrad.training.mechanisms.single import SingleSession
 
-    return Single(training, workload)
+    return SingleSession(training, workload)

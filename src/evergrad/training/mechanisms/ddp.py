@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evergrad.errors import UsageError
 from evergrad.training.mechanisms.session import Evaluation
-from evergrad.training.mechanisms.single import Single, exact
+from evergrad.training.mechanisms.single import SingleSession, deterministic
 from evergrad.training.settings import Training
 from evergrad.training.workloads.workload import Workload
 
 
-class Ddp(Single):
+class DdpSession(SingleSession):
     """One rank's replica. Every rank of torch.distributed's default group makes one, and calls the same methods."""
 
     def __init__(self, training: Training, workload: Workload) -> None:
@@ -83,7 +83,7 @@ class Ddp(Single):
         """DDP makes its buckets anew after its first pass; where a number lies in them decides in which order it is
         summed up over the ranks. So that all steps of all trials are alike, two passes come before them."""
         back = super().remember()
-        with exact(self._device):
+        with deterministic(self._device):
             for _ in range(2):
                 self._gradients(0)
         self.optimizer.zero_grad(set_to_none=True)

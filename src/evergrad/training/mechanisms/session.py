@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TrainingSnapshot:
     """A state outside of the session: tensors by path, and how many epochs it has been trained."""
 
     epoch: int
@@ -60,11 +60,11 @@ class Session(ABC):
         """The live tensors of this rank."""
 
     @abstractmethod
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TrainingSnapshot:
         """A copy of the state."""
 
     @abstractmethod
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: TrainingSnapshot) -> None:
         """Take up the state of a snapshot, by copying."""
 
     @abstractmethod

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from evergrad.errors import UsageError
 from evergrad.state import escape
-from evergrad.training.mechanisms.session import Evaluation, Session, Snapshot
+from evergrad.training.mechanisms.session import Evaluation, Session, TrainingSnapshot
 from evergrad.training.settings import Training
 from evergrad.training.workloads.workload import Workload
-from evergrad.wording import shown
+from evergrad.wording import short_repr
 
 _EVALUATED_AT_ONCE = 1024
 _DTYPES = {
@@ -31,7 +31,7 @@ _DTYPES = {
 }
 
 
-class Single(Session):
+class SingleSession(Session):
     """A warm training in this process; the others are the same with more around it."""
 
     rank, ranks = 0, 1
@@ -51,17 +51,20 @@ class Single(Session):
         # A last batch that is smaller is left out: one sample alone has no batch statistics.
         self.steps_per_epoch = len(self._train_x) // self._batch
         self._order: tuple[int, Tensor] | None = None
-        with exact(self._device), torch.random.fork_rng(devices=_devices(self._device)):
-            torch.manual_seed(_mixed(training.seed, "model"))
+        with deterministic(self._device), torch.random.fork_rng(devices=_devices(self._device)):
+            torch.manual_seed(_derived_seed(training.seed, "model"))
             made: object = workload.model()
         if not isinstance(made, nn.Module):
-            raise UsageError(f"workload {training.name}: expected model() to make a module, found {shown(made)}")
+            raise UsageError(f"workload {training.name}: expected model() to make a module, found {short_repr(made)}")
         self._model = made.to(self._device, self._dtype).train()
-        self._parameters = _in_one_piece(list(self._model.parameters()))
+        self._parameters = _flatten_into_views(list(self._model.parameters()))
         self._optimizer = (workload.optimizer or _optimizer(training))(self._model.parameters())
         rest = [*self._model.buffers(), *self._settled_optimizer()]
         kinds = dict.fromkeys(one.dtype for one in rest)
-        self._flat = [self._parameters, *(_in_one_piece([one for one in rest if one.dtype == kind]) for kind in kinds)]
+        self._flat = [
+            self._parameters,
+            *(_flatten_into_views([one for one in rest if one.dtype == kind]) for kind in kinds),
+        ]
         self._state = self._named()
         self.module = self._model
         self.optimizer = self._optimizer
@@ -76,7 +79,7 @@ class Single(Session):
         named = self._model.named_parameters(remove_duplicate=False)
         return {f"model/{escape(name)}": numbers[id(one)] for name, one in named}
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TrainingSnapshot:
         """A copy in memory of its own; what shares memory here shares it there."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         found = {}
@@ -85,9 +88,9 @@ class Single(Session):
             if place not in copies or not tensor.numel():
                 copies[place] = tensor.detach().clone()
             found[name] = copies[place]
-        return Snapshot(self.epoch, found)
+        return TrainingSnapshot(self.epoch, found)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: TrainingSnapshot) -> None:
         """Copy what the snapshot holds into the live tensors."""
         with torch.no_grad():
             for name, tensor in self._state.items():
@@ -108,7 +111,7 @@ class Single(Session):
 
     def step(self, number: int) -> Tensor:
         """Forward, backward, update; what is random in it depends on the seed, the epoch and the number alone."""
-        with exact(self._device):
+        with deterministic(self._device):
             loss = self._gradients(number)
             self._optimizer.step()
         if number + 1 == self.steps_per_epoch:
@@ -121,7 +124,7 @@ class Single(Session):
         first = number * self._batch + self.rank * share
         chosen = self._epoch_order()[first : first + share]
         among = (self.rank,) if self.ranks > 1 else ()
-        self._seed(_mixed(self._training.seed, "step", self.epoch, number, *among))
+        self._seed(_derived_seed(self._training.seed, "step", self.epoch, number, *among))
         outputs = self.module(self._train_x[chosen])
         loss: Tensor = self._workload.loss(outputs, self._train_y[chosen])
         self._optimizer.zero_grad(set_to_none=True)
@@ -142,9 +145,9 @@ class Single(Session):
     def evaluate(self) -> Evaluation:
         """In evaluation mode, all test samples."""
         self._model.eval()
-        self._seed(_mixed(self._training.seed, "evaluation", self.epoch))
+        self._seed(_derived_seed(self._training.seed, "evaluation", self.epoch))
         try:
-            with exact(self._device):
+            with deterministic(self._device):
                 outputs = torch.cat([self._model(part) for part in torch.split(self._test_x, _EVALUATED_AT_ONCE)])
         finally:
             self._model.train()
@@ -162,7 +165,7 @@ class Single(Session):
 
     def _epoch_order(self) -> Tensor:
         if self._order is None or self._order[0] != self.epoch:
-            generator = torch.Generator().manual_seed(_mixed(self._training.seed, "order", self.epoch))
+            generator = torch.Generator().manual_seed(_derived_seed(self._training.seed, "order", self.epoch))
             order = torch.randperm(len(self._train_x), generator=generator)
             self._order = self.epoch, order.to(self._device)
         return self._order[1]
@@ -198,7 +201,7 @@ class Single(Session):
         return named
 
 
-def _in_one_piece(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten_into_views(tensors: Sequence[Tensor]) -> Tensor:
     """A flat tensor of all of these, which are of one type; they become views of it."""
     flat = torch.cat([one.detach().reshape(-1) for one in tensors]) if tensors else torch.empty(0)
     at = 0
@@ -221,7 +224,7 @@ def _optimizer(training: Training) -> Callable[[Iterable[nn.Parameter]], torch.o
     return make
 
 
-def _mixed(seed: int, *what: str | int) -> int:
+def _derived_seed(seed: int, *what: str | int) -> int:
     """A seed of its own for everything that is random."""
     text = "|".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -232,9 +235,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"device: expected cpu, cuda or cuda:1, found {shown(name)}") from None
+        raise UsageError(f"device: expected cpu, cuda or cuda:1, found {short_repr(name)}") from None
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device: expected cpu, cuda or cuda:1, found {shown(name)}")
+        raise UsageError(f"device: expected cpu, cuda or cuda:1, found {short_repr(name)}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device {name}: torch finds {torch.cuda.device_count()} CUDA devices here. Choose cpu.")
     return device
@@ -247,7 +250,7 @@ def _devices(device: torch.device) -> list[int]:
 
 
 @contextmanager
-def exact(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device) -> Iterator[None]:
     """Only what gives the same bits each time. On the CPU, with a fixed number of threads, everything here does."""
     if device.type == "cpu":
         yield

@@ -21,7 +21,7 @@ from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UsageEr
 from evergrad.injection.rng import Draws
 from evergrad.training.workloads.models import CONTEXT, TIMES
 from evergrad.training.workloads.workload import Dataset
-from evergrad.wording import install_hint, shown
+from evergrad.wording import install_hint, short_repr
 
 CLASSES = 10
 """Of digits, MNIST and Fashion-MNIST alike."""
@@ -355,7 +355,7 @@ def _text() -> tuple[str, str]:
         folder = Path(given).expanduser()
         if not folder.is_dir():
             raise UsageError(
-                f"data text: EVERGRAD_DATA: expected a folder, found {shown(given)}. Unset it, or name one."
+                f"data text: EVERGRAD_DATA: expected a folder, found {short_repr(given)}. Unset it, or name one."
             )
         files = sorted(folder.glob("*.txt"))
         named = [path for path in files if path.name == "text.txt"]

@@ -48,7 +48,7 @@ class Dense(nn.Linear):
         return product(nn.functional.linear, features, self.weight, self.bias)
 
 
-class Mean(nn.Module):
+class GlobalMeanPool(nn.Module):
     """The mean of every map: unlike an adaptive pool, its gradient is the same bits on every run, on CUDA too."""
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ def scaled(channels: int, width: float) -> int:
     return max(_FEWEST, round(channels * width))
 
 
-def as_he_(layer: nn.Conv2d | nn.Linear, inputs: float) -> None:
+def init_he_(layer: nn.Conv2d | nn.Linear, inputs: float) -> None:
     """Start a layer as He et al. (2015) do: weights normal with variance 2 / inputs, biases 0."""
-    draw_(layer.weight, math.sqrt(2 / inputs))
+    init_normal_(layer.weight, math.sqrt(2 / inputs))
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
 
-def draw_(weight: Tensor, spread: float) -> None:
+def init_normal_(weight: Tensor, spread: float) -> None:
     """Normal numbers, in float32 from torch's default generator: one seed starts every precision alike."""
     if not weight.is_meta:  # where only shapes are asked for, torch would load its compiler to draw none
         nn.init.normal_(weight, std=spread)
@@ -102,7 +102,7 @@ def plain_network(stages: Sequence[Sequence[tuple[str, int]]], image: Image, cla
             outputs = scaled(channels, width)
             layers[name] = convolution = Convolution(inputs, outputs, 3)
             # Padding is no input: on small maps, counting it would let the signal fade, layer by layer.
-            as_he_(convolution, inputs * _seen(high) * _seen(wide))
+            init_he_(convolution, inputs * _seen(high) * _seen(wide))
             layers[name.replace("conv", "relu")] = nn.ReLU(inplace=True)
             inputs = outputs
         if min(high, wide) > 1:
@@ -113,13 +113,13 @@ def plain_network(stages: Sequence[Sequence[tuple[str, int]]], image: Image, cla
     for name, features in _HEAD:
         outputs = scaled(features, width)
         layers[name] = linear = Dense(inputs, outputs)
-        as_he_(linear, inputs)
+        init_he_(linear, inputs)
         layers[name.replace("fc", "relu")] = nn.ReLU(inplace=True)
         layers[name.replace("fc", "drop")] = nn.Dropout(_DROPPED)
         inputs = outputs
     layers["fc8"] = last = Dense(inputs, classes)
     # As both papers start it. With He's rule, the first gradients are so large that ReLUs die in many trainings.
-    draw_(last.weight, 0.01)
+    init_normal_(last.weight, 0.01)
     nn.init.zeros_(last.bias)
     return nn.Sequential(layers)
 
@@ -205,16 +205,16 @@ def resnet(*, depth: int, image: Image, classes: int, width: float = 1.0) -> nn.
             blocks.append(Residual(inputs, convolutions, stride=2 if stage > 2 and number == 0 else 1))
             inputs = convolutions[-1][1]
         layers[f"conv{stage}"] = nn.Sequential(*blocks)
-    layers["mean"] = Mean()
+    layers["mean"] = GlobalMeanPool()
     layers["fc"] = last = Dense(inputs, classes)
-    as_he_(last, inputs)
+    init_he_(last, inputs)
     return nn.Sequential(layers)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int) -> Convolution:
     # No bias: the norm that follows has one.
     convolution = Convolution(inputs, outputs, kernel, stride=stride, bias=False)
-    as_he_(convolution, inputs * kernel**2)
+    init_he_(convolution, inputs * kernel**2)
     return convolution
 
 
@@ -265,7 +265,7 @@ class EdsrBlock(nn.Module):
         self.conv1 = Convolution(channels, channels, 3)
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = Convolution(channels, channels, 3)
-        as_he_(self.conv1, 9 * channels)
+        init_he_(self.conv1, 9 * channels)
         _linear_(self.conv2)
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def edsr(*, width: float = 1.0) -> EDSR:
 
 def _linear_(layer: nn.Conv2d) -> None:
     """Start a layer that no ReLU follows: with half of He's variance the signal keeps its size."""
-    draw_(layer.weight, math.sqrt(1 / (9 * layer.in_channels)))
+    init_normal_(layer.weight, math.sqrt(1 / (9 * layer.in_channels)))
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
 
@@ -379,7 +379,7 @@ class GPT(nn.Module):
             # As GPT-2: what is added to the residual path is smaller by the number of additions.
             added = name.endswith(("attention.out.weight", "mlp.down.weight"))
             if weight.dim() > 1:
-                draw_(weight, _SPREAD / math.sqrt(2 * _BLOCKS) if added else _SPREAD)
+                init_normal_(weight, _SPREAD / math.sqrt(2 * _BLOCKS) if added else _SPREAD)
             elif name.endswith("bias"):
                 nn.init.zeros_(weight)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from evergrad.errors import UsageError
 from evergrad.training.settings import Training
-from evergrad.wording import checked_choice, listed, shown
+from evergrad.wording import checked_choice, join_with_or, short_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,10 +30,10 @@ DATA = _IMAGES + _TEXTS + _PHOTOS
 MODELS = _OF_IMAGES + _OF_TEXTS + _OF_PHOTOS
 
 
-def fitting(model: str) -> tuple[str, ...]:
+def compatible_data(model: str) -> tuple[str, ...]:
     """The data that a model can learn from.
 
-    >>> fitting("gpt")
+    >>> compatible_data("gpt")
     ('text',)
     """
     return _TEXTS if model in _OF_TEXTS else _PHOTOS if model in _OF_PHOTOS else _IMAGES
@@ -43,18 +43,18 @@ def check_fit(model: str, data: str) -> None:
     """`UsageError` unless both are known and fit each other; without torch, so that plans can ask."""
     checked_choice("model", model, MODELS)
     checked_choice("data", data, DATA)
-    fits = fitting(model)
+    fits = compatible_data(model)
     if data not in fits:
-        wanted = listed(fits) if len(fits) > 1 else fits[0]
-        raise UsageError(f"data: model {model} learns from {wanted}, found {shown(data)}")
+        wanted = join_with_or(fits) if len(fits) > 1 else fits[0]
+        raise UsageError(f"data: model {model} learns from {wanted}, found {short_repr(data)}")
 
 
 def make_workload(training: Training) -> Workload:
     """The workload of a training: by model and data, or the user's own."""
     if training.workload:
-        from evergrad.training.workloads.workload import own_workload
+        from evergrad.training.workloads.workload import load_user_workload
 
-        workload = own_workload(training)
+        workload = load_user_workload(training)
     else:
         workload = _built_in(training)
     data, sizes = _first(workload.data, training.samples)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from evergrad.errors import UsageError
 from evergrad.training.settings import Direction, Training, direction_by_name
-from evergrad.wording import checked_choice, meant, shown
+from evergrad.wording import checked_choice, did_you_mean, short_repr
 
 MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
 
@@ -97,24 +97,24 @@ class Workload:
 # What goes wrong in a user's code is told in one line, with the line of theirs where it happened.
 
 
-def own_workload(training: Training) -> Workload:
+def load_user_workload(training: Training) -> Workload:
     """What the function named by `training.workload` gives; it takes nothing, or the training."""
     spelled = training.workload
     place, colon, name = spelled.rpartition(":")
     if not (place and colon and name.isidentifier()):
-        raise UsageError(f"workload: expected file.py:function or package.module:function, found {shown(spelled)}")
+        raise UsageError(f"workload: expected file.py:function or package.module:function, found {short_repr(spelled)}")
     path = Path(training.base, Path(place).expanduser()) if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise UsageError(f"workload {spelled}: no file {path.absolute()}")
     with _folder_known(path):
-        with _told(spelled, path):
+        with _user_errors(spelled, path):
             module = importlib.import_module(place) if path is None else _loaded(path)
         function = getattr(module, name, None)
         if not callable(function):
             functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-            raise UsageError(f"workload {spelled}: no function {name!r} in {place}.{meant(name, functions)}")
+            raise UsageError(f"workload {spelled}: no function {name!r} in {place}.{did_you_mean(name, functions)}")
         arguments = _arguments(spelled, function, training)
-        with _told(spelled, path):
+        with _user_errors(spelled, path):
             made = function(*arguments)
     return _checked(spelled, made)
 
@@ -134,7 +134,7 @@ def _folder_known(path: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _told(spelled: str, path: Path | None) -> Iterator[None]:
+def _user_errors(spelled: str, path: Path | None) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -189,9 +189,11 @@ def _arguments(spelled: str, function: Any, training: Training) -> tuple[Trainin
 
 def _checked(spelled: str, made: object) -> Workload:
     if not isinstance(made, Workload):
-        raise UsageError(f"workload {spelled}: expected an evergrad.training.Workload, found {shown(made)}")
+        raise UsageError(f"workload {spelled}: expected an evergrad.training.Workload, found {short_repr(made)}")
     if not callable(made.model):
-        raise UsageError(f"workload {spelled}: model: expected a function that makes one, found {shown(made.model)}")
+        raise UsageError(
+            f"workload {spelled}: model: expected a function that makes one, found {short_repr(made.model)}"
+        )
     if made.direction:
         try:
             checked_choice("direction", made.direction, [*Direction])
@@ -199,13 +201,15 @@ def _checked(spelled: str, made: object) -> Workload:
             raise UsageError(f"workload {spelled}: {error}") from None
     data: object = made.data
     if not isinstance(data, Dataset):
-        raise UsageError(f"workload {spelled}: data: expected an evergrad.training.Dataset, found {shown(data)}")
+        raise UsageError(f"workload {spelled}: data: expected an evergrad.training.Dataset, found {short_repr(data)}")
     for part in ("train", "test"):
         lengths = []
         for name in (f"{part}_x", f"{part}_y"):
             tensor = getattr(data, name)
             if not isinstance(tensor, Tensor) or not tensor.dim() or not len(tensor):
-                raise UsageError(f"workload {spelled}: {name}: expected a tensor of samples, found {shown(tensor)}")
+                raise UsageError(
+                    f"workload {spelled}: {name}: expected a tensor of samples, found {short_repr(tensor)}"
+                )
             lengths.append(len(tensor))
         if lengths[0] != lengths[1]:
             raise UsageError(f"workload {spelled}: {part}: expected as many targets as samples, found {lengths}")
