@@ -77,7 +77,7 @@ def write_order(folder: Path) -> Path:
 def keep_plan(folder: Path) -> Path:
     (folder / "study").mkdir()
     plan = Plan.of(read_plan_text("restart"), None, {}, check_files=False)
-    StudyFolder(folder / "study").keep_plan(plan, "restart", {})
+    StudyFolder(folder / "study").write_plan(plan, "restart", {})
     return folder / "study" / "study.json"
 
 

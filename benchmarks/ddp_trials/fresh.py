@@ -46,7 +46,7 @@ def main() -> None:
         aim = PreparedFault(
             live, fault_of(trial.fault), select_targets(live.tensors, trial.where, trial.layer, numbers)
         )
-        aim.hit(trial.flips, rank_seed(trial.seed, session.rank, trial.ranks))
+        aim.inject(trial.flips, rank_seed(trial.seed, session.rank, trial.ranks))
     course = GoldenTrajectory.empty(session, trial.training.epochs)
     # As a golden run: distances, which no other program takes, are left out.
     seen = observe(session, trial.training.epochs, trial.rules, course, golden=True)

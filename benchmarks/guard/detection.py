@@ -153,7 +153,7 @@ class Job:
 
         def act(rank: int) -> None:
             mine = self.ranks[rank]
-            taken = LocalState(list(mine.net.buffers())).take()
+            taken = LocalState(list(mine.net.buffers())).capture()
             mine.own.note(0, taken)
             mine.keeping.exchange(self.groups[rank], 0, taken, (rank - 1) % RANKS, sizes_vary=False)
 

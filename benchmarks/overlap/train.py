@@ -43,13 +43,13 @@ class Ours:
         self._optimizer = make(net.parameters())
         self._model = self._job.wrap(net, bucket_cap_mb=work.bucket_mb, optimizer=self._optimizer, overlap=True)
         self._batches = iter(self._job.batches(DataLoader(_samples(work), batch_size=work.batch, shuffle=True)))
-        self._overlap = self._job._trained.optimizers.overlap
+        self._overlap = self._job._rank_state.optimizers.overlap
 
     def step(self, overlap: bool) -> None:
         """One step; it is only at its end that the next one may be another kind."""
-        gradients = self._job._engine.gradients
+        gradients = self._job._barrier.gradients
         assert gradients is not None
-        gradients.overlap = self._job._trained.optimizers.overlap = self._overlap if overlap else None
+        gradients.overlap = self._job._rank_state.optimizers.overlap = self._overlap if overlap else None
         x, y = next(self._batches)
         self._optimizer.zero_grad()
         cross_entropy(self._model(x), y).backward()  # type: ignore[no-untyped-call]

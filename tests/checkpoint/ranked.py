@@ -41,10 +41,10 @@ def holds_rank_state(me: Rank, state: dict[str, Any], value: float) -> bool:
 
 def stop_agent(ck: eg.Checkpointer) -> int:
     """Stop the node's agent once it is done with the first arena; all ranks return when every agent is stopped."""
-    while not ck._board.is_free(0, ck._recorder._arenas[0].ticket.generation):
+    while not ck._tracker.is_free(0, ck._state_capture._arenas[0].ticket.generation):
         time.sleep(0.01)
     distributed.barrier()
-    agent = getattr(ck._link, "pid", None)
+    agent = getattr(ck._client, "pid", None)
     assert isinstance(agent, int)
     os.kill(agent, signal.SIGSTOP)
     distributed.barrier()

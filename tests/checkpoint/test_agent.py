@@ -94,7 +94,7 @@ def test_an_agent_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path, shm:
             pending = ck.save(step, state(step))
             os.kill(agent, signal.SIGKILL)
             assert pending.wait(timeout=60) == Version(step, 1)
-            until(lambda: ck._board._errors)
+            until(lambda: ck._tracker._errors)
             with pytest.warns(eg.CheckpointWarning, match=r"the agent \(process \d+\) is gone"):
                 ck.save(step + 1, state(step)).wait(timeout=60)
     assert len(agents_of(shm)) <= 1
@@ -153,7 +153,7 @@ def test_an_agent_that_leaves_while_a_trainer_is_connected_logs_no_traceback(tmp
         (agent,) = agents_of(shm)
         os.kill(agent, signal.SIGTERM)
         until(lambda: agent not in agents_of(shm))
-        until(lambda: ck._board._errors)
+        until(lambda: ck._tracker._errors)
         with pytest.warns(eg.CheckpointWarning, match=rf"the agent \(process {agent}\) is gone"):
             ck.save(2, state(2)).wait(timeout=60)
     (log,) = (tmp_path / "agents").glob("*.log")
@@ -202,7 +202,7 @@ def test_a_trainer_of_an_older_attempt_is_refused(tmp_path: Path) -> None:
     with eg.Checkpointer(tmp_path) as old, eg.Checkpointer(tmp_path) as new:
         old.save(1, state(1)).wait()
         new.save(1, state(2)).wait()
-        until(old._board.refusal)
+        until(old._tracker.refusal)
         with pytest.raises(SaveRefused, match="attempt 1 of the job is over: attempt 2 runs it now"):
             old.save(2, state(3))
         new.save(2, state(4)).wait()
@@ -280,12 +280,12 @@ def test_two_users_do_not_meet(shm: Path) -> None:
 
 def test_a_version_that_a_new_agent_does_not_know_is_reported_as_lost() -> None:
     board = SaveTracker()
-    board.follow(0, 1)
+    board.start_attempt(0, 1)
     old, new = (Pending(Version(step, 1), ["local"], "local", board) for step in (10, 20))
-    board.take(Committed(20, 1, "local"))
+    board.handle_event(Committed(20, 1, "local"))
     assert new.wait() == Version(20, 1)
     assert not old.done()
-    board.give_up(["local"])
+    board.fail_retired_versions(["local"])
     with pytest.raises(TierError, match="an agent died since: it was retired, or lost"):
         old.wait()
 

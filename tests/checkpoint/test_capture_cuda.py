@@ -124,7 +124,7 @@ class Shot:
         late()
         gathered = self.plan.gather(state)
         assert gathered is not None
-        self.settled = {self.plan.layout.entries[n].path for n in gathered.settled}
+        self.settled = {self.plan.layout.entries[n].path for n in gathered.step_only}
         self.copying: AsyncCopy | None = target.copy(gathered)
 
     def wrong(self) -> list[str]:
@@ -161,7 +161,7 @@ def test_every_step_is_captured_as_it_was(options: dict[str, bool]) -> None:
 
 def test_without_the_gate_these_tests_would_see_a_tear(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(1024)
-    monkeypatch.setattr(cuda.optimizer_fence, "hold", lambda *_: None)
+    monkeypatch.setattr(cuda.optimizer_fence, "add", lambda *_: None)
     shot = Shot(training.state())
     training.step()
     assert "model/a.weight" in shot.wrong()

@@ -52,7 +52,7 @@ class Shot:
         self.plan = plan or CapturePlan.of(state)
         gathered = self.plan.gather(state)
         assert gathered is not None
-        self.settled = {self.plan.layout.entries[n].path for n in gathered.settled}
+        self.settled = {self.plan.layout.entries[n].path for n in gathered.step_only}
         self.buffer = mmap.mmap(-1, self.plan.layout.size)
         self.copying: AsyncCopy | None = ArenaWriter(self.plan, self.buffer, pinned=pinned).copy(gathered)
 

@@ -111,7 +111,7 @@ def test_the_tiers_that_an_attempt_has_on_record_are_looked_at(tmp_path: Path) -
     describe(tmp_path / "run", 1, tiers=[eg.Local(tmp_path / "disk").to_json(), {"kind": "tape", "reel": 3}])
     plain = Catalogue(tmp_path / "run")
     assert [entry.tiers for entry in plain.entries()] == [("local",)]
-    assert "tape" in plain.look().unseen[0]
+    assert "tape" in plain.survey().unseen[0]
 
 
 def test_a_version_that_may_lie_in_a_tier_that_cannot_be_seen_is_not_called_retired(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_checking_finds_the_flipped_bit_and_only_that(tmp_path: Path) -> None:
     data[-3] ^= 4
     shard.write_bytes(data)
     found = catalogue(run)
-    seen = found.look()
+    seen = found.survey()
     verdicts = {entry.version.step: check_version(entry, seen) for entry in found.entries(seen)}
     assert [each.verdict for each in verdicts[1]] == ["ok"]
     assert [(each.verdict, each.why) for each in verdicts[2]] == [("failed", "a: not what was captured")]
@@ -204,7 +204,7 @@ def test_a_lost_shard_is_failed_and_one_on_a_node_out_of_sight_unknown(tmp_path:
     run = tmp_path / "run"
     train(run, [1], node="n0")
     found = catalogue(run)
-    seen = found.look()
+    seen = found.survey()
     (entry,) = found.entries(seen)
     half = replace(entry, world_size=2, nodes={0: "n0", 1: "n0"})
     assert [each.verdict for each in check_version(half, seen)] == ["ok", "failed"]
@@ -292,7 +292,7 @@ def test_what_is_pinned_or_newest_is_not_removed_by_hand(tmp_path: Path) -> None
     train(run, [1, 2, 3], keep=9)
     found = catalogue(run)
     Pins(run).tag(Version(1, 1), "best")
-    seen = found.look()
+    seen = found.survey()
     newest, middle, pinned = found.entries(seen)
     entries = [newest, middle, pinned]
     with pytest.raises(UsageError, match=r"is pinned \(tag best\): unpin it first"):
@@ -312,7 +312,7 @@ def test_what_a_running_trainer_holds_in_memory_stays(tmp_path: Path) -> None:
         ck.save(1, state(1)).wait()
         ck.save(2, state(2)).wait()
         found = Catalogue(tmp_path / "run")
-        seen = found.look()
+        seen = found.survey()
         newest, *_ = entries = found.entries(seen)
         removal = plan_removal(newest, entries, seen, tier=None, force=True)
         assert [each.copy.tier for each in removal.going] == ["local"]
@@ -346,7 +346,7 @@ def test_the_lineage_follows_attempts_and_restarts(tmp_path: Path) -> None:
         ("v0000000040-02", "v0000000030-01"),
         ("v0000000035-03", "v0000000030-01"),
     }
-    looks = {node.version.step: node.look for node in traced.nodes}
+    looks = {node.version.step: node.appearance for node in traced.nodes}
     assert looks == {10: "gone", 20: "gone", 30: "gone", 40: "restorable", 35: "restorable"}
     assert [(drawing, node.version.step if node else None) for drawing, node in draw(traced)] == [
         ("●", 35), ("│ ●", 40), ("├─╯", None), ("○", 30), ("○", 20), ("○", 10),
@@ -358,7 +358,7 @@ def test_the_lineage_goes_on_in_the_other_job_that_a_run_began_from(tmp_path: Pa
     train(base, [10, 20, 30], keep=9)
     describe(base, 1, tiers=[eg.Local(tmp_path / "disk").to_json()])
     train(tuned, [1, 2])
-    other = Catalogue(base).home.job
+    other = Catalogue(base).location.job
     describe(tuned, 1, parent=f"{other}/v0000000020-01", source=str(base))
     traced = trace_lineage(catalogue(tuned))
     assert [(node.job == other, node.version.step) for node in traced.nodes] == [
@@ -368,7 +368,7 @@ def test_the_lineage_goes_on_in_the_other_job_that_a_run_began_from(tmp_path: Pa
     assert traced.notes == ()
     describe(tuned, 1, source=str(tmp_path / "gone"))
     stub = trace_lineage(catalogue(tuned))
-    assert [node.look for node in stub.nodes] == ["restorable", "restorable", "unknown"]
+    assert [node.appearance for node in stub.nodes] == ["restorable", "restorable", "unknown"]
     assert "no such run folder" in stub.notes[0]
     describe(tuned, 1, source=str(tuned))
     assert "is job tuned-" in trace_lineage(catalogue(tuned)).notes[0]
@@ -378,7 +378,7 @@ def test_two_attempts_may_begin_from_two_versions_of_one_job(tmp_path: Path) -> 
     base, tuned = tmp_path / "base", tmp_path / "tuned"
     train(base, [10, 20, 30], keep=9)
     describe(base, 1, tiers=[eg.Local(tmp_path / "disk").to_json()])
-    other = Catalogue(base).home.job
+    other = Catalogue(base).location.job
     for attempt, step in ((1, 10), (2, 30)):
         train(tuned, [1, 2])
         describe(tuned, attempt, parent=f"{other}/v{step:010d}-01", source=str(base))

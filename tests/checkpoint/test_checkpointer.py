@@ -455,7 +455,7 @@ def test_a_version_that_is_being_read_is_not_written_over(make: Make, tmp_path: 
     ck = make(tiers=[eg.Local(tmp_path / "disk", keep=1)])
     ck.save(1, state(1)).wait()
     (copy,) = ck._stores["local"].find(0)
-    with Shard(copy, ck._job.id) as shard:
+    with Shard(copy, ck._run_folder.id) as shard:
         assert shard.verify() == []
         for step in (2, 3, 4):
             ck.save(step, state(step)).wait()
@@ -504,7 +504,7 @@ def test_a_forked_worker_does_not_keep_the_arenas(make: Make) -> None:
     assert os.read(began, 1) == b"!"
     arenas = find_arenas(ck._folder)
     assert [files.is_locked() for files in arenas] == [True, True]
-    ck._recorder.let_go()
+    ck._state_capture.release_arenas()
     assert [files.is_locked() for files in arenas] == [False, False]
     os.close(go_on)
     os.waitpid(child, 0)

@@ -58,7 +58,7 @@ class Captured:
         ck = self.checkpointer(agent=True)
         for step in (1, 2, 3):
             ck.save(step, state(step)).wait(self.kinds.rpartition("+")[2], timeout=SECONDS)
-        until(lambda: ck._board.is_free(1, ck._recorder._arenas[1].ticket.generation))
+        until(lambda: ck._tracker.is_free(1, ck._state_capture._arenas[1].ticket.generation))
         (agent,) = agents_of(self.shm)
         os.kill(agent, signal.SIGSTOP)
         ck.save(4, state(4))

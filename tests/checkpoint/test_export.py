@@ -45,7 +45,7 @@ class Ranks:
             with eg.Checkpointer(folder / f"job{rank}", tiers=[eg.Local()], agent=False) as ck:
                 ck.save(VERSION.step, state).wait()
         shutil.move(folder / "job0", self.run)
-        job = Catalogue(self.run).home.job
+        job = Catalogue(self.run).location.job
         shutil.rmtree(self.run / "catalogue", ignore_errors=True)
         self.folder = next((self.run / "local").glob(f"*/*/{VERSION.name}"))
         for rank in range(len(states)):
@@ -84,7 +84,7 @@ class Ranks:
 
 def export(run: Path | str, out: Path | str, version: str = "latest", **settings: Any) -> Exported:
     catalogue = Catalogue(run)
-    seen = catalogue.look()
+    seen = catalogue.survey()
     return export_version(catalogue.resolve(version, catalogue.entries(seen)), seen, out, **settings)
 
 
@@ -297,7 +297,7 @@ def test_an_intact_copy_in_another_tier_is_used(tmp_path: Path) -> None:
 def test_gathering_gives_memory_of_its_own(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, [{"w": torch.arange(4.0)}], [{}])
     copy = Copy("local", VERSION, 0, ranks.folder / "rank-00000.safetensors", ranks.folder / "rank-00000.json")
-    with Shard(copy, Catalogue(ranks.run).home.job) as shard:
+    with Shard(copy, Catalogue(ranks.run).location.job) as shard:
         assert shard.verify() == []
         flat = gather_whole({0: shard})
     copy.shard.write_bytes(b"\0" * copy.shard.stat().st_size)
@@ -332,7 +332,7 @@ def test_a_version_in_s3_is_checked_and_exported_by_its_url(tmp_path: Path, monk
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
         catalogue = Catalogue(url)
-        seen = catalogue.look()
+        seen = catalogue.survey()
         (entry,) = catalogue.entries(seen)
         assert [(each.tier, each.verdict) for each in check_version(entry, seen)] == [("persistent", "ok")]
         export(url, tmp_path / "out.pt")
@@ -389,5 +389,5 @@ def test_the_run_folders_own_tier_needs_no_record(single: tuple[Path, dict[str, 
     run, _ = single
     for path in run.glob("attempts/*.json"):
         path.write_text(json.dumps({"attempt": "nonsense", "tiers": [None, 3, {}]}))
-    assert Local() in Catalogue(run).home.tiers
+    assert Local() in Catalogue(run).location.tiers
     export(run, tmp_path / "a.pt")

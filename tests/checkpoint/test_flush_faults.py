@@ -385,8 +385,8 @@ def test_an_arena_is_kept_while_its_version_is_uploaded_and_not_committed(
         with pytest.raises(TierError, match="no room for a record"):
             ck.save(10, {"x": torch.ones(3)}).wait("persistent", timeout=SECONDS)
         live = {"x": torch.zeros(3)}
-        assert isinstance(ck._link, ThreadClient)
-        assert ck._link._engine is not None
-        assert ck._link._engine.free_arenas(0) == {}, "the only copy may be overwritten"
+        assert isinstance(ck._client, ThreadClient)
+        assert ck._client._pipeline is not None
+        assert ck._client._pipeline.free_arenas(0) == {}, "the only copy may be overwritten"
         assert ck.restore(live) == 10
         assert live["x"].tolist() == [1.0, 1.0, 1.0]

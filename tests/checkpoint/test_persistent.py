@@ -397,10 +397,10 @@ def test_uploads_stay_below_the_bandwidth() -> None:
 
     throttle = Throttle(1000.0, clock=lambda: now[0], sleep=sleep)
     for _ in range(10):
-        throttle.take(500)
+        throttle.acquire(500)
     assert now[0] == pytest.approx(4.5)  # the last one is paid for by what comes next
     now[0] += 100
-    throttle.take(500)
+    throttle.acquire(500)
     assert now[0] == pytest.approx(104.5), "what was not used is not saved up"
 
 

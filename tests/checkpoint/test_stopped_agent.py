@@ -131,11 +131,11 @@ def test_of_several_ranks_one_ends_it_and_all_get_the_same_new_one(tmp_path: Pat
     links = [AgentClient(job, SaveTracker(), (), 30.0) for _ in range(4)]
     try:
         for link in links:
-            link.settle(0)
+            link.await_finished(0)
         (agent,) = agents_of(shm)
         with stopped(agent):
             for link in links:
-                link.settle(0)
+                link.await_finished(0)
         until(lambda: all(link.pid not in (None, agent) for link in links))
         assert [link.pid for link in links] == agents_of(shm) * 4
     finally:
@@ -169,10 +169,10 @@ def test_an_agent_that_is_busy_is_not_ended(tmp_path: Path, shm: Path, monkeypat
     go = tmp_path / "go"
     with eg.Checkpointer(tmp_path / "run", modules=[Slow(str(go))], linger_s=30) as ck:
         pending = ck.save(1, state(1))
-        assert isinstance(ck._link, AgentClient)
+        assert isinstance(ck._client, AgentClient)
         (agent,) = agents_of(shm)
-        heard = ck._link._heard
-        until(lambda: ck._link._heard >= heard + 22)  # type: ignore[attr-defined]
+        heard = ck._client._heard
+        until(lambda: ck._client._heard >= heard + 22)  # type: ignore[attr-defined]
         assert not pending.done()
         go.touch()
         pending.wait(timeout=SECONDS)
@@ -222,7 +222,7 @@ def test_one_that_cannot_be_ended_is_an_error_that_names_it_until_it_goes_on(
                 pending.wait(timeout=SECONDS)
             with pytest.raises(CheckpointError, match=said):
                 ck.restore(state(0))
-        until(lambda: ck._board._broken is None)
+        until(lambda: ck._tracker._broken is None)
         live = state(0)
         assert ck.restore(live) == 2
         assert agents_of(shm) == [agent]
@@ -283,8 +283,8 @@ def test_a_damaged_note_of_the_agent_leads_to_no_other_process(damaged: bytes, t
         folder = arena_folder(RunFolder.open(tmp_path))
         found = agent_process(folder)
         assert found is not None
-        assert isinstance(ck._link, AgentClient)
-        assert found[0] == ck._link.pid
+        assert isinstance(ck._client, AgentClient)
+        assert found[0] == ck._client.pid
         (folder / "agent.lock").write_bytes(damaged)
         assert agent_process(folder) is None
 

@@ -654,7 +654,7 @@ def test_too_many_open_files_end_the_waiting_and_no_arena_is_lost(
         warnings.simplefilter("ignore", CheckpointWarning)  # the next save says what was not finished
         for step in (1, 2):
             save(ck, step).wait(timeout=SECONDS)
-        ck._link._engine._near.drain()  # type: ignore[attr-defined]  # nothing is open, and nothing will be closed
+        ck._client._pipeline._near.drain()  # type: ignore[attr-defined]  # nothing is open, and nothing will be closed
         with no_more_files(free=free):
             found = [save(ck, step).exception(timeout=SECONDS) for step in (3, 4)]
         for error in found:
@@ -687,7 +687,7 @@ def test_too_many_open_files_at_an_upload_are_said_with_the_limit(
             may_go_on.clear()
             pending = save(ck, 2 + free)
             assert begun.wait(SECONDS)
-            ck._link._engine._near.drain()  # type: ignore[attr-defined]  # only the upload opens files from here on
+            ck._client._pipeline._near.drain()  # type: ignore[attr-defined]  # only the upload opens files from here on
             with no_more_files(free=free):
                 may_go_on.set()
                 try:
@@ -696,7 +696,7 @@ def test_too_many_open_files_at_an_upload_are_said_with_the_limit(
                     assert re.search(TOO_MANY, str(error)), (free, error)
                 else:
                     assert free > 0
-                ck._link._engine._flushing.workers.drain()  # type: ignore[attr-defined]
+                ck._client._pipeline._flushing.workers.drain()  # type: ignore[attr-defined]
         save(ck, 30).wait("persistent", timeout=SECONDS)
         assert restored(ck) == 30
     assert "[Errno" not in caplog.text

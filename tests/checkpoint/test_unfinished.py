@@ -42,7 +42,7 @@ def killed_with_its_agent(folder: Path, shm: Path, tiers: Callable[[], list[Any]
             signal.alarm(120)
             ck = eg.Checkpointer(folder / "run", tiers=tiers())
             ck.save(1, state(1)).wait(timeout=SECONDS)
-            until(lambda: ck._board.is_free(0, ck._recorder._arenas[0].ticket.generation))
+            until(lambda: ck._tracker.is_free(0, ck._state_capture._arenas[0].ticket.generation))
             (agent,) = agents_of(shm)
             os.kill(agent, signal.SIGSTOP)
             for step in (2, 3):
@@ -541,7 +541,7 @@ def test_a_first_version_that_was_never_complete_is_a_new_start(tmp_path: Path, 
     for history in (tmp_path / "run" / "catalogue").glob("*.jsonl"):
         history.unlink()
     with eg.Checkpointer(tmp_path / "run", tiers=tiers, agent=False) as ck:
-        ck._link.settle = lambda *_, **__: []  # type: ignore[method-assign]  # nobody finishes it
+        ck._client.await_finished = lambda *_, **__: []  # type: ignore[method-assign]  # nobody finishes it
         assert ck.restore(state(0)) is None
 
 

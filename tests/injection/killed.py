@@ -110,7 +110,7 @@ def judged(work: Path, what: dict[str, Any], found: Tree, before: Tree, after: T
     """What a killed process left, once it is undone: nothing, or exactly what was asked for."""
     log = work / what["log"]
     if what["verb"] == "undo":
-        was = eg.undo(log).was.value
+        was = eg.undo(log).found_state.value
         assert {name: data for name, data in tree(work).items() if name != what["log"]} == before
         return was
     if "out" in what:
@@ -125,7 +125,7 @@ def judged(work: Path, what: dict[str, Any], found: Tree, before: Tree, after: T
     if not log.exists():
         assert found == before, "changed without a log"
         return "no log"
-    was = eg.undo(log).was.value
+    was = eg.undo(log).found_state.value
     assert {name: data for name, data in tree(work).items() if name != what["log"]} == before, "undone"
     return was
 

@@ -81,7 +81,7 @@ def test_a_copy_that_is_in_its_place_keeps_its_log(path: Path, monkeypatch: pyte
     with pytest.raises(FileAccessError, match="input/output error"):
         eg.inject(path, eg.BitFlip(), count=1, out=out)
     assert out.exists()
-    assert eg.undo(f"{out}.faults.jsonl").was == "injected"
+    assert eg.undo(f"{out}.faults.jsonl").found_state == "injected"
     assert out.read_bytes() == path.read_bytes()
 
 
@@ -97,7 +97,7 @@ def test_one_writer_at_a_time_by_whatever_name_it_comes(tmp_path: Path) -> None:
             with pytest.raises(FileAccessError, match="is locked"):
                 act()
         eg.inject(source, eg.BitFlip(), count=1, out=tmp_path / "copy")  # reading is free
-    assert eg.undo(log).was == "injected"
+    assert eg.undo(log).found_state == "injected"
 
 
 @dataclass(frozen=True)

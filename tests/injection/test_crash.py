@@ -153,7 +153,7 @@ def test_any_mixture_of_old_and_new_bytes_is_undone(kind: Kind, tmp_path: Path) 
             (folder / name).write_bytes(np.where(chosen, new, old).tobytes())
         mixed = snapshot(folder)
         state = "clean" if mixed == before else "injected" if mixed == after else "partly injected"
-        assert eg.undo(log).was == state
+        assert eg.undo(log).found_state == state
         assert snapshot(folder) == before
         for name, (_, data) in after.items():
             (folder / name).write_bytes(data)
@@ -171,7 +171,7 @@ def test_of_files_that_were_replaced_any_may_be_the_old_one(kind: Kind, tmp_path
     for kept in range(1, 7):
         for number, name in enumerate(changed):
             (folder / name).write_bytes((before if kept >> number & 1 else after)[name][1])
-        assert eg.undo(log).was == "partly injected"
+        assert eg.undo(log).found_state == "partly injected"
         assert snapshot(folder) == before
 
 
@@ -215,12 +215,12 @@ def test_a_large_injection_is_undone_whenever_it_was_killed(tmp_path: Path) -> N
     log = tmp_path / "large.npy.faults.jsonl"
     took = killed_after(path, SECONDS)
     assert took is not None
-    assert eg.undo(log).was == "injected"
+    assert eg.undo(log).found_state == "injected"
     log.unlink()
     dice, seen = random.Random(0), []
     for share in (0.2, 0.5, 0.8, 1.0):
         killed_after(path, took * share * dice.random())
-        seen.append(eg.undo(log).was.value if log.exists() else "no log")
+        seen.append(eg.undo(log).found_state.value if log.exists() else "no log")
         assert path.read_bytes() == before, seen
         log.unlink(missing_ok=True)
     left = [child.name for child in tmp_path.iterdir() if child != path and ".partial" not in child.name]

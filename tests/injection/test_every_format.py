@@ -123,7 +123,7 @@ def test_undo_restores_every_file_byte_for_byte(kind: Kind, in_place: bool, fold
     log = faults(source, in_place=True) if in_place else faults(source, out=out)
     undone = eg.undo(log.path)
     hit = {(hit.tensor, hit.index) for hit in log.faults()}  # both parts of a complex element may be hit
-    assert (undone.was, undone.elements) == ("injected", len(hit))
+    assert (undone.found_state, undone.elements) == ("injected", len(hit))
     assert snapshot(folder) == before
     if not in_place:
         found = snapshot(out) if out.is_dir() else {"injected": (out.stat().st_mode, out.read_bytes())}

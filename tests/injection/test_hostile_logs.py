@@ -91,7 +91,7 @@ def test_a_torn_log_is_known_for_one_wherever_it_ends(log: Path) -> None:
         with pytest.raises(DamagedFile):
             eg.InjectionLog.load(log)
     log.write_bytes(text[:-1])  # all but the end of the last line
-    assert eg.undo(log).was == "injected"
+    assert eg.undo(log).found_state == "injected"
 
 
 def test_a_log_in_which_one_byte_is_another_is_refused(log: Path) -> None:

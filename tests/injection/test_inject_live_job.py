@@ -74,7 +74,7 @@ class Around:
         pass
 
     def ended(self) -> None:
-        self.gradients.settle()
+        self.gradients.finish_reduction()
 
     def run(self, steps: int) -> Around:
         for _ in range(steps):

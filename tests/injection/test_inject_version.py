@@ -58,7 +58,7 @@ def test_a_fault_that_came_before_the_save_is_restored_without_a_word(
     with caplog.at_level(logging.WARNING):
         step, live = restored(tmp_path)
     assert (step, hits(live), caplog.records) == (4, 5, [])
-    assert eg.undo(log).was == "injected"
+    assert eg.undo(log).found_state == "injected"
     assert files(versions[1]) == before
     assert hits(restored(tmp_path)[1]) == 0
 
@@ -116,7 +116,7 @@ def test_faults_in_both_ranks_are_followed_up_to_the_commit(pair: Path, tmp_path
         with Shard(copy_of(pair, rank), "job-1") as shard:
             assert shard.verify() == []
             assert bool((shard.tensor("a") == 77).any())
-    assert eg.undo(log).was == "injected"
+    assert eg.undo(log).found_state == "injected"
     assert files(pair) == before
 
 

@@ -291,7 +291,7 @@ def test_a_replay_has_a_log_of_its_own_that_undoes_it(log: eg.InjectionLog, tmp_
     kept = eg.replay(again.path, other, in_place=True, log_to=tmp_path / "own.jsonl")
     assert other.read_bytes() == before, "the same flips twice"
     for done in (kept, again):
-        assert eg.undo(done.path).was == "injected"
+        assert eg.undo(done.path).found_state == "injected"
     assert other.read_bytes() == before
 
 

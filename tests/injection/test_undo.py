@@ -68,7 +68,7 @@ def test_injections_are_undone_newest_first(path: Path) -> None:
     assert len(set(states)) == 5
     for log in reversed(logs):
         assert states.pop() == path.read_bytes()
-        assert eg.undo(log).was == "injected"
+        assert eg.undo(log).found_state == "injected"
     assert states == [path.read_bytes()]
 
 
@@ -86,7 +86,7 @@ def test_another_order_is_refused_and_the_one_to_undo_first_is_named(
     eg.undo(third)
     refused(first, "Undo that one first", str(second.path))
     eg.undo(second)
-    assert eg.undo(first).was == "injected"
+    assert eg.undo(first).found_state == "injected"
 
 
 def test_an_injection_that_was_undone_no_longer_stands_in_the_way(path: Path) -> None:
@@ -130,7 +130,7 @@ def test_compressed_files_are_undone_newest_first_too(tmp_path: Path) -> None:
 def test_undoing_twice_says_that_it_was_clean(path: Path) -> None:
     before = path.read_bytes()
     log = flips(path, 0)
-    assert (eg.undo(log).was, eg.undo(log.path).was, eg.undo(log).elements) == ("injected", "clean", 0)
+    assert (eg.undo(log).found_state, eg.undo(log.path).found_state, eg.undo(log).elements) == ("injected", "clean", 0)
     assert path.read_bytes() == before
 
 
@@ -138,7 +138,7 @@ def test_undoing_twice_says_that_it_was_clean(path: Path) -> None:
 def test_undoing_a_folder_twice_says_that_it_was_clean(stale: bool, data: Path, tmp_path: Path) -> None:
     shutil.copytree(data / "tf_ckpt", path := tmp_path / "ckpt")
     log = flips(path, 0, stale_checksum=stale)
-    assert [eg.undo(log).was for _ in range(3)] == ["injected", "clean", "clean"]
+    assert [eg.undo(log).found_state for _ in range(3)] == ["injected", "clean", "clean"]
 
 
 def test_an_injection_that_changed_no_bit_stands_in_nobodys_way(path: Path) -> None:
@@ -168,9 +168,9 @@ def test_the_same_flips_twice_are_none_and_are_undone_twice(path: Path) -> None:
     between = path.read_bytes()
     second = flips(path, 5)
     assert path.read_bytes() == before != between
-    assert eg.undo(second).was == "injected"
+    assert eg.undo(second).found_state == "injected"
     assert path.read_bytes() == between
-    assert eg.undo(first).was == "injected"
+    assert eg.undo(first).found_state == "injected"
     assert path.read_bytes() == before
 
 
@@ -190,7 +190,7 @@ def test_whatever_byte_of_a_small_file_was_altered_since_undo_is_refused(tmp_pat
         path.write_bytes(injected[:place] + bytes([injected[place] ^ 0xFF]) + injected[place + 1 :])
         refused(log)
     path.write_bytes(injected)
-    assert eg.undo(log).was == "injected"
+    assert eg.undo(log).found_state == "injected"
 
 
 def test_another_file_of_the_same_layout_is_refused(path: Path, tmp_path: Path) -> None:
@@ -258,7 +258,9 @@ def test_a_full_digest_sees_what_happened_far_from_every_fault(large: Path) -> N
             file.seek(LARGE // 2 + 777)
             file.write(bytes([file.read(1)[0] ^ 1]))
     refused(whole, "has changed since", "sha256")
-    assert eg.undo(quick).was == "injected", "the default digest is over the blocks of the faults and a few others"
+    assert eg.undo(quick).found_state == "injected", (
+        "the default digest is over the blocks of the faults and a few others"
+    )
 
 
 def test_a_full_digest_holds_for_the_file_as_it_was_injected(large: Path) -> None:

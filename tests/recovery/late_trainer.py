@@ -18,14 +18,14 @@ from evergrad.recovery.membership import PointKind
 from evergrad.recovery.process_group import GroupBroken
 from evergrad.recovery.step_barrier import StepBarrier
 
-pass_point, passed = StepBarrier.pass_point, StepBarrier.passed
+pass_point, passed = StepBarrier.pass_point, StepBarrier.mark_passed
 happened: list[bool] = []
 
 
 def is_here(name: str, engine: StepBarrier, point: PointKind) -> bool:
     """Whether this is the rank and the point that a variable names, for the first time."""
     uid, _, rest = os.environ.get(name, "").partition("@")
-    place = f"{engine.course.step}/{point}"
+    place = f"{engine.position.step}/{point}"
     return not happened and uid == os.environ["EVERGRAD_UID"] and rest == place
 
 
@@ -36,12 +36,12 @@ def pass_or_not(engine: StepBarrier, point: PointKind, num_batches: int = 0) -> 
     if not is_here("EVERGRAD_TEST_LATE", engine, point):
         return pass_point(engine, point, num_batches)
     happened.append(True)
-    StepBarrier.passed = lambda *_: None  # type: ignore[method-assign]
+    StepBarrier.mark_passed = lambda *_: None  # type: ignore[method-assign]
     try:
         pass_point(engine, point, num_batches)
     finally:
-        StepBarrier.passed = passed  # type: ignore[method-assign]
-    crew: Any = engine.crew
+        StepBarrier.mark_passed = passed  # type: ignore[method-assign]
+    crew: Any = engine.worker
     while crew._why_broken() is None:
         time.sleep(0.001)
     raise GroupBroken("the answer came too late")

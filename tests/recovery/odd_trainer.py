@@ -87,7 +87,7 @@ for epoch in range(options.epochs):
     loader: Any = OwnPlace(job.rank) if options.what == "own place" else DataLoader(data, batch_size=4, shuffle=True)
     for x, y in job.batches(loader):
         time.sleep(options.pause)
-        while options.await_change and job.generation == 0 and job.applied == 3 and not job._crew.wants_change:
+        while options.await_change and job.generation == 0 and job.applied == 3 and not job._worker.is_change_requested:
             time.sleep(0.001)
         if happens("asked one after the other", 5, by=0) or happens("one is asked", 5, by=0):
             send(signal.SIGTERM)

@@ -95,7 +95,7 @@ def report(ran: JobRun, epochs: int) -> str:
             )
         elif event.event == "process_lost":
             lines.append(f"{at_s:7.2f} s  process {fields['uid']} (rank {fields['rank']}): {fields['how']}")
-    lines += [f"epoch {epoch} of {epochs}: {books}" for epoch, books in ran.books.items()]
+    lines += [f"epoch {epoch} of {epochs}: {books}" for epoch, books in ran.sample_counts.items()]
     return "\n".join(lines)
 
 

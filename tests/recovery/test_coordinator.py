@@ -88,7 +88,7 @@ class Job:
 
     def finish(self, plan: MembershipPlan) -> JobOutcome:
         for uid in plan.members:
-            self.coordinator.exited(uid, 0)
+            self.coordinator.process_exited(uid, 0)
         return self.outcome()
 
 
@@ -160,14 +160,14 @@ def test_all_finish_and_spares_are_sent_home(jobs: Callable[..., Job]) -> None:
     assert (outcome.kind, outcome.exit_code, outcome.failures_survived) == ("finished", 0, 0)
     assert job.called(2) == -1
     assert job.event("job_finished")["step"] == job.coordinator.step == 41
-    job.coordinator.started(9)  # too late
+    job.coordinator.add_spare(9)  # too late
     assert job.called(9) == -1
 
 
 def test_after_a_death_the_others_redo_the_step(jobs: Callable[..., Job]) -> None:
     job = jobs(3)
     first = job.begin()
-    job.coordinator.exited(1, -9)
+    job.coordinator.process_exited(1, -9)
     # Survivors learn of it by this key: it is there when `exited` returns.
     assert json.loads(job.store.find(StoreKeys.broken(0)) or "") == {"uid": 1, "reason": "rank 1 ended with SIGKILL"}
     job.all_report(first, 1)
@@ -186,7 +186,7 @@ def test_after_a_death_the_others_redo_the_step(jobs: Callable[..., Job]) -> Non
 def test_two_may_die_at_once(jobs: Callable[..., Job]) -> None:
     job = jobs(4)
     first = job.begin()
-    threads = [threading.Thread(target=job.coordinator.exited, args=(uid, -9)) for uid in (0, 2)]
+    threads = [threading.Thread(target=job.coordinator.process_exited, args=(uid, -9)) for uid in (0, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -200,9 +200,9 @@ def test_two_may_die_at_once(jobs: Callable[..., Job]) -> None:
 def test_one_may_die_after_its_report(jobs: Callable[..., Job]) -> None:
     job = jobs(3)
     first = job.begin()
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     job.report(first, 1, 4)
-    job.coordinator.exited(1, 1)
+    job.coordinator.process_exited(1, 1)
     job.report(first, 2, 3)
     plan = job.plan(1)
     assert (plan.members, plan.point) == ((2,), 3)
@@ -211,10 +211,10 @@ def test_one_may_die_after_its_report(jobs: Callable[..., Job]) -> None:
 def test_a_death_while_the_next_generation_forms_breaks_that_one_too(jobs: Callable[..., Job]) -> None:
     job = jobs(3)
     first = job.begin()
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     job.all_report(first, 0)
     second = job.plan(1)
-    job.coordinator.exited(1, -9)
+    job.coordinator.process_exited(1, -9)
     job.all_report(second, 1)
     plan = job.plan(2)
     assert (plan.members, plan.dead, plan.point) == ((2,), (1,), 3)
@@ -230,12 +230,12 @@ def test_one_that_dies_while_the_plan_is_written_is_not_forgotten(
     def slowly(*args: Any, **known: Any) -> Any:
         plan = decided(*args, **known)
         if not args[0].generation:
-            job.coordinator.exited(1, -9)
+            job.coordinator.process_exited(1, -9)
         return plan
 
     monkeypatch.setattr(coordinator, "decide", slowly)
     first = job.begin()
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     job.all_report(first, 0)
     second = job.plan(1)
     assert second.members == (1, 2)
@@ -248,8 +248,8 @@ def test_a_waiting_spare_is_called(jobs: Callable[..., Job]) -> None:
     first = job.begin()
     job.store.set(StoreKeys.waiting(4), "1")  # 3 is not ready yet, 5 is dead
     job.store.set(StoreKeys.waiting(5), "1")
-    job.coordinator.exited(5, 1)
-    job.coordinator.exited(1, -9)
+    job.coordinator.process_exited(5, 1)
+    job.coordinator.process_exited(1, -9)
     job.all_report(first, 1)
     assert job.called(4) == 1
     plan = job.plan(1)
@@ -262,9 +262,9 @@ def test_a_waiting_spare_is_called(jobs: Callable[..., Job]) -> None:
 def test_a_spare_started_later_is_called_too(jobs: Callable[..., Job]) -> None:
     job = jobs(2)
     first = job.begin()
-    job.coordinator.started(7)
+    job.coordinator.add_spare(7)
     job.store.set(StoreKeys.waiting(7), "1")
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     job.all_report(first, 0)
     assert job.plan(1).members == (7, 1)
 
@@ -273,7 +273,7 @@ def test_in_forward_recovery_the_spare_comes_in_before_the_next_step(jobs: Calla
     job = jobs(3, spares=1, strategy="forward")
     first = job.begin()
     job.store.set(StoreKeys.waiting(3), "1")
-    job.coordinator.exited(1, -9)
+    job.coordinator.process_exited(1, -9)
     job.report(first, 0, 3, done=(0, 1), buckets=3)
     job.report(first, 2, 3, done=(1,), buckets=3)
     repair = job.plan(1)
@@ -314,8 +314,8 @@ def test_a_job_that_comes_to_no_point_ends(jobs: Callable[..., Job], monkeypatch
 def test_when_one_has_finished_the_others_may(jobs: Callable[..., Job]) -> None:
     job = jobs(3)
     first = job.begin()
-    job.coordinator.exited(0, 0)
-    job.coordinator.exited(1, -9)
+    job.coordinator.process_exited(0, 0)
+    job.coordinator.process_exited(1, -9)
     job.report(first, 2, 9, PointKind.END)
     plan = job.plan(1)
     assert (plan.members, plan.verdicts) == ((2,), {2: PROCEED})
@@ -326,8 +326,8 @@ def test_when_one_has_finished_the_others_may(jobs: Callable[..., Job]) -> None:
 def test_a_rank_that_fails_when_the_others_have_finished_fails_the_job(jobs: Callable[..., Job]) -> None:
     job = jobs(2)
     job.begin()
-    job.coordinator.exited(1, 0)
-    job.coordinator.exited(0, 3)  # it could not save the result, say
+    job.coordinator.process_exited(1, 0)
+    job.coordinator.process_exited(0, 3)  # it could not save the result, say
     assert (job.outcome().kind, job.outcome().exit_code) == ("failed", 1)
     assert job.outcome().message == "rank 0 ended with exit code 3; the others finished without it"
 
@@ -335,7 +335,7 @@ def test_a_rank_that_fails_when_the_others_have_finished_fails_the_job(jobs: Cal
 def test_too_few_ranks_end_the_job_and_everyone_is_told(jobs: Callable[..., Job]) -> None:
     job = jobs(3, spares=1, min_ranks=3)
     first = job.begin()
-    job.coordinator.exited(1, -9)
+    job.coordinator.process_exited(1, -9)
     job.all_report(first, 1)
     outcome = job.outcome()
     assert (outcome.kind, outcome.exit_code) == ("too-few", 4)
@@ -352,8 +352,8 @@ def test_too_few_ranks_end_the_job_and_everyone_is_told(jobs: Callable[..., Job]
 def test_where_every_rank_ends_by_itself_the_script_has_failed(jobs: Callable[..., Job]) -> None:
     job = jobs(2)
     job.begin()
-    job.coordinator.exited(0, 1)
-    job.coordinator.exited(1, 1)
+    job.coordinator.process_exited(0, 1)
+    job.coordinator.process_exited(1, 1)
     assert (job.outcome().kind, job.outcome().exit_code) == ("failed", 1)
     assert "rank 0 ended with exit code 1, rank 1 ended with exit code 1" in job.outcome().message
 
@@ -364,7 +364,7 @@ def test_a_fatal_message_ends_the_job(jobs: Callable[..., Job], exits: bool) -> 
     job.begin()
     job.store.set(StoreKeys.fatal, "batch_size: expected 1 or more, found 0")
     if exits:
-        job.coordinator.exited(0, 1)
+        job.coordinator.process_exited(0, 1)
     assert job.outcome() == JobOutcome("fatal", "batch_size: expected 1 or more, found 0", 2, 0)
     assert job.called(2) == -1
 
@@ -383,8 +383,8 @@ def test_after_a_fatal_message_nobody_is_told_to_go_on(jobs: Callable[..., Job])
 def test_a_rank_that_dies_before_it_joins_ends_the_job(jobs: Callable[..., Job]) -> None:
     job = jobs(2)
     job.begin(joined=False)
-    job.coordinator.exited(0, 0)  # a script that knows nothing of us may finish
-    job.coordinator.exited(1, 3)
+    job.coordinator.process_exited(0, 0)  # a script that knows nothing of us may finish
+    job.coordinator.process_exited(1, 3)
     assert (job.outcome().kind, job.outcome().exit_code) == ("failed", 1)
     assert job.outcome().message == "rank 1 ended with exit code 3 before it joined: see what it printed"
 
@@ -392,7 +392,7 @@ def test_a_rank_that_dies_before_it_joins_ends_the_job(jobs: Callable[..., Job])
 def test_a_rank_that_leaves_without_joining_is_not_waited_for(jobs: Callable[..., Job]) -> None:
     job = jobs(2)
     first = job.begin(joined=False)
-    job.coordinator.exited(0, 0)
+    job.coordinator.process_exited(0, 0)
     job.store.set(StoreKeys.joined(1), json.dumps({"pid": 1}))
     assert json.loads(_bounded(lambda: job.store.get(StoreKeys.broken(0))))["uid"] == 0
     job.report(first, 1, 0, PointKind.BEGIN)
@@ -406,7 +406,7 @@ def test_a_relaunch_starts_what_is_missing(jobs: Callable[..., Job]) -> None:
         first = job.begin(checkpointer=True)
         job.store.set(StoreKeys.waiting(4), "1")
         for uid in (0, 1, 3):
-            job.coordinator.exited(uid, -9)
+            job.coordinator.process_exited(uid, -9)
         job.report(first, 2, 6)
         plan = job.plan(1)
     assert (plan.relaunch, plan.restart, plan.source, plan.point) == (True, True, None, 6)
@@ -423,11 +423,11 @@ def test_a_relaunch_is_back_at_the_number_of_ranks_it_began_with(jobs: Callable[
     with spawning(50) as (asked, spawn):
         job = jobs(3, min_ranks=2, spawn=spawn)
         first = job.begin(checkpointer=True)
-        job.coordinator.exited(0, -9)
+        job.coordinator.process_exited(0, -9)
         job.all_report(first, 0)
         second = job.plan(1)
         assert second.members == (1, 2)
-        job.coordinator.exited(1, -9)
+        job.coordinator.process_exited(1, -9)
         job.all_report(second, 1)
         plan = job.plan(2)
     assert plan.members == (50, 2, 51)
@@ -438,14 +438,14 @@ def test_one_that_dies_as_soon_as_it_is_spawned_breaks_the_relaunch(jobs: Callab
     made: list[Job] = []
 
     def spawn(request: SpawnRequest) -> int:
-        made[0].coordinator.exited(50, 1)  # reaped before the launcher has come back from starting it
+        made[0].coordinator.process_exited(50, 1)  # reaped before the launcher has come back from starting it
         return 50
 
     job = jobs(3, min_ranks=2, spawn=spawn, max_restarts=1)
     made.append(job)
     first = job.begin(checkpointer=True)
-    job.coordinator.exited(0, -9)
-    job.coordinator.exited(1, -9)
+    job.coordinator.process_exited(0, -9)
+    job.coordinator.process_exited(1, -9)
     job.report(first, 2, 6)
     second = job.plan(1)
     assert second.relaunch
@@ -457,7 +457,7 @@ def test_restarts_come_to_an_end(jobs: Callable[..., Job]) -> None:
         job = jobs(1, spawn=spawn, max_restarts=2)
         job.begin(checkpointer=True)
         for uid, generation in ((0, 1), (50, 2), (51, 3)):
-            job.coordinator.exited(uid, -9)
+            job.coordinator.process_exited(uid, -9)
             if generation < 3:
                 assert job.plan(generation).members == (49 + generation,)
     assert job.outcome().kind == "too-few"
@@ -469,7 +469,7 @@ def test_without_a_checkpointer_nothing_is_relaunched(jobs: Callable[..., Job]) 
     with spawning(50) as (asked, spawn):
         job = jobs(2, min_ranks=2, spawn=spawn)
         first = job.begin()
-        job.coordinator.exited(0, -9)
+        job.coordinator.process_exited(0, -9)
         job.all_report(first, 0)
         assert "No restart: there is no checkpointer to restart from." in job.outcome().message
     assert not asked
@@ -481,7 +481,7 @@ def test_a_launcher_that_cannot_start_a_process_ends_the_job(jobs: Callable[...,
 
     job = jobs(1, spawn=spawn)
     job.begin(checkpointer=True)
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     assert job.outcome().kind == "failed"
     assert job.outcome().message == "the coordinator cannot go on: OSError: no more processes"
 
@@ -492,7 +492,7 @@ def test_a_survivor_that_is_late_is_named_once_and_waited_for(
     monkeypatch.setattr(coordinator, "_LATE_S", 0.0)
     job = jobs(3)
     first = job.begin()
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     job.report(first, 1, 3)
     assert 2 in job.event("reports_late")["uids"]
     with job.told:
@@ -505,7 +505,7 @@ def test_restarting_ranks_take_spares_along(jobs: Callable[..., Job]) -> None:
     job = jobs(2, spares=1, strategy="restart")
     first = job.begin()
     job.store.set(StoreKeys.waiting(2), "1")
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     job.all_report(first, 0)
     plan = job.plan(1)
     assert (plan.members, plan.verdicts, plan.source, plan.restart) == ((2, 1), {1: RESTART}, None, True)
@@ -514,12 +514,12 @@ def test_restarting_ranks_take_spares_along(jobs: Callable[..., Job]) -> None:
 def test_an_exit_is_told_once_and_not_after_the_end(jobs: Callable[..., Job]) -> None:
     job = jobs(2)
     first = job.begin()
-    job.coordinator.exited(0, -9)
-    job.coordinator.exited(0, -9)
+    job.coordinator.process_exited(0, -9)
+    job.coordinator.process_exited(0, -9)
     job.all_report(first, 0)
     job.finish(job.plan(1))
     job.coordinator.close()
-    job.coordinator.exited(99, -15)
+    job.coordinator.process_exited(99, -15)
     assert [fields["uid"] for event, fields in job.events if event == "process_lost"] == [0]
     assert job.outcome().kind == "finished"
 
@@ -551,14 +551,14 @@ def _counts_spares(job: Job) -> None:
 
 def _lets_all_finish(job: Job) -> None:
     for uid in job.coordinator.membership[1]:
-        job.coordinator.exited(uid, 0)
+        job.coordinator.process_exited(uid, 0)
     assert job.outcome().kind == "finished"
 
 
 def _loses_half_at_once(job: Job) -> None:
     plan = job.coordinator.membership[1]
     for uid in plan[: len(plan) // 2]:
-        job.coordinator.exited(uid, -9)
+        job.coordinator.process_exited(uid, -9)
 
 
 @pytest.mark.parametrize("does", [_counts_spares, _lets_all_finish, _loses_half_at_once])
@@ -569,8 +569,8 @@ def test_the_work_is_a_few_comparisons_a_rank(
     monkeypatch.setattr(Coordinator, "_run", lambda self: None)  # its thread looks as often as there is time for it
     told: list[int] = []
     job = jobs(200, spares=200)
-    notices = job.coordinator._notices
-    monkeypatch.setattr(notices, "break_off", lambda plan, uid, reason: told.append(uid))
+    notices = job.coordinator._store
+    monkeypatch.setattr(notices, "break_generation", lambda plan, uid, reason: told.append(uid))
     monkeypatch.setattr(notices, "has_joined", lambda uid: True)
     job.uids = [Counted(uid) for uid in job.uids]
     job.coordinator.begin(job.uids)

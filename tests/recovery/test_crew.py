@@ -82,7 +82,7 @@ def break_generation(store: TCPStore, uid: int) -> None:
 def test_two_that_meet_are_a_group(crew: Callable[[int], ElasticWorker]) -> None:
     both = crew(0), crew(1)
     for one in both:
-        one.begin(0)
+        one.enter_generation(0)
     waiting = [Waiting(one) for one in both]
     for one in waiting:
         one.join(SOON_S)
@@ -100,10 +100,10 @@ def test_a_group_of_one_breaks_never() -> None:
 def test_who_begins_again_does_not_hear_that_it_left(store: TCPStore, crew: Callable[[int], ElasticWorker]) -> None:
     """A relaunch: the same process, a new program, the same generation."""
     before = crew(0)
-    before.begin(0)
+    before.enter_generation(0)
     before.leave_group()
     again = crew(0)
-    again.begin(0)
+    again.enter_generation(0)
     number = store.num_keys()
     waiting = Waiting(again)
     await_rendezvous(store, number, waiting)
@@ -116,7 +116,7 @@ def test_who_waits_for_a_group_hears_that_the_other_one_died(
     store: TCPStore, crew: Callable[[int], ElasticWorker]
 ) -> None:
     mine = crew(0)
-    mine.begin(0)
+    mine.enter_generation(0)
     number = store.num_keys()
     waiting = Waiting(mine)
     await_rendezvous(store, number, waiting)

@@ -63,7 +63,7 @@ def test_an_undisturbed_epoch_is_what_distributed_sampler_deals(
         assert {epoch.weight(rank, [index]) for rank in range(world_size)} == {1 / world_size}
     used = Counter(unit for rank in range(world_size) for batch in dealt(epoch, rank) for unit in batch)
     epoch.use(0, epoch.num_batches)
-    balance = epoch.books.summary()
+    balance = epoch.accounting.summary()
     assert balance.is_complete
     assert (balance.used_once, balance.uses) == (len(used), used.total())
     assert balance.dropped == units - len(used)
@@ -96,7 +96,7 @@ def test_whatever_is_lost_and_when_every_unit_is_used_once_but_for_booked_paddin
         # The next step is rolled back: it is dealt again, to fewer ranks, or to one more that has joined.
         epoch.redeal(index, max(1, epoch.world_size - lost), batch=batch)
     assert applied == dict.fromkeys(undisturbed, 1)
-    balance = epoch.books.summary()
+    balance = epoch.accounting.summary()
     assert balance.is_complete
     assert (balance.used_once, balance.lost, balance.twice) == (len(undisturbed), 0, 0)
     assert (balance.padding, balance.idle) == (padding, idle)
@@ -115,7 +115,7 @@ def test_forward_recovery_books_what_a_dead_rank_had(data: st.DataObject, epoch:
         epoch.lose(index, index + 1, dead)
         index += 1
         epoch.redeal(index, epoch.world_size - len(dead))
-    balance = epoch.books.summary()
+    balance = epoch.accounting.summary()
     assert balance.is_complete
     assert balance.used_once == len(used)
     assert balance.lost == len(lost - used)  # padding may bring back what was lost
@@ -136,8 +136,8 @@ def test_a_saved_epoch_goes_on_as_the_one_that_was_saved(data: st.DataObject, ep
         assert dealt(found, rank, index + 1) == dealt(epoch, rank, index + 1)
     found.use(index, found.num_batches)
     epoch.use(index, epoch.num_batches)
-    assert found.books.summary() == epoch.books.summary()
-    assert epoch.books.summary().is_complete
+    assert found.accounting.summary() == epoch.accounting.summary()
+    assert epoch.accounting.summary().is_complete
 
 
 def test_what_is_used_later_is_not_in_a_state_that_was_taken_before() -> None:
@@ -145,7 +145,7 @@ def test_what_is_used_later_is_not_in_a_state_that_was_taken_before() -> None:
     state = epoch.state_dict()
     epoch.use(0, 3)
     epoch.redeal(3, 2)
-    assert ElasticEpoch.from_state(state).books.summary() == ElasticEpoch(40, 4, 2).books.summary()
+    assert ElasticEpoch.from_state(state).accounting.summary() == ElasticEpoch(40, 4, 2).accounting.summary()
     assert ElasticEpoch.from_state(state).world_size == 4
 
 
@@ -188,7 +188,7 @@ def test_a_rank_without_samples_runs_one_that_weighs_nothing() -> None:
     assert [epoch.weight(rank, [2]) for rank in range(3)] == [0.5, 0.5, 0.0]
     assert epoch.weight(2, [1, 2]) == 1 / 5
     epoch.use(1, 3)
-    assert epoch.books.summary() == SampleCounts(9, 9, 9, 0, 1, 0, 0, 0, 0)
+    assert epoch.accounting.summary() == SampleCounts(9, 9, 9, 0, 1, 0, 0, 0, 0)
 
 
 def test_survivors_share_the_weight_of_a_dead_rank() -> None:
@@ -207,7 +207,7 @@ def test_dropping_the_last_batch_drops_none_that_the_undisturbed_epoch_uses() ->
     assert sorted(unit for index in range(1, epoch.num_batches) for unit in real_uses(epoch, index)) == [*range(32, 96)]
     assert epoch.counts(epoch.num_batches - 1).tolist() == [6, 5, 5]
     epoch.use(1, epoch.num_batches)
-    assert epoch.books.summary().dropped == 4
+    assert epoch.accounting.summary().dropped == 4
 
 
 def test_a_spare_in_a_dead_ranks_place_changes_nothing() -> None:
@@ -224,7 +224,7 @@ def test_a_loss_in_the_last_batch_leaves_nothing_to_deal() -> None:
     ended = epoch.num_batches
     epoch.redeal(ended, 3)
     assert epoch.num_batches == ended
-    assert epoch.books.summary().padding == 2
+    assert epoch.accounting.summary().padding == 2
 
 
 def test_a_second_loss_in_the_same_step_goes_back_behind_the_first_re_deal() -> None:
@@ -234,7 +234,7 @@ def test_a_second_loss_in_the_same_step_goes_back_behind_the_first_re_deal() -> 
     epoch.redeal(2, 2)
     assert epoch.share(0, 2).positions.tolist() == [8]
     epoch.use(2, epoch.num_batches)
-    assert epoch.books.summary().is_complete
+    assert epoch.accounting.summary().is_complete
 
 
 def test_batches_of_the_past_stay_as_they_were_dealt() -> None:
@@ -264,13 +264,13 @@ def test_no_batch_is_booked_twice_and_no_unknown_one_is_dealt(act: Any) -> None:
     epoch.use(0, 2)
     with pytest.raises(AssertionError):
         act(epoch)
-    assert epoch.books.summary().uses == 16
+    assert epoch.accounting.summary().uses == 16
 
 
 def test_the_books_contradict_a_deal_that_gives_a_unit_twice() -> None:
     books = SampleAccounting(10)
-    books.enter(0, 4)
-    books.enter(3, 6)
+    books.record_used(0, 4)
+    books.record_used(3, 6)
     balance = books.summary()
     assert (balance.twice, balance.used_once, balance.unused) == (1, 6, 4)
     assert not balance.is_balanced
@@ -278,17 +278,17 @@ def test_the_books_contradict_a_deal_that_gives_a_unit_twice() -> None:
 
 def test_the_books_contradict_a_use_of_what_was_lost_or_dropped() -> None:
     books = SampleAccounting(6, dropped_from=5)
-    books.enter(0, 4, lost=np.array([True, False, True, False]))
+    books.record_used(0, 4, lost=np.array([True, False, True, False]))
     assert books.summary().lost == 2
-    books.enter(2, 3)
-    books.enter(5, 6)
+    books.record_used(2, 3)
+    books.record_used(5, 6)
     assert books.summary().twice == 2
 
 
 def test_a_unit_that_was_used_cannot_be_lost() -> None:
     books = SampleAccounting(4)
-    books.enter(0, 2)
-    books.enter(0, 4, lost=np.array([True, False, True, False]))
+    books.record_used(0, 2)
+    books.record_used(0, 4, lost=np.array([True, False, True, False]))
     balance = books.summary()
     assert (balance.used_once, balance.lost, balance.twice) == (3, 1, 1)
 
@@ -296,13 +296,13 @@ def test_a_unit_that_was_used_cannot_be_lost() -> None:
 def test_the_repeat_of_a_lost_unit_is_its_one_use() -> None:
     epoch = ElasticEpoch(3, world_size=4, batch_size=1)
     epoch.lose(0, 1, [0])
-    assert epoch.books.summary() == SampleCounts(3, 3, 3, 0, 0, 0, 0, 0, 0)
+    assert epoch.accounting.summary() == SampleCounts(3, 3, 3, 0, 0, 0, 0, 0, 0)
 
 
 def test_an_epoch_that_is_left_early_is_balanced_and_not_complete() -> None:
     epoch = ElasticEpoch(40, 4, 2)
     epoch.use(0, 2)
-    balance = epoch.books.summary()
+    balance = epoch.accounting.summary()
     assert balance.is_balanced
     assert not balance.is_complete
     assert balance.unused == 24
@@ -311,7 +311,7 @@ def test_an_epoch_that_is_left_early_is_balanced_and_not_complete() -> None:
 def test_a_balance_survives_json() -> None:
     epoch = ElasticEpoch(41, 4, 2)
     epoch.use(0, 3)
-    balance = epoch.books.summary()
+    balance = epoch.accounting.summary()
     assert SampleCounts.from_json(json.dumps(balance.to_json())) == balance
     with pytest.raises(StateError, match="schema_version"):
         SampleCounts.from_json({**balance.to_json(), "schema_version": 99})

@@ -17,20 +17,20 @@ def test_generations_that_come_to_no_point_are_enough_only_in_a_row(monkeypatch:
     monkeypatch.setattr(coordinator, "_MAX_FUTILE_GENERATIONS", 3)
     job, again = RetryLimits(0), MembershipPlan(1, (0, 1))
     for _ in range(2):
-        assert job.objection(FIRST, again) == ""
-        assert job.objection(FIRST, again) == ""
-        assert job.objection(FIRST, replace(again, dead=(1,))) == "", "somebody was lost: this is another matter"
-    assert job.objection(FIRST, again) == ""
-    assert job.objection(FIRST, again) == ""
-    assert job.objection(FIRST, again) == "3 generations in a row came to no point; the last"
+        assert job.limit_reached(FIRST, again) == ""
+        assert job.limit_reached(FIRST, again) == ""
+        assert job.limit_reached(FIRST, replace(again, dead=(1,))) == "", "somebody was lost: this is another matter"
+    assert job.limit_reached(FIRST, again) == ""
+    assert job.limit_reached(FIRST, again) == ""
+    assert job.limit_reached(FIRST, again) == "3 generations in a row came to no point; the last"
 
 
 def test_a_job_goes_back_to_one_version_a_few_times_and_to_another_as_often() -> None:
     job, further = RetryLimits(0), replace(FIRST, point=1)
     for _ in range(coordinator._MAX_RETURNS_TO_VERSION):
         for version in ("v10", "v20"):
-            assert job.objection(FIRST, replace(further, version=version)) == ""
-    objection = job.objection(FIRST, replace(further, version="v10"))
+            assert job.limit_reached(FIRST, replace(further, version=version)) == ""
+    objection = job.limit_reached(FIRST, replace(further, version="v10"))
     assert objection == "the job has gone back 5 times to v10, and its ranks differ again"
 
 

@@ -97,7 +97,7 @@ class Lab:
 
     def _settle(self) -> None:
         try:
-            self.gradients.settle()
+            self.gradients.finish_reduction()
             self.around.count += 1
         except GroupBroken as error:
             self.broke = str(error)
@@ -159,11 +159,11 @@ def test_what_was_reduced_stays_and_the_rest_is_reduced_again(collectives: int) 
     lab.break_after(collectives)
     lab.run()
     assert lab.broke == "rank 1 is gone"
-    assert lab.gradients.kept == tuple(range(collectives))
+    assert lab.gradients.reduced_buckets == tuple(range(collectives))
     lab.mend()
     lab.around.sites.clear()
     lab.gradients.reopen(range(collectives, lab.gradients.num_buckets))
-    lab.gradients.settle()
+    lab.gradients.finish_reduction()
     assert lab.is_right()
     assert {bucket for bucket, _ in lab.around.sites} == set(range(collectives, lab.gradients.num_buckets))
     assert lab.run().is_right(), "and the next pass"
@@ -176,7 +176,7 @@ def test_a_bucket_that_was_reduced_here_but_not_everywhere_is_taken_back() -> No
     lab.mend()
     lab.gradients.reopen(range(1, lab.gradients.num_buckets))
     assert lab.gradients.done == {0}
-    lab.gradients.settle()
+    lab.gradients.finish_reduction()
     assert lab.is_right()
 
 
@@ -186,10 +186,10 @@ def test_in_the_first_two_passes_everything_is_reduced_again(passes: int, collec
     lab.break_after(collectives)
     lab.run()
     assert lab.broke is not None
-    assert (lab.gradients.kept, lab.gradients.num_buckets) == ((), 0)
+    assert (lab.gradients.reduced_buckets, lab.gradients.num_buckets) == ((), 0)
     lab.mend()
     lab.gradients.reopen(())
-    lab.gradients.settle()
+    lab.gradients.finish_reduction()
     assert lab.is_right()
     lab.around.count += 1
     for _ in range(3):
@@ -289,7 +289,7 @@ def test_a_repair_goes_through_the_hooks() -> None:
     counting.buckets.clear()
     todo = list(range(1, lab.gradients.num_buckets))
     lab.gradients.reopen(todo)
-    lab.gradients.settle()
+    lab.gradients.finish_reduction()
     assert counting.buckets == todo
     for parameter, grad in zip(lab.net.parameters(), lab.expected(), strict=True):
         assert torch.equal(parameter.grad, grad.half().mul(0.5).mul(2).float())  # type: ignore[arg-type]

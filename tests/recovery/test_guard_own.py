@@ -49,7 +49,7 @@ class Owners:
             own.loader = Loader(10 * rank + 1) if loaders else None
 
         def pass_point(rank: int) -> None:
-            taken = self.owns[rank].take()
+            taken = self.owns[rank].capture()
             self.guards[rank].note(POINT, taken)
             if keeps and len(groups) > 1:
                 self.keepings[rank].exchange(groups[rank], POINT, taken, (rank - 1) % len(groups), sizes_vary=loaders)
@@ -69,7 +69,7 @@ class Owners:
 
     def kept(self, rank: int) -> torch.Tensor:
         """What the next rank holds of this one's."""
-        found = self.keepings[(rank + 1) % len(self.groups)].of(rank, POINT)
+        found = self.keepings[(rank + 1) % len(self.groups)].find(rank, POINT)
         assert found is not None
         return found
 

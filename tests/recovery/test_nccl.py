@@ -200,7 +200,7 @@ def test_a_shared_gpu_ends_a_launched_job_for_good(
     ]
 
     def form(crew: ElasticWorker) -> str:
-        crew.begin(0)
+        crew.enter_generation(0)
         with pytest.raises(UsageError) as caught:
             crew.group()
         return str(caught.value)

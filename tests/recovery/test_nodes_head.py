@@ -55,7 +55,7 @@ class Other:
         """The next news of a kind."""
 
         def look() -> bool:
-            self.news += self.nodes.take()
+            self.news += self.nodes.take_events()
             return any(isinstance(one, kind) for one in self.news)
 
         until(look)
@@ -66,7 +66,7 @@ class Other:
         self.say_hello(attempt)
         arrival = self.hear(NodeArrival)
         assert isinstance(arrival, NodeArrival)
-        self.nodes.welcome(arrival, PLACES, [0, 0, 1, 1], 1.5)
+        self.nodes.accept(arrival, PLACES, [0, 0, 1, 1], 1.5)
         return arrival
 
 
@@ -118,8 +118,8 @@ def test_what_a_beat_shows_of_processes_is_known_at_the_head(patient: Other) -> 
     patient.come()
     vital = ProcessHealth(2, 5, 0.1, False, 0.0, 0, 0.5, 1.0, 3, stack="in a loop")
     patient.beat(0, vitals=(vital, ProcessHealth(99, 1, 0.0, False, 0.0, 0, 0.0, 0.0, 0)))
-    until(patient.nodes.vitals)
-    assert patient.nodes.vitals() == {2: vital}
+    until(patient.nodes.health)
+    assert patient.nodes.health() == {2: vital}
     assert patient.nodes.stack(2) == "in a loop"
     assert patient.nodes.stack(99) == ""
 
@@ -132,7 +132,7 @@ def test_a_beat_that_is_brought_back_is_no_sign_of_life(other: Other) -> None:
     while not any(isinstance(one, NodeDeparture) for one in other.news):
         assert time.monotonic() < begun + 20
         other.beat(0)  # again and again
-        other.news += other.nodes.take()
+        other.news += other.nodes.take_events()
         time.sleep(0.005)
     gone = other.hear(NodeDeparture)
     assert (gone.node, gone.uids) == (1, (2, 3))

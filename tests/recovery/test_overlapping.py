@@ -71,7 +71,7 @@ class Lab:
 
     def _settle(self) -> None:
         try:
-            self.gradients.settle()
+            self.gradients.finish_reduction()
             self.around.count += 1
         except GroupBroken as error:
             self.broke = str(error)
@@ -383,18 +383,18 @@ def test_step_hooks_are_refused() -> None:
 
 def test_several_optimizers_and_a_scaler_are_refused_at_the_step() -> None:
     lab, optimizers = Lab(adam), Optimizers()
-    optimizers.meet((lab.optimizer,))
+    optimizers.adopt((lab.optimizer,))
     optimizers.overlap = lab.overlap
     with pytest.raises(UsageError, match=r"there is one optimizer, that of .*; found 2"):
-        optimizers.meet((lab.optimizer, lab.optimizer))
+        optimizers.adopt((lab.optimizer, lab.optimizer))
     with pytest.raises(UsageError, match="the scaler that is tracked as 'amp'"):
         optimizers.apply({"amp": _Scaler(True)}, 1.0)
 
 
 def test_a_joiners_optimizer_gets_its_state_before_its_first_pass() -> None:
     lab, other, optimizers = Lab(adam).step(3), Lab(adam), Optimizers()
-    optimizers.meet((other.optimizer,))
-    optimizers.owe([lab.optimizer.state_dict()])
+    optimizers.adopt((other.optimizer,))
+    optimizers.load_states([lab.optimizer.state_dict()])
     assert same(other.optimizer.state_dict(), lab.optimizer.state_dict())
     assert same(optimizers.states(), [lab.optimizer.state_dict()])
 

@@ -43,7 +43,7 @@ def test_generators_go_back_to_where_they_were() -> None:
     then = RngSnapshot()
     first = drawn()
     drawn()
-    then.put_back()
+    then.restore()
     assert drawn() == first
 
 
@@ -56,7 +56,7 @@ def test_generators_travel_as_bytes_with_half_used_pairs_of_normal_numbers(is_od
     first = drawn()
     again = RngSnapshot.of_parts([part.clone() for part in parts])
     drawn()
-    again.put_back()
+    again.restore()
     assert drawn() == first
 
 
@@ -138,7 +138,7 @@ def test_draws_between_epochs_leave_a_doubt_only_if_an_epoch_has_ended_since(end
 def test_reading_generators_advances_none() -> None:
     then = RngSnapshot()
     first = drawn()
-    then.put_back()
+    then.restore()
     RngSnapshot().parts()
     assert drawn() == first
 
@@ -176,9 +176,9 @@ def test_another_process_becomes_what_this_one_was(loader: Loader | None) -> Non
     mine[5].copy_(torch.randn(4, 3, 2, 2))
     own, other = LocalState(mine), LocalState(theirs)
     own.loader = loader
-    taken = own.take()
+    taken = own.capture()
     first = drawn()
-    found = other.put(taken)
+    found = other.restore(taken)
     assert drawn() == first
     assert all(torch.equal(one, two) for one, two in zip(mine, theirs, strict=True))
     if loader is None:
@@ -260,26 +260,26 @@ def exchanged(points: range, sizes: Callable[[int], int], *, vary: bool = False)
 def test_the_next_rank_keeps_what_one_had_at_the_last_two_points() -> None:
     kept = exchanged(range(4), lambda rank: 3)
     for point in (2, 3):
-        found = kept[1].of(10, point)
+        found = kept[1].find(10, point)
         assert found is not None
         assert found.tolist() == [10, point] * 3
-    assert kept[1].of(10, 1) is None
-    assert kept[1].of(11, 3) is None, "of itself it keeps nothing"
-    assert kept[0].of(12, 3) is not None, "the first keeps for the last"
+    assert kept[1].find(10, 1) is None
+    assert kept[1].find(11, 3) is None, "of itself it keeps nothing"
+    assert kept[0].find(12, 3) is not None, "the first keeps for the last"
 
 
 def test_what_is_kept_may_have_another_size_on_each_rank() -> None:
     kept = exchanged(range(3), lambda rank: rank + 1, vary=True)
-    sizes = [keeping.of(uid, 2) for keeping, uid in zip(kept, (12, 10, 11), strict=True)]
+    sizes = [keeping.find(uid, 2) for keeping, uid in zip(kept, (12, 10, 11), strict=True)]
     assert [one.numel() for one in sizes if one is not None] == [6, 2, 4]
 
 
 def test_what_is_kept_belongs_to_whoever_takes_the_place() -> None:
     keeping = exchanged(range(3), lambda rank: 1)[1]
-    keeping.hand_on(10, 13)
-    assert keeping.of(10, 2) is None
-    assert keeping.of(13, 2) is not None
-    assert keeping.of(13, 1) is not None
+    keeping.reassign(10, 13)
+    assert keeping.find(10, 2) is None
+    assert keeping.find(13, 2) is not None
+    assert keeping.find(13, 1) is not None
 
 
 # States on their way.
@@ -332,13 +332,13 @@ def test_a_snapshot_puts_buffers_generators_and_tracked_things_back() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     snapshot, tracked = Snapshot(list(net.buffers())), {"scheduler": scheduler}
     for _ in range(2):  # into the same memory
-        snapshot.take(tracked)
+        snapshot.capture(tracked)
         before = {name: buffer.clone() for name, buffer in net.named_buffers()}, scheduler.state_dict()
         first = drawn()
         net(torch.randn(4, 3))
         optimizer.step()
         scheduler.step()
-        snapshot.put_back(tracked)
+        snapshot.restore(tracked)
         assert all(torch.equal(before[0][name], buffer) for name, buffer in net.named_buffers())
         assert scheduler.state_dict() == before[1]
         assert drawn() == first
@@ -350,14 +350,14 @@ def test_a_scaler_forgets_a_step_that_is_done_again() -> None:
     assert is_scaler(scaler)
     assert not is_scaler(optimizer)
     snapshot = Snapshot([])
-    snapshot.take({"scaler": scaler})
+    snapshot.capture({"scaler": scaler})
     for _ in range(2):
         optimizer.zero_grad()
         scaler.scale(net(torch.ones(1, 2)).sum()).backward()
         scaler.unscale_(optimizer)  # a second time for the same step it would be refused
         assert net.weight.grad is not None
         assert net.weight.grad.tolist() == [[1.0, 1.0]]
-        snapshot.put_back({"scaler": scaler})
+        snapshot.restore({"scaler": scaler})
     assert scaler.get_scale() == 4.0
 
 

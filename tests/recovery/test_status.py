@@ -56,7 +56,7 @@ def test_every_line_says_whose_it_is(tmp_path: Path, capfd: pytest.CaptureFixtur
         rank.print("o\n\n")
         rank.print("wrong\n", to_error=True)
         spare.print("waiting\n")
-        relay.say("2 ranks")
+        relay.print_line("2 ranks")
         rank.end()
         spare.end()
         relay.close("finished")
@@ -158,7 +158,7 @@ def test_a_reader_that_stops_reading_loses_nothing(tmp_path: Path, monkeypatch: 
             with pytest.raises(BlockingIOError):
                 while True:
                     written += os.write(rank.out, b"x" * 99 + b"\n")
-            relay.say("not held up")  # returns at once
+            relay.print_line("not held up")  # returns at once
             rank.end()
             out_text = b"".join(lines.readline() for _ in range(written // 100))
     assert out_text.count(b"[rank 0] " + b"x" * 99 + b"\n") == written // 100

@@ -86,7 +86,7 @@ for _ in range(options.epochs):
         x, y = x.to(options.device), y.to(options.device)
         count += 1
         time.sleep(options.pause)
-        while job.generation == options.await_change and job.applied == 3 and not job._crew.wants_change:
+        while job.generation == options.await_change and job.applied == 3 and not job._worker.is_change_requested:
             time.sleep(0.001)
         is_last = count == options.accumulate or job.is_last_batch
         with nullcontext() if is_last else model.no_sync():

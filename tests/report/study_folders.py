@@ -61,7 +61,7 @@ def made_study(folder: Path, plan: str, see: See = seen_of, *, trainings: int = 
     made = Plan.of(source, "tiny" if in_gallery else None, overrides)
     study = StudyFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    study.keep_plan(made, made.study, overrides)
+    study.write_plan(made, made.study, overrides)
     golden: dict[str, GoldenRun] = {}
     for key, cells in made.by_training().items():
         make_empty_folder(folder, key)
@@ -72,7 +72,7 @@ def made_study(folder: Path, plan: str, see: See = seen_of, *, trainings: int = 
         (golden_folder(folder, key) / CHECKPOINT).write_bytes(b"x")
         write_golden(folder, golden[key])
     with TrialJournal(study.journal) as journal:
-        journal.note_run({"command": "evergrad study run", "evergrad": "0.1", "machine": "a toy"})
+        journal.append_run({"command": "evergrad study run", "evergrad": "0.1", "machine": "a toy"})
         trials = [cell.trial(number) for cell in made.cells for number in range(cell.trainings)]
-        journal.append(JournalEntry(one, see(one), golden[one.training.key].mark) for one in trials[:only])
+        journal.append(JournalEntry(one, see(one), golden[one.training.key].run_id) for one in trials[:only])
     return folder

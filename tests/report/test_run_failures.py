@@ -209,7 +209,7 @@ def test_a_number_that_is_none_does_no_harm(value: object) -> None:
     tape = Tape()
     tape.tell("uid 0", "slowdown_injected", 1, rank=1, by=value, for_s=value)
     tape.tell("uid 0", "stop_injected", 1, ranks=[1], uids=[1], for_s=value)
-    assert len(analyse(tape.events).noticed) == 1
+    assert len(analyse(tape.events).anomalies) == 1
 
 
 def test_spares_that_end_and_jobs_that_cannot_grow_are_noticed() -> None:
@@ -218,7 +218,7 @@ def test_spares_that_end_and_jobs_that_cannot_grow_are_noticed() -> None:
     tape.tell("uid 0", "cannot_grow", 1, reason="a spare waits to join, and cannot")
     tape.end(10)
     story = analyse(tape.events)
-    assert [one.what for one in story.noticed] == [
+    assert [one.what for one in story.anomalies] == [
         "spare 4 ended its script without a rank",
         "a spare waits to join, and cannot",
     ]

@@ -142,7 +142,7 @@ def test_no_study_is_one_line(tmp_path: Path) -> None:
 def test_a_long_journal_is_sampled_and_the_page_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_module, "MOST_CURVES", 8)
     folder = made_study(tmp_path / "study", HOSTILE, trainings=60)
-    assert len(study_data(folder).courses) == 8
+    assert len(study_data(folder).observations) == 8
     page = study_page(folder)
     told = [one.text for one in blocks(page, Prose) if isinstance(one, Prose)]
     assert any(text.startswith("8 of 120 trainings are drawn") for text in told)
@@ -152,7 +152,7 @@ def test_a_long_journal_is_sampled_and_the_page_says_how_many(tmp_path: Path, mo
 
 def test_the_worst_trials_come_with_the_command_that_replays_them(nev: Path) -> None:
     (commands, *_) = (one for one in blocks(study_page(nev), Commands) if isinstance(one, Commands))
-    kept = StudyFolder(nev).kept().entries
+    kept = StudyFolder(nev).journal_contents().entries
     ids = [line.rsplit(" ", 1)[1] for _, line in commands.lines]
     assert [line for _, line in commands.lines] == [f"evergrad study replay {nev} {name}" for name in ids]
     assert len(ids) == 10

@@ -88,7 +88,7 @@ def counted(out: Path) -> dict[str, int]:
 
 def seen(out: Path) -> dict[str, dict[str, Any]]:
     """What each trial of a journal has shown, but for how long it took."""
-    entries = StudyFolder(out).kept().entries
+    entries = StudyFolder(out).journal_contents().entries
     return {id: {**entry.observation.to_json(), "seconds": 0} for id, entry in entries.items()}
 
 
@@ -155,10 +155,10 @@ def test_what_slurm_says_of_a_job_that_is_gone_is_told(tmp_path: Path) -> None:
         executor.submit(Task("next", {"do": "echo", "value": 1}))
         ended = {one.id: one for one in collected(executor, 2)}
     os.close(pipe)
-    assert ended["stays"].fate is TaskStatus.LOST
+    assert ended["stays"].status is TaskStatus.LOST
     assert f"Slurm job {job.split()[0]} on eg" in ended["stays"].reason
     assert "CANCELLED" in ended["stays"].reason
-    assert ended["next"].fate is TaskStatus.DONE
+    assert ended["next"].status is TaskStatus.DONE
 
 
 def _read(pipe: int) -> bytes:
@@ -186,7 +186,7 @@ def test_a_job_whose_time_is_nearly_over_finishes_its_task_and_is_replaced(tmp_p
         until(lambda: executor.collect(0.1) == [] and not queue(), "the job does not leave")
         executor.submit(Task("second", {"do": "echo", "value": 1}))
         (second,) = collected(executor, 1)
-    assert [first.fate, second.fate] == [TaskStatus.DONE, TaskStatus.DONE]
+    assert [first.status, second.status] == [TaskStatus.DONE, TaskStatus.DONE]
     assert first.result["process"] != second.result["process"]
 
 
@@ -194,7 +194,7 @@ def test_a_partition_that_is_not_there_is_told_in_slurms_own_words(tmp_path: Pat
     with SlurmCluster(tmp_path, REHEARSAL, jobs=1, partition="nowhere") as executor:
         executor.submit(Task("never", {"do": "echo", "value": 1}))
         (ended,) = collected(executor, 1)
-    assert ended.fate is TaskStatus.BROKEN
+    assert ended.status is TaskStatus.BROKEN
     assert "no Slurm job gets ready, 3 have tried" in ended.reason
     assert "invalid partition specified: nowhere" in ended.reason
 
@@ -214,7 +214,7 @@ def test_when_the_runner_is_killed_jobs_end_by_themselves_and_what_is_missing_is
         assert queue()
         process.kill()
     until(lambda: not queue(), "jobs outlive their runner")
-    known = set(StudyFolder(out).kept().entries)
+    known = set(StudyFolder(out).journal_contents().entries)
     assert 5 <= len(known) < 120
     (out / "orders" / "slow").unlink()
     before = counted(out)

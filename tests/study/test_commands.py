@@ -335,8 +335,8 @@ def test_a_wrong_command_is_refused_before_anything_runs(
 )
 def test_numbers_in_json_lines_are_read_strictly(line: str, expected: float | None) -> None:
     read = ProgramReadings("a", "", Rules(abandon=()))
-    read.heed(line)
-    np.testing.assert_equal(read.metrics.ends(), () if expected is None else (expected,))
+    read.read_line(line)
+    np.testing.assert_equal(read.metrics.with_last(), () if expected is None else (expected,))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_numbers_in_json_lines_are_read_strictly(line: str, expected: float | No
     + [(text, None) for text in ("1_000", "٣", "0x10", "1,5", "nano", "", "1e")],
 )
 def test_numbers_by_a_pattern_are_read_strictly(text: str, expected: float | None) -> None:
-    found = NumberExtractor("metric", r"pattern:acc: (\S*)").read(f"acc: {text}", None)
+    found = NumberExtractor("metric", r"pattern:acc: (\S*)").extract(f"acc: {text}", None)
     np.testing.assert_equal(found, expected)
 
 
@@ -368,7 +368,7 @@ def test_many_numbers_are_thinned_and_the_first_and_last_kept() -> None:
     kept = ThinnedNumbers()
     for number in range(10_000):
         kept.add(number)
-    series, ends = kept.series(), kept.ends()
+    series, ends = kept.series(), kept.with_last()
     assert len(series.values) <= 200
     assert series.values == tuple(range(0, 10_000, series.every))
     assert (ends[0], ends[-1], len(ends)) == (0, 9999, len(series.values) + 1)

@@ -50,25 +50,25 @@ class TestDaskCluster(ExecutorContract):
         with DaskCluster(Path(self._folder.name), REHEARSAL, scheduler=self.shared()._address) as guest:
             assert guest.slots == 2
             stay = {"do": "stay", "pipe": "alive"}
-            assert {one.fate for one in run(guest, ECHO, {**stay, "inside": "nothing"})} == {TaskStatus.DONE}
+            assert {one.status for one in run(guest, ECHO, {**stay, "inside": "nothing"})} == {TaskStatus.DONE}
             assert alive.await_lines(1)
             guest.submit(Task("busy", {**stay, "inside": "command"}))
             assert alive.await_lines(1)
         alive.await_end()
-        assert self.ended(Task("still", ECHO))["still"].fate is TaskStatus.DONE
+        assert self.ended(Task("still", ECHO))["still"].status is TaskStatus.DONE
 
     def test_a_folder_that_workers_do_not_see_is_named(self, tmp_path: Path) -> None:
         with DaskCluster(tmp_path / "nowhere", REHEARSAL, scheduler=self.shared()._address) as guest:
             (ended,) = run(guest, ECHO)
-        assert ended.fate is TaskStatus.BROKEN
+        assert ended.status is TaskStatus.BROKEN
         assert f"{tmp_path}/nowhere is not visible on worker tcp://127.0.0.1" in ended.reason
         assert "share" in ended.reason
 
     def test_a_task_is_lost_with_its_dask_worker_and_another_takes_its_place(self) -> None:
         found = self.ended(Task("killer", {"do": "parent"}), *(Task(f"t{i}", ECHO) for i in range(3)))
-        assert found["killer"].fate is TaskStatus.LOST
+        assert found["killer"].status is TaskStatus.LOST
         assert "Dask worker tcp://127.0.0.1" in found["killer"].reason
-        assert {found[f"t{i}"].fate for i in range(3)} == {TaskStatus.DONE}
+        assert {found[f"t{i}"].status for i in range(3)} == {TaskStatus.DONE}
 
     def test_closing_ends_every_worker(self, capfd: pytest.CaptureFixture[str]) -> None:
         super().test_closing_ends_every_worker()
@@ -114,7 +114,7 @@ def test_a_worker_computes_with_one_thread_unless_told_otherwise(local: LocalPro
 
 
 def test_what_workers_print_is_in_the_folder(local: LocalProcesses, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(local, {"do": "print"})[0].fate is TaskStatus.DONE
+    assert run(local, {"do": "print"})[0].status is TaskStatus.DONE
     assert "to stdout\nto stderr\n" in (local._folder / "logs" / "worker-0.log").read_text()
     assert capfd.readouterr() == ("", "")
 
@@ -130,7 +130,7 @@ def test_what_workers_print_is_in_the_folder(local: LocalProcesses, capfd: pytes
 )
 def test_how_a_worker_was_lost_is_said(local: LocalProcesses, work: dict[str, Any], said: str) -> None:
     (ended,) = run(local, work)
-    assert ended.fate is TaskStatus.LOST
+    assert ended.status is TaskStatus.LOST
     assert said in ended.reason
     assert "logs/worker-0.log" in ended.reason
 
@@ -146,14 +146,14 @@ def test_how_a_worker_was_lost_is_said(local: LocalProcesses, work: dict[str, An
 )
 def test_work_that_gives_no_result_is_broken(local: LocalProcesses, work: dict[str, Any], said: str) -> None:
     (ended,) = run(local, work)
-    assert ended.fate is TaskStatus.BROKEN
+    assert ended.status is TaskStatus.BROKEN
     assert said in ended.reason
 
 
 def test_a_log_keeps_the_latest_and_stays_small(tmp_path: Path) -> None:
     log = WorkerLog(tmp_path / "logs" / "worker-0.log")
     os.write(log.descriptor, b"early\n" + b"." * (3 << 20) + b"\nlate\n")
-    log.cut()
+    log.trim()
     os.write(log.descriptor, b"later\n")
     log.close()
     text = log.path.read_bytes()
@@ -174,7 +174,7 @@ def test_work_that_no_worker_can_begin_is_broken_and_not_tried_for_ever(
 ) -> None:
     with LocalProcesses(tmp_path, perform, workers=1) as executor:
         found = run(executor, ECHO, ECHO)
-    assert {one.fate for one in found} == {TaskStatus.BROKEN}
+    assert {one.status for one in found} == {TaskStatus.BROKEN}
     for one in found:
         assert "no worker gets ready, 3 have tried" in one.reason
         assert said in one.reason
@@ -211,12 +211,12 @@ def test_an_idle_child_that_nobody_dismisses_ends_after_a_while(monkeypatch: pyt
 
     children, child = dask._Children(), Child()
     children.give_back("someone", child)
-    assert children.take("another") is None
-    assert children.take("someone") is child
+    assert children.pop_idle("another") is None
+    assert children.pop_idle("someone") is child
     monkeypatch.setattr(dask, "_LINGER_S", 0.0)
     children.give_back("someone", child)
     assert child.closed.wait(30)
-    assert children.take("someone") is None
+    assert children.pop_idle("someone") is None
 
 
 def test_without_dask_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

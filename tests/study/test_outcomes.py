@@ -129,7 +129,7 @@ def test_a_golden_run_without_a_direction_is_read_and_a_wrong_one_is_damage(tmp_
     record.write_text(json.dumps(told))
     old = read_golden(tmp_path, "k")
     assert old is not None
-    assert (old.direction, old.mark) == (HIGHER, made.mark)
+    assert (old.direction, old.run_id) == (HIGHER, made.run_id)
     record.write_text(json.dumps(told | {"direction": "sideways"}))
     with pytest.raises(DamagedFile, match="direction"):
         read_golden(tmp_path, "k")

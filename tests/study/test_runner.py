@@ -98,7 +98,7 @@ def test_killed_at_any_time_the_same_command_runs_exactly_what_is_missing(
                 if phase == "trials" and int(done) >= enough:
                     break
             process.kill()
-        now = set(StudyFolder(out).kept().entries)
+        now = set(StudyFolder(out).journal_contents().entries)
         assert known < now
         assert len(now) >= enough
         assert not StudyFolder(out).is_running()
@@ -138,7 +138,7 @@ def test_a_trial_that_kills_every_worker_is_unknown_or_its_own_doing(
     assert results.cells[0].counts[Outcome.UNKNOWN] == 1
     assert [cell.trainings for cell in results.cells] == [6, 6]
     assert any("not complete" in note for note in results.notes)
-    entries = StudyFolder(out).kept().entries
+    entries = StudyFolder(out).journal_contents().entries
     assert entries[lost.id].observation.end is TrialEnd.LOST
     assert "SIGKILL" in entries[lost.id].observation.reason
     assert entries[crashed.id].observation.end is TrialEnd.CRASHED
@@ -282,7 +282,7 @@ def test_only_what_the_plan_has_is_replayed_whatever_a_journal_says(
 
     plan, out = plan_file(), tmp_path / "out"
     run(plan, out)
-    entry = next(iter(StudyFolder(out).kept().entries.values()))
+    entry = next(iter(StudyFolder(out).journal_contents().entries.values()))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     training = replace(entry.trial.training, workload=f"{tmp_path / 'evil.py'}:f")  # type: ignore[arg-type]
     with TrialJournal(out / "journal.jsonl") as journal:

@@ -33,10 +33,10 @@ class TestSlurmCluster(ExecutorContract):
 
     def test_a_task_is_lost_with_its_job_and_another_takes_its_place(self) -> None:
         found = self.ended(Task("killer", {"do": "parent"}), *(Task(f"t{i}", ECHO) for i in range(3)))
-        assert found["killer"].fate is TaskStatus.LOST
+        assert found["killer"].status is TaskStatus.LOST
         for part in ("Slurm job ", "its connection has ended", "logs/slurm-"):
             assert part in found["killer"].reason
-        assert {found[f"t{i}"].fate for i in range(3)} == {TaskStatus.DONE}
+        assert {found[f"t{i}"].status for i in range(3)} == {TaskStatus.DONE}
 
     def test_all_that_is_pickled_is_where_only_its_user_may_go(self) -> None:
         self.ended(Task("one", ECHO))
@@ -85,7 +85,7 @@ def test_a_job_that_slurm_does_not_take_is_told_in_its_words(slurm_says: Any, tm
     with SlurmCluster(tmp_path / "out", REHEARSAL, jobs=2, partition="nope") as executor:
         found = run(executor, ECHO, ECHO)
     for one in found:
-        assert one.fate is TaskStatus.BROKEN
+        assert one.status is TaskStatus.BROKEN
         assert "no Slurm job gets ready, 3 have tried" in one.reason
         assert "invalid partition specified: nope" in one.reason
         assert "\n" not in one.reason
@@ -106,7 +106,7 @@ def test_jobs_that_never_get_ready_are_given_up_with_what_slurm_says(
     with SlurmCluster(tmp_path / "out", REHEARSAL, cpus=3, options={"account": "physics"}) as executor:
         (ended,) = run(executor, ECHO)
         script = next((tmp_path / "out").rglob("*submission*.sh")).read_text()
-    assert ended.fate is TaskStatus.BROKEN
+    assert ended.status is TaskStatus.BROKEN
     assert f"Slurm job 7: {said}" in ended.reason
     for line in ("--account=physics", "--cpus-per-task=3", "--no-requeue", "--signal=USR2@300", "--time=60"):
         assert f"#SBATCH {line}" in script

@@ -93,7 +93,7 @@ def test_a_flipped_weight_is_one_element_of_one_layer_until_the_first_step(
 
 def test_a_long_course_is_compared_where_the_golden_run_was_kept(first_trial: MakeTrial) -> None:
     session, _ = session_of(first_trial())
-    take_up, course = session.remember(), GoldenTrajectory(every=3)
+    take_up, course = session.make_reset(), GoldenTrajectory(every=3)
     observe(session, 2, Rules(), course, golden=True)
     take_up()
     session.state()["model/0.bias"][0] = 7.0
@@ -104,12 +104,12 @@ def test_a_long_course_is_compared_where_the_golden_run_was_kept(first_trial: Ma
 
 def test_many_steps_are_thinned_and_the_first_ones_are_not(first_trial: MakeTrial) -> None:
     session, _ = session_of(first_trial())
-    course = GoldenTrajectory(every=2, weights=[session.weights()] * 1500, before=session.weights())
+    course = GoldenTrajectory(every=2, weights=[session.weights()] * 1500, start_weights=session.weights())
     with make_probes(session, Rules(watch=("spread",)), course, 3000) as watchers:
-        watchers.begin()
+        watchers.start()
         for step in range(1, 3001):
-            watchers.after(step, torch.zeros(()))
-        after = watchers.found().spread["after"].values
+            watchers.after_step(step, torch.zeros(()))
+        after = watchers.readings().spread["after"].values
     assert after[:6] == (0, 1, 3, 5, 7, 9)
     assert after[-1] == 2999
     assert 150 < len(after) <= 210
@@ -122,17 +122,17 @@ def _guarded(
     with make_probes(session, Rules(watch=("guards",)), course, steps) as watchers:
         if at == 0:
             alter()
-        watchers.begin()
+        watchers.start()
         for step in range(1, steps + 1):
-            watchers.after(step, session.step((step - 1) % session.steps_per_epoch))
+            watchers.after_step(step, session.step((step - 1) % session.steps_per_epoch))
             if step == at:
                 alter()
-        return dict(watchers.found().alarms)
+        return dict(watchers.readings().alarms)
 
 
 def test_each_guard_speaks_up_where_it_looks(first_trial: MakeTrial) -> None:
     session, _ = session_of(first_trial())
-    take_up, course = session.remember(), GoldenTrajectory.empty(session, 5)
+    take_up, course = session.make_reset(), GoldenTrajectory.empty(session, 5)
     observe(session, 5, Rules(), course, golden=True)
 
     def meet(name: str, alter: Callable[[torch.Tensor], object], at: int) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def test_guards_take_their_hooks_off_when_the_training_fails(first_trial: MakeTr
         pytest.raises(ValueError, match="an error of the training's own"),
         make_probes(session, Rules(watch=("guards",)), GoldenTrajectory(), 4) as watchers,
     ):
-        watchers.begin()
+        watchers.start()
         assert session.optimizer._optimizer_step_pre_hooks
         raise ValueError("an error of the training's own")
     assert not session.optimizer._optimizer_step_pre_hooks
-    GuardProbe(session, GoldenTrajectory()).end()
+    GuardProbe(session, GoldenTrajectory()).remove_hooks()

@@ -40,9 +40,9 @@ def run(folder: Path, trial: Trial) -> Observation:
 def _answers(folder: Path, trial: Trial, flips: int = 0) -> list[int]:
     """What the restored model says of every test sample, after so many faults."""
     loaded = load_training(folder, trial.training, trial.rules)
-    loaded.take_up()
+    loaded.reset()
     if flips:
-        loaded.aim(trial).hit(flips, trial.seed)
+        loaded.prepared_fault(trial).inject(flips, trial.seed)
     answers: list[int] = loaded.session.evaluate().predictions.tolist()
     return answers
 
@@ -75,7 +75,7 @@ def test_trials_share_nothing_that_one_could_spoil(tmp_path: Path, first_trial: 
     assert spoilt.nonfinite_at == 0
     assert same(run(tmp_path, trial), clean)
     loaded = load_training(tmp_path, trial.training, trial.rules)
-    loaded.take_up()
+    loaded.reset()
     with eg.open_checkpoint(place / "checkpoint.pt") as ck:
         for name, tensor in loaded.session.state().items():
             assert torch.equal(ck.read(name), tensor), name
@@ -88,8 +88,10 @@ def test_a_trial_hits_the_very_bits_that_the_injector_hits_in_the_checkpoint_fil
     trial = first_trial(cell=1, fault="bitflip:bits=exponent")
     run(tmp_path, trial)
     loaded = load_training(tmp_path, trial.training, trial.rules)
-    loaded.take_up()
-    live = [hit for column in loaded.aim(trial).hit(trial.flips, trial.seed).columns for hit in column.hits()]
+    loaded.reset()
+    live = [
+        hit for column in loaded.prepared_fault(trial).inject(trial.flips, trial.seed).columns for hit in column.hits()
+    ]
     file = golden_folder(tmp_path, trial.training.key) / "checkpoint.pt"
     log = eg.inject(
         file, fault_of(trial.fault), count=trial.flips, where=trial.where, seed=trial.seed, out=tmp_path / "bad.pt"
@@ -110,11 +112,11 @@ def test_a_fault_in_the_file_and_its_log_in_the_running_training_give_the_same_t
     session, epochs = loaded.session, trial.training.epochs
     with eg.open_checkpoint(tmp_path / "bad.pt") as bad:
         session.restore(TrainingSnapshot(trial.training.checkpoint, {name: bad.read(name) for name in session.state()}))
-    from_file = observe(session, epochs, trial.rules, loaded.course)
-    loaded.take_up()
+    from_file = observe(session, epochs, trial.rules, loaded.trajectory)
+    loaded.reset()
     faults = eg.inject_live(session.module, session.optimizer, log)
     assert faults.done
-    from_log = observe(session, epochs, trial.rules, loaded.course)
+    from_log = observe(session, epochs, trial.rules, loaded.trajectory)
     assert seen.changed == trial.flips
     assert seen.digest != loaded.golden.observation.digest
     assert same(from_file, from_log)
@@ -227,7 +229,7 @@ def test_a_layer_is_its_weights_and_their_optimizer_state(tmp_path: Path, first_
     loaded = load_training(tmp_path, trial.training, trial.rules)
 
     def names(**given: str) -> list[str]:
-        return [info.name for info in loaded.aim(replace(trial, **given)).population.tensors]  # type: ignore[arg-type]
+        return [info.name for info in loaded.prepared_fault(replace(trial, **given)).population.tensors]  # type: ignore[arg-type]
 
     assert names(layer="first") == ["model/0.weight", "model/0.bias"]
     assert names(layer="last") == ["model/4.weight", "model/4.bias"]
@@ -260,7 +262,7 @@ def test_layers_with_one_weight_have_one_optimizer_state_and_buffers_none(
     loaded = load_training(tmp_path, trial.training, trial.rules)
 
     def names(layer: str, where: str) -> list[str]:
-        aim = loaded.aim(replace(trial, layer=layer, where=where))
+        aim = loaded.prepared_fault(replace(trial, layer=layer, where=where))
         return [info.name.rsplit("/", 1)[0] for info in aim.population.tensors]
 
     numbers = loaded.session.parameters()
@@ -271,7 +273,7 @@ def test_layers_with_one_weight_have_one_optimizer_state_and_buffers_none(
     )
     assert sorted(names("first", "role:optimizer")) == first
     assert sorted(names("second", "role:optimizer")) == second
-    everything = loaded.aim(replace(trial, where="role:model")).population.tensors
+    everything = loaded.prepared_fault(replace(trial, where="role:model")).population.tensors
     assert "model/aaa_scale" not in {info.name for info in everything}
 
 

@@ -34,7 +34,7 @@ def weights(uid: int, rank: int, weights: str = "aa", state: str = "bb", steps: 
 
 def epoch(number: int, **changes: int) -> Event:
     books = SampleAccounting(10)
-    books.enter(0, 12)  # two of padding
+    books.record_used(0, 12)  # two of padding
     row = {name: value for name, value in books.summary().to_json().items() if name != "schema_version"}
     return event("epoch", "uid 0", epoch=number, step=4 * (number + 1), **row | changes)
 
@@ -79,7 +79,7 @@ def all_of(run: JobRun) -> list[Callable[[], None]]:
         run.assert_equal_weights,
         run.assert_no_sample_lost,
         run.assert_no_sample_repeated,
-        run.assert_books_balance,
+        run.assert_samples_accounted_for,
         lambda: run.assert_survived(1),
         lambda: run.assert_same_result(job(), state=True),
     ]
@@ -89,7 +89,7 @@ def test_a_sound_job_passes_everything() -> None:
     for act in all_of(job()):
         act()
     assert {rank: one.uid for rank, one in job().weights.items()} == {0: 0, 1: 2}
-    assert sorted(job().books) == [0, 1]
+    assert sorted(job().sample_counts) == [0, 1]
 
 
 def test_a_job_that_hung_passes_nothing_and_says_who_and_where() -> None:
@@ -122,7 +122,12 @@ def test_stacks_that_the_job_recorded_itself_are_shown_where_there_are_no_others
 def test_a_job_that_did_not_finish_fails_but_it_did_not_hang(changes: dict[str, Any], found: str) -> None:
     run = job(**changes)
     run.assert_no_hang()
-    for act in (run.assert_finished, run.assert_equal_weights, run.assert_no_sample_lost, run.assert_books_balance):
+    for act in (
+        run.assert_finished,
+        run.assert_equal_weights,
+        run.assert_no_sample_lost,
+        run.assert_samples_accounted_for,
+    ):
         assert found in refused(act)
 
 
@@ -174,9 +179,9 @@ def test_repeated_samples_fail(changes: dict[str, int]) -> None:
 
 
 def test_samples_that_went_with_a_rank_are_accounted_for_and_those_that_were_left_are_not() -> None:
-    without("epoch", job(), epoch(0, lost=2, used_once=8, uses=10)).assert_books_balance()
+    without("epoch", job(), epoch(0, lost=2, used_once=8, uses=10)).assert_samples_accounted_for()
     left = without("epoch", job(), epoch(0, unused=2, used_once=8, uses=10))
-    assert "expected every one accounted for in epoch 0" in refused(left.assert_books_balance)
+    assert "expected every one accounted for in epoch 0" in refused(left.assert_samples_accounted_for)
 
 
 def test_books_that_are_missing_fail() -> None:

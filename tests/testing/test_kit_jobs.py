@@ -60,7 +60,7 @@ def test_a_job_that_lost_a_rank_to_a_spare_is_the_undisturbed_one(run_job: RunJo
     run.assert_failures_happened()
     run.assert_no_sample_lost(epochs=2)
     run.assert_no_sample_repeated()
-    run.assert_books_balance()
+    run.assert_samples_accounted_for()
     undisturbed = run_job(TRAINER, *SMALL, ranks=2)
     run.assert_same_result(undisturbed, state=True)
     assert {rank: one.uid for rank, one in run.weights.items()} == {0: 0, 1: 2}

@@ -53,7 +53,7 @@ def test_going_on_from_a_snapshot_is_going_on(optimizer: str) -> None:
     straight = session(optimizer=optimizer)
     train(straight)
     kept = straight.snapshot()
-    take_up = straight.remember()
+    take_up = straight.make_reset()
     train(straight, 2)
     after = bits(straight)
     resumed = session(optimizer=optimizer)

@@ -141,7 +141,7 @@ class ArenaFiles:
             os.close(fd)
         return True
 
-    def worked_on(self) -> AbstractContextManager[None]:
+    def finishing_lock(self) -> AbstractContextManager[None]:
         """Be the only one who finishes what is in it; a second process waits here."""
         return locked(self.ticket.with_suffix(".work"))
 
@@ -194,7 +194,7 @@ class Arena:
             return
         self.buffer = None
         if self.ticket.captured:
-            self.begin()
+            self.mark_empty()
         try:
             as_it_is = self.files.shard.stat().st_size == size
         except OSError:
@@ -223,7 +223,7 @@ class Arena:
         finally:
             os.close(fd)
 
-    def begin(self) -> None:
+    def mark_empty(self) -> None:
         """From here on the arena holds nothing, until `captured`.
 
         The digests of its last content go with that: a manifest beside an arena is that of what it holds, or damaged.
@@ -233,7 +233,7 @@ class Arena:
             with suppress(OSError):  # a folder in its place: whoever writes the next one says so
                 _files.remove(path)
 
-    def captured(self, ticket: ArenaTicket) -> None:
+    def mark_captured(self, ticket: ArenaTicket) -> None:
         """All bytes are there: what they are."""
         self._say(replace(ticket, generation=self.ticket.generation, captured=True))
 

@@ -185,23 +185,25 @@ class Checkpointer:
         - `preempt_signals`: what asks the job to save and leave. `exit_code` is then the process's to return, and
           `grace_s` how long after the signal `should_exit` may wait for the last save.
         """
-        self._cadence = SavePolicyRuntime(policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s)
+        self._save_policy = SavePolicyRuntime(
+            policy, preempt_signals=preempt_signals, exit_code=exit_code, grace_s=grace_s
+        )
         self._tiers = checked_tiers(tiers)
         checked_choice("when_busy", when_busy, ("wait", "refuse"))
         modules = checked_modules(modules)
         linger = linger_seconds(linger_s) if agent or linger_s is not None else 0.0
-        self._job = RunFolder.open(checked_run_dir(run_dir), node)
+        self._run_folder = RunFolder.open(checked_run_dir(run_dir), node)
         self._pid = os.getpid()
-        self._folder = arena_folder(self._job)
-        self._site = Site(self._job.id, self._job.node_folder, self._folder, self._job.run_dir)
+        self._folder = arena_folder(self._run_folder)
+        self._site = Site(self._run_folder.id, self._run_folder.node_folder, self._folder, self._run_folder.run_dir)
         self._stores = {tier.kind: tier.store(self._site) for tier in self._tiers}
         for store in self._stores.values():
             store.check()
-        self._run_fd = open_run_folder(self._job)
+        self._run_fd = open_run_folder(self._run_folder)
         self._close_run = weakref.finalize(self, _close_own, self._run_fd, self._pid)
-        self._board = SaveTracker()
+        self._tracker = SaveTracker()
         self._replicated = replicated
-        self._recorder = StateCapture(self._folder, self._board, when_busy)
+        self._state_capture = StateCapture(self._folder, self._tracker, when_busy)
         self._attached: Ranks | None = None
         self._attempt = self._last_step = -1
         self._saves = 0
@@ -209,14 +211,14 @@ class Checkpointer:
         self._source: str | None = None
         self._restored: Restored | None = None
         self._closed = self._moved = False
-        self._link: PipelineClient = (
-            AgentClient(self._job, self._board, modules, linger)
+        self._client: PipelineClient = (
+            AgentClient(self._run_folder, self._tracker, modules, linger)
             if agent
-            else ThreadClient(self._job, self._board, modules)
+            else ThreadClient(self._run_folder, self._tracker, modules)
         )
         if reserve is not None:
             try:
-                self._recorder.reserve(self._plan(reserve, Ranks.now()), Ranks.now().rank)
+                self._state_capture.reserve(self._plan(reserve, Ranks.now()), Ranks.now().rank)
             except BaseException:
                 self.close()
                 raise
@@ -224,7 +226,7 @@ class Checkpointer:
     @property
     def memory_bytes(self) -> int:
         """Shared memory that this rank's arenas take. Besides them, a save needs a few buffers of fixed size."""
-        return self._recorder.size
+        return self._state_capture.size
 
     @property
     def restored(self) -> Restored | None:
@@ -240,47 +242,49 @@ class Checkpointer:
         """
         self._check_usable()
         self._say_moved()
-        self._cadence.begin_save()
+        self._save_policy.begin_save()
         step = checked_step(step)
         ranks = Ranks.now()
         self._attach(ranks, step)
         # From here on a step back is another attempt, on every rank alike, whatever becomes of this save on one.
         self._last_step = step
-        tiers = [tier for tier in self._tiers if tier.is_due(self._saves) or self._cadence.preempted]
+        tiers = [tier for tier in self._tiers if tier.is_due(self._saves) or self._save_policy.preempted]
         self._saves += 1
         version, kinds = Version(step, self._attempt), [tier.kind for tier in tiers]
         durable = next((tier.kind for tier in tiers if tier.survives_reboot), kinds[0])
         try:
             notes = checked_meta(meta)  # here, because one rank's may be wrong: the others must hear of it
-            for message in self._board.errors():
+            for message in self._tracker.errors():
                 warnings.warn(message, CheckpointWarning, stacklevel=2)
-            pending = Pending(version, kinds, durable, self._board)
+            pending = Pending(version, kinds, durable, self._tracker)
             flight = self._capture(version, state, notes, ranks, [tier.to_json() for tier in tiers])
         except BaseException as error:  # no other rank shall wait for this one's shard
-            self._board.disown(version)
-            self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")
+            self._tracker.ignore_failure_of(version)
+            self._client.report_failed_capture(
+                version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}"
+            )
             raise
-        pending.follow(flight)
-        self._cadence.saved(pending, kinds)
+        pending.set_capture(flight)
+        self._save_policy.saved(pending, kinds)
         return pending
 
     def need_checkpoint(self) -> bool:
         """Whether to save now: the policy says so, or the job has to leave. All ranks call it, and get one answer."""
         self._check_usable()
-        return self._cadence.need_checkpoint()
+        return self._save_policy.need_checkpoint()
 
     def should_exit(self) -> bool:
         """Whether to leave now, with `exit_code`: a signal came to any rank, and the save after it was waited for."""
         self._check_usable()
-        leaves = self._cadence.should_exit()
-        for message in self._cadence.complaints():
+        leaves = self._save_policy.should_exit()
+        for message in self._save_policy.complaints():
             warnings.warn(message, CheckpointWarning, stacklevel=2)
         return leaves
 
     @property
     def has_policy(self) -> bool:
         """True if a policy says when to save."""
-        return self._cadence.has_policy
+        return self._save_policy.has_policy
 
     def is_due(self, steps: int, agree: Callable[[list[float]], list[float]], *, votes: bool = True) -> bool:
         """True if the policy wants a save, `steps` after the last one; `agree` takes the largest over all ranks.
@@ -288,12 +292,12 @@ class Checkpointer:
         For whoever runs the loop itself, as `eg.join` does: no signals are watched, and no group is made.
         """
         self._check_usable()
-        return self._cadence.is_due(steps, agree, votes=votes)
+        return self._save_policy.is_due(steps, agree, votes=votes)
 
     @property
     def exit_code(self) -> int:
         """0, until `should_exit` says so: then 75, with which schedulers run a job again."""
-        return self._cadence.exit_code
+        return self._save_policy.exit_code
 
     def restore(
         self,
@@ -321,25 +325,25 @@ class Checkpointer:
         """
         self._check_usable()
         ranks = Ranks.now()
-        ranks.together(self._check_readable)
+        ranks.run_on_all(self._check_readable)
         if source is not None and is_dcp_folder(source):
             return self._restore_dcp(Path(source), state, strict, where, ranks)
-        unfinished = self._settle(ranks)
-        job, stores = self._job.id, self._stores
+        unfinished = self._finish_captures(ranks)
+        job, stores = self._run_folder.id, self._stores
         if source is not None:
-            job, stores = ranks.together(lambda: stores_of(source, self._tiers))
-        asked = ranks.together(lambda: self._named(version, source)) if isinstance(version, str) else version
+            job, stores = ranks.run_on_all(lambda: stores_of(source, self._tiers))
+        asked = ranks.run_on_all(lambda: self._named(version, source)) if isinstance(version, str) else version
         if source is not None:
             unfinished = ()  # another job's versions are restored, whatever became of this one's
         request = RestoreRequest(state, asked, strict, where, newest=version == "latest")
         scratch = self._scratch()
         obtaining = VersionOpener(
-            job, stores, state, scratch, self._recorder.mapped(), resize, strict, self._replicated
+            job, stores, state, scratch, self._state_capture.mapped(), resize, strict, self._replicated
         )
         try:
             with gc_paused():
-                committed = CompletionLog(self._job.run_dir, None).last_committed() if source is None else None
-                home = self._job.run_dir if source is None else os.fspath(source)
+                committed = CompletionLog(self._run_folder.run_dir, None).last_committed() if source is None else None
+                home = self._run_folder.run_dir if source is None else os.fspath(source)
                 journal = CatalogueJournal(Path(home)) if "://" not in str(home) else None
                 self._restored = restore(request, job, stores, ranks, obtaining, committed, journal, unfinished)
             ranks.gather(None)  # nobody reads any more what another one may remove
@@ -361,15 +365,15 @@ class Checkpointer:
         do. Only what `where` chooses is loaded, and only what fits.
         """
         self._check_usable()
-        found = restore_rank(self._job.id, self._stores, rank, state, where)
+        found = restore_rank(self._run_folder.id, self._stores, rank, state, where)
         return None if found is None else found.step
 
     def versions(self) -> list[VersionRecord]:
         """The versions that this rank could restore now, newest first."""
-        completion = CompletionLog(self._job.run_dir, None)
+        completion = CompletionLog(self._run_folder.run_dir, None)
         completion.refresh()
         return list_versions(
-            self._job.id, self._stores, completion, Ranks.now().rank, CatalogueJournal(self._job.run_dir)
+            self._run_folder.id, self._stores, completion, Ranks.now().rank, CatalogueJournal(self._run_folder.run_dir)
         )
 
     def note_guarded(self, version: Version) -> None:
@@ -381,8 +385,8 @@ class Checkpointer:
         """
         self._check_usable()
         if Ranks.now().rank == 0:
-            CatalogueJournal(self._job.run_dir).note_guarded(version)
-            keep_guarded(Pins(self._job.run_dir), version, [record.version for record in self.versions()])
+            CatalogueJournal(self._run_folder.run_dir).note_guarded(version)
+            keep_guarded(Pins(self._run_folder.run_dir), version, [record.version for record in self.versions()])
 
     def newest_guarded(self) -> Version | None:
         """The newest version whose state a guard found sound and that every rank could restore now; None if none.
@@ -391,7 +395,7 @@ class Checkpointer:
         """
         self._check_usable()
         ranks = Ranks.now()
-        noted = ranks.together(lambda: CatalogueJournal(self._job.run_dir).read().guarded)
+        noted = ranks.run_on_all(lambda: CatalogueJournal(self._run_folder.run_dir).read().guarded)
         mine = [record.version.name for record in self.versions() if record.version in noted]
         common = set.intersection(*(set(names) for names in ranks.gather(mine)))
         found = [version for name in common if (version := Version.parse(name)) is not None]
@@ -402,13 +406,15 @@ class Checkpointer:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._cadence.close()
-        self._recorder.settle()
-        self._link.close()
-        self._board.break_off("the Checkpointer was closed before this was known: ask one on the same run folder")
-        self._recorder.let_go()
-        moved_to(self._job, self._run_fd)  # before arenas of run folders that are gone are removed
-        self._link.tidy()
+        self._save_policy.close()
+        self._state_capture.await_copies()
+        self._client.close()
+        self._tracker.set_unavailable(
+            "the Checkpointer was closed before this was known: ask one on the same run folder"
+        )
+        self._state_capture.release_arenas()
+        moved_to(self._run_folder, self._run_fd)  # before arenas of run folders that are gone are removed
+        self._client.reclaim_arenas()
         self._close_run()
 
     def __enter__(self) -> Checkpointer:
@@ -430,10 +436,12 @@ class Checkpointer:
     def _say_moved(self) -> None:
         """Warn, once, that the run folder is not where it was: what belongs into it is lost until it is back."""
         with suppress(OSError):
-            if os.path.samestat(os.stat(self._job.run_dir), os.fstat(self._run_fd)):  # as nearly always, at no cost
+            if os.path.samestat(
+                os.stat(self._run_folder.run_dir), os.fstat(self._run_fd)
+            ):  # as nearly always, at no cost
                 self._moved = False
                 return
-        moved = not self._job.is_there()
+        moved = not self._run_folder.is_there()
         if moved and not self._moved:
             warnings.warn(self._where_moved(), CheckpointWarning, stacklevel=3)
         self._moved = moved
@@ -441,14 +449,15 @@ class Checkpointer:
     def _check_readable(self) -> None:
         """Say now what would look like versions that are gone."""
         check_open_files()
-        if not self._job.is_there():
+        if not self._run_folder.is_there():
             raise CheckpointError(self._where_moved())
 
     def _where_moved(self) -> str:
-        new = moved_to(self._job, self._run_fd)
+        new = moved_to(self._run_folder, self._run_fd)
         what = "was moved or removed" if new is None else f"was moved to {new}"
         return (
-            f"{self._job.run_dir}: the run folder {what} since this Checkpointer was made: nothing is written there or "
+            f"{self._run_folder.run_dir}: the run folder {what} since this Checkpointer was made: "
+            "nothing is written there or "
             "read from it. Move it back, or begin again with its new path."
         )
 
@@ -457,41 +466,41 @@ class Checkpointer:
         if ranks == self._attached and step > self._last_step:
             return
         self._attached, self._last_step = None, -1
-        mine = ranks.together(lambda: self._begin_attempt(ranks))
+        mine = ranks.run_on_all(lambda: self._begin_attempt(ranks))
         attempt = ranks.gather(mine)[0]
-        ranks.together(lambda: self._take_part(ranks, attempt))
+        ranks.run_on_all(lambda: self._take_part(ranks, attempt))
         self._attempt, self._attached, self._saves = attempt, ranks, 0
 
-    def _settle(self, ranks: Ranks) -> Sequence[UnfinishedVersion]:
+    def _finish_captures(self, ranks: Ranks) -> Sequence[UnfinishedVersion]:
         """Have what was captured on all nodes finished, and then what is whole in shared tiers committed.
 
         Returns what this node knows of versions that were captured and could not be finished.
         """
         slow = [tier.to_json() for tier in self._tiers if tier.slow]
-        self._recorder.settle()
+        self._state_capture.await_copies()
         again = ranks.gather(uuid4().hex)[0]  # what failed before is tried once, however many ranks a node has
-        found = ranks.together(lambda: self._link.settle(ranks.rank, slow, again=again))
-        return ranks.together(lambda: self._link.settle(ranks.rank, slow, commit=True) if slow else found)
+        found = ranks.run_on_all(lambda: self._client.await_finished(ranks.rank, slow, again=again))
+        return ranks.run_on_all(lambda: self._client.await_finished(ranks.rank, slow, commit=True) if slow else found)
 
     def _begin_attempt(self, ranks: Ranks) -> int:
         check_open_files()
         if ranks.rank:
             return 0
         tiers = [without_secrets(tier.to_json()) for tier in self._tiers]
-        return self._job.begin_attempt(
+        return self._run_folder.begin_attempt(
             world_size=ranks.world_size, parent=self._parent, source=self._source, tiers=tiers
         )
 
     def _take_part(self, ranks: Ranks, attempt: int) -> None:
         self._check_shared(attempt)
-        self._recorder.lease(ranks.rank)
-        self._board.follow(ranks.rank, attempt)
-        self._link.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
+        self._state_capture.lease(ranks.rank)
+        self._tracker.start_attempt(ranks.rank, attempt)
+        self._client.attach(ranks.rank, attempt, [tier.to_json() for tier in self._tiers])
 
     def _restore_dcp(self, folder: Path, state: object, strict: bool, where: Where | None, ranks: Ranks) -> int | None:
         from evergrad.checkpoint.restore.dcp_folder import restore_dcp
 
-        skipped = ranks.together(lambda: restore_dcp(folder, state, strict=strict, where=where))
+        skipped = ranks.run_on_all(lambda: restore_dcp(folder, state, strict=strict, where=where))
         for line in skipped:
             _log.warning("rank %d: %s", ranks.rank, line)
         self._parent, self._source = None, str(folder.absolute())
@@ -501,17 +510,17 @@ class Checkpointer:
     def _named(self, text: str, source: object) -> Version:
         if source is not None:
             return named_version(text, None, [])
-        return named_version(text, self._job.run_dir, [record.version for record in self.versions()])
+        return named_version(text, self._run_folder.run_dir, [record.version for record in self.versions()])
 
     def _scratch(self) -> Path:
         """Where what has to be fetched lies meanwhile: on the node's own disk, if there is one."""
         local = next((tier for tier in self._tiers if isinstance(tier, Local)), Local())
-        return local.root(self._job.run_dir) / self._job.id / self._job.node_folder / ".fetched"
+        return local.root(self._run_folder.run_dir) / self._run_folder.id / self._run_folder.node_folder / ".fetched"
 
     def _check_shared(self, attempt: int) -> None:
-        if not self._job.sees_attempt(attempt):
+        if not self._run_folder.sees_attempt(attempt):
             raise CheckpointError(
-                f"{self._job.run_dir}: node {self._job.node} does not see what rank 0 wrote there. "
+                f"{self._run_folder.run_dir}: node {self._run_folder.node} does not see what rank 0 wrote there. "
                 "All nodes must share the run folder."
             )
 
@@ -519,7 +528,7 @@ class Checkpointer:
         self, version: Version, state: object, notes: dict[str, Any], ranks: Ranks, tiers: list[dict[str, Any]]
     ) -> CaptureInFlight:
         """Copy the state into an arena, and say on its ticket what it is, once all of it is there."""
-        if refusal := self._board.refusal():
+        if refusal := self._tracker.refusal():
             raise SaveRefused(refusal)
         record = self._record(version.step, ranks)
         step, attempt, parent = version.step, version.attempt, self._parent
@@ -530,19 +539,21 @@ class Checkpointer:
 
         def announce(arena: Arena, error: Exception | None) -> None:
             if error is None:
-                self._link.captured(ranks.rank, arena.files.index, arena.ticket)
+                self._client.submit(ranks.rank, arena.files.index, arena.ticket)
             else:
                 kinds = [tier["kind"] for tier in tiers]
-                self._link.failed(version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}")
+                self._client.report_failed_capture(
+                    version, ranks.rank, ranks.world_size, kinds, f"{type(error).__name__}: {error}"
+                )
 
-        return self._recorder.capture(state, lambda: self._plan(state, ranks), record, ticket, announce)
+        return self._state_capture.capture(state, lambda: self._plan(state, ranks), record, ticket, announce)
 
     def _plan(self, state: object, ranks: Ranks) -> CapturePlan:
         return CapturePlan.of(state, self._record(0, ranks), replicated=self._replicated)
 
     def _record(self, step: int, ranks: Ranks) -> dict[str, Any]:
         return {
-            "schema_version": 1, "job": self._job.id, "step": step, "attempt": self._attempt,
+            "schema_version": 1, "job": self._run_folder.id, "step": step, "attempt": self._attempt,
             "rank": ranks.rank, "world_size": ranks.world_size,
         }  # fmt: skip
 

@@ -46,7 +46,7 @@ class SaveTracker:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._fates: weakref.WeakValueDictionary[Version, TierResults] = weakref.WeakValueDictionary()
+        self._results: weakref.WeakValueDictionary[Version, TierResults] = weakref.WeakValueDictionary()
         """Of the versions that someone may still ask for."""
         self._early: dict[tuple[Version, str], str | None] = {}
         """Verdicts that nobody has asked for, the last few."""
@@ -62,13 +62,13 @@ class SaveTracker:
         self._broken: str | None = None
         self._errors: list[str] = []
 
-    def follow(self, rank: int, attempt: int) -> None:
+    def start_attempt(self, rank: int, attempt: int) -> None:
         """The rank whose arenas, and the attempt whose failures, are of interest; starts with no arena free."""
         with self._changed:
             self._attempt = attempt
             self._rank, self._free, self._knows_free, self._refused = rank, {}, False, None
 
-    def take(self, event: AgentEvent) -> None:
+    def handle_event(self, event: AgentEvent) -> None:
         """An event arrived."""
         with self._changed:
             if isinstance(event, Committed):
@@ -93,21 +93,21 @@ class SaveTracker:
     def expect(self, version: Version) -> TierResults:
         """What becomes of a version that is about to be handed over, for as long as someone holds on to it."""
         with self._changed:
-            fate = self._fates.setdefault(version, TierResults())
+            fate = self._results.setdefault(version, TierResults())
             for early, tier in list(self._early):  # another rank may have failed before this one began
                 if early == version:
                     fate.setdefault(tier, self._early.pop((early, tier)))
             return fate
 
-    def disown(self, version: Version) -> None:
+    def ignore_failure_of(self, version: Version) -> None:
         """This save has failed, and whoever called it knows."""
         with self._changed:
             self._disowned = version
 
-    def give_up(self, tiers: Sequence[str]) -> None:
+    def fail_retired_versions(self, tiers: Sequence[str]) -> None:
         """A new agent has told all that it knows: what is older than that and still undecided is gone."""
         with self._changed:
-            for version, fate in list(self._fates.items()):
+            for version, fate in list(self._results.items()):
                 for tier in tiers:
                     newest = self._newest.get(tier)
                     if newest is not None and newest.age() > version.age() and tier not in fate:
@@ -115,7 +115,7 @@ class SaveTracker:
             self._changed.notify_all()
 
     def _decide(self, version: Version, tier: str, why: str | None) -> None:
-        fate = self._fates.get(version)
+        fate = self._results.get(version)
         if fate is not None:
             fate.setdefault(tier, why)  # the first verdict stays
             return
@@ -134,7 +134,7 @@ class SaveTracker:
             self._errors.append(message)
             del self._errors[:-_UNTOLD]
 
-    def break_off(self, message: str | None) -> None:
+    def set_unavailable(self, message: str | None) -> None:
         """Nobody finishes versions at the moment, and why; None: someone does again."""
         with self._changed:
             self._broken = message
@@ -156,7 +156,7 @@ class SaveTracker:
         with self._changed:
             return self._knows_free
 
-    def is_settled(self, question: int) -> bool:
+    def is_answered(self, question: int) -> bool:
         """Whether that question was answered."""
         with self._changed:
             return self._settled >= question
@@ -192,31 +192,31 @@ class Pending:
 
     def __init__(self, version: Version, tiers: Sequence[str], tier: str, board: SaveTracker) -> None:
         self.version = version
-        self._tiers, self._tier, self._board = tuple(tiers), tier, board
-        self._fate = board.expect(version)
-        self._flight: Capture | None = None
+        self._tiers, self._tier, self._tracker = tuple(tiers), tier, board
+        self._results = board.expect(version)
+        self._capture: Capture | None = None
 
     @property
     def step(self) -> int:
         """The step that was saved."""
         return self.version.step
 
-    def follow(self, flight: Capture) -> None:
+    def set_capture(self, flight: Capture) -> None:
         """The capture that this is about."""
-        self._flight = flight
+        self._capture = flight
 
     def captured(self) -> None:
         """Return when the state may change again: on a CPU that was so when `save` returned.
 
         Of what is on a GPU only `optimizer.step()` waits by itself; whatever else changes parameters calls this first.
         """
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight = None
+        if self._capture is not None:
+            self._capture.wait()
+            self._capture = None
 
     def done(self, tier: str | None = None) -> bool:
         """Whether it is decided what becomes of it: committed, or failed."""
-        return self._named(tier) in self._fate
+        return self._named(tier) in self._results
 
     def wait(self, tier: str | None = None, timeout: float | None = None) -> Version:
         """Wait until every rank's shard is complete in a tier: by default the first that survives a reboot.
@@ -224,9 +224,9 @@ class Pending:
         Raises `TierError` if it never will be, and `TimeoutError` after `timeout` seconds.
         """
         name = self._named(tier)
-        if not self._board.wait(lambda: name in self._fate, timeout):
+        if not self._tracker.wait(lambda: name in self._results, timeout):
             raise TimeoutError(f"{self.version} is not in tier {name} after {timeout} s")
-        why = self._fate[name]
+        why = self._results[name]
         if why is not None:
             raise TierError(f"{self.version} is not in tier {name}: {why}")
         return self.version
@@ -244,7 +244,7 @@ class Pending:
         return None
 
     def __repr__(self) -> str:
-        known, why = self._tier in self._fate, self._fate.get(self._tier)
+        known, why = self._tier in self._results, self._results.get(self._tier)
         return f"<Pending {self.version}: {'in flight' if not known else why or f'in tier {self._tier}'}>"
 
     def _named(self, tier: str | None) -> str:

@@ -250,7 +250,7 @@ class SavePolicyRuntime:
         self._signals = checked_signals(preempt_signals)
         self._code, self._grace_s, self._clock = _checked_code(exit_code), _checked_grace(grace_s), clock
         self._watch = SignalWatch(self._signals, clock)
-        weakref.finalize(self, self._watch.end)  # the handlers know the watch alone, and go with whoever reads it
+        weakref.finalize(self, self._watch.uninstall)  # the handlers know the watch alone, and go with whoever reads it
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)
         self._durables: deque[float] = deque(maxlen=_REMEMBERED)
         self._failed_cost: float | None = None
@@ -306,12 +306,12 @@ class SavePolicyRuntime:
         if self._leaving:
             return False
         course.asked, course.steps, course.is_fresh = True, course.steps + 1, True
-        self._hear(course)
+        self._receive_votes(course)
         by_steps = any(policy.is_due(self._progress(course)) for policy in self._by_steps)
         answer = not course.saved_since if course.told is not None else by_steps or course.due
         # What nobody acts on is asked again: this call's votes count unless there is a save.
         course.due = False
-        self._say(course, _NEED)
+        self._send_votes(course, _NEED)
         return answer
 
     def should_exit(self) -> bool:
@@ -322,13 +322,13 @@ class SavePolicyRuntime:
         takes_part = not course.is_fresh or course.ranks.world_size == 1
         course.is_fresh = False
         if takes_part:
-            self._hear(course)
+            self._receive_votes(course)
         if course.told is not None and (course.saved_since or course.overdue or not course.asked):
             self._leaving = True  # from here on no rank begins a round
-            self._see_off(course, course.told)
+            self._await_last_save(course, course.told)
             return True
         if takes_part:
-            self._say(course, _EXIT)
+            self._send_votes(course, _EXIT)
         return False
 
     def begin_save(self) -> None:
@@ -365,7 +365,7 @@ class SavePolicyRuntime:
 
     def close(self) -> None:
         """Put signal handlers back and let go of the other ranks. Twice is fine."""
-        self._watch.end()
+        self._watch.uninstall()
         self._in_flight.clear()
         if self._agreement is not None:
             self._agreement.close()
@@ -373,7 +373,7 @@ class SavePolicyRuntime:
 
     def _enter(self) -> _GroupCounters:
         """What every call begins with."""
-        self._watch.begin()
+        self._watch.install()
         ranks, course = Ranks.now(), self._course
         if course is None or ranks != course.ranks:
             course = self._start_afresh(ranks)
@@ -387,19 +387,19 @@ class SavePolicyRuntime:
     def _start_afresh(self, ranks: Ranks) -> _GroupCounters:
         """Count from zero in a new process group. What saves cost is remembered, and compared again."""
         if self._agreement is not None:
-            self._agreement.drop()
+            self._agreement.abandon()
             self._agreement = None
         self._course = _GroupCounters(ranks, self._clock())
         return self._course
 
-    def _hear(self, course: _GroupCounters) -> None:
+    def _receive_votes(self, course: _GroupCounters) -> None:
         """Take what all ranks have said in the round before; alone, what this one says now."""
         if course.ranks.world_size == 1:
             course.cost_s, course.durable_s = self._my_costs()
             course.is_current, course.said_after = True, course.saves
             heard: Votes | None = self._votes(course, _NEED)
         else:
-            heard = self._agreement.hear() if self._agreement is not None else None
+            heard = self._agreement.finish_round() if self._agreement is not None else None
         if heard is None:
             return
         if course.said_after == course.saves:
@@ -411,10 +411,10 @@ class SavePolicyRuntime:
             course.told = self._watch.first or SignalNotice(number, self._clock())
             _log.warning("rank %d: %s: the job saves once more, then leaves", course.ranks.rank, signal_name(number))
 
-    def _say(self, course: _GroupCounters, call: int) -> None:
+    def _send_votes(self, course: _GroupCounters, call: int) -> None:
         if self._agreement is not None:
             course.said_after = course.saves
-            self._agreement.say(self._votes(course, call))
+            self._agreement.start_round(self._votes(course, call))
 
     def _votes(self, course: _GroupCounters, call: int) -> Votes:
         # Until all ranks know what the last save has cost, none of them can judge when the next is due.
@@ -445,7 +445,7 @@ class SavePolicyRuntime:
         if self._begun_s is not None:
             self._failed_cost, self._begun_s = self._clock() - self._begun_s, None
 
-    def _see_off(self, course: _GroupCounters, told: SignalNotice) -> None:
+    def _await_last_save(self, course: _GroupCounters, told: SignalNotice) -> None:
         """Wait for the last save, as long as there is time, and note what did not become of it."""
         if not course.asked:
             return

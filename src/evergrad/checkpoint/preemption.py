@@ -55,7 +55,7 @@ class SignalWatch:
     first: SignalNotice | None = None
     """The first signal that came."""
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Install the handlers, once; only the main thread can."""
         if self._begun or self._ended:
             return
@@ -76,7 +76,7 @@ class SignalWatch:
             signal.signal(number, self._note)
         _watches.add(self)
 
-    def end(self) -> None:
+    def uninstall(self) -> None:
         """Put the old handlers back. Where another one was put above ours, ours only passes signals on from now."""
         self._ended = True
         self._put_back()
@@ -189,7 +189,7 @@ class AsyncVote:
             self._break(why)
         _living.add(self)
 
-    def hear(self) -> Votes | None:
+    def finish_round(self) -> Votes | None:
         """Wait for the round under way, and give its result; None if there is none."""
         self._check()
         if self._round is None:
@@ -209,7 +209,7 @@ class AsyncVote:
             self._break("they do not all call need_checkpoint, should_exit and save in the same order")
         return heard
 
-    def say(self, votes: Votes) -> None:
+    def start_round(self, votes: Votes) -> None:
         """Begin the next round with this rank's votes. Returns at once."""
         import torch
         from torch import distributed
@@ -230,9 +230,9 @@ class AsyncVote:
         if self._round is not None and os.getpid() == self._pid:
             with suppress(RuntimeError):
                 self._round[0].wait(timedelta(seconds=_LAST_ROUND_S))
-        self.drop()
+        self.abandon()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Let go of the group at once."""
         is_child = os.getpid() != self._pid
         if is_child or (self._round is not None and not self._round[0].is_completed()):
@@ -248,7 +248,7 @@ class AsyncVote:
         self._group = None
 
     def __del__(self) -> None:
-        self.drop()
+        self.abandon()
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -259,7 +259,7 @@ class AsyncVote:
             f"rank {self._rank} of {self._world_size}: the ranks cannot agree on when to save: {why}. "
             "A rank is gone, or does not call alike; a new process group begins afresh."
         )
-        self.drop()
+        self.abandon()
         raise CheckpointError(self._broken)
 
 

@@ -52,7 +52,7 @@ class Ranks:
         distributed.all_gather_object(found, mine)
         return cast("list[_T]", found)
 
-    def together(self, act: Callable[[], _T]) -> _T:
+    def run_on_all(self, act: Callable[[], _T]) -> _T:
         """Do something on every rank; if it fails on one, it fails on all, and all say where."""
         result: _T | None = None
         mine: Exception | None = None

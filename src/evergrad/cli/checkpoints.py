@@ -48,16 +48,16 @@ def catalogue_of(run_dir: str, *, to_change: bool = False) -> Catalogue:
     from evergrad.checkpoint.catalogue.catalogue import Catalogue
 
     catalogue = Catalogue(run_dir)
-    if catalogue.home.run_dir is None and to_change:
+    if catalogue.location.run_dir is None and to_change:
         raise UsageError(
-            f"{catalogue.label}: is a tier of job {catalogue.home.job}. To change it, name its run folder."
+            f"{catalogue.label}: is a tier of job {catalogue.location.job}. To change it, name its run folder."
         )
     return catalogue
 
 
 def check_tier(catalogue: Catalogue, tier: str | None) -> None:
     """`UsageError` for a tier that the job does not have."""
-    kinds = list(dict.fromkeys(each.kind for each in catalogue.home.tiers))
+    kinds = list(dict.fromkeys(each.kind for each in catalogue.location.tiers))
     if tier is not None and tier not in kinds:
         raise UsageError(f"there is no tier {tier!r}.{did_you_mean(tier, kinds)} There are {', '.join(kinds)}.")
 
@@ -122,7 +122,7 @@ def export(
     from evergrad.formats.version_folder import UNVERIFIED
 
     catalogue = catalogue_of(run_dir)
-    seen = catalogue.look()
+    seen = catalogue.survey()
     entry = catalogue.resolve(version, catalogue.entries(seen))
     if entry.retired:
         raise UsageError(f"{entry.version.name}: nothing of it is left to export")
@@ -198,7 +198,7 @@ def _print_lineage(traced: Lineage) -> None:
     for drawing, node in draw(traced):
         row = Text(f"{drawing}  ", style="cyan")
         if node is not None:
-            row.append(printable(_name(node, traced.job)), style="bold" if node.look == "restorable" else "dim")
+            row.append(printable(_name(node, traced.job)), style="bold" if node.appearance == "restorable" else "dim")
             row.append(printable(_told(node)), style="")
         out.print(row, overflow="ellipsis", no_wrap=True)
 
@@ -233,12 +233,12 @@ def ls(
 ) -> int:
     """List the versions of a job, newest first, with the tiers that hold all of each."""
     catalogue = catalogue_of(run_dir)
-    seen = catalogue.look()
+    seen = catalogue.survey()
     entries = catalogue.entries(seen)
     shown = [entry for entry in entries if show_all or not entry.retired]
     if as_json:
         rows = [entry.to_json() for entry in shown]
-        print_json({"job": catalogue.home.job, "versions": list(rows), "unseen": list(seen.unseen)})
+        print_json({"job": catalogue.location.job, "versions": list(rows), "unseen": list(seen.unseen)})
         return 0
     warn_unreachable(seen.unseen)
     if shown:
@@ -246,7 +246,7 @@ def ls(
         print()
     gone = len(entries) - len(shown)
     more = f", and {gone} retired (--all)" if gone else ""
-    print(printable(f"{catalogue.home.job}: {len(shown)} version{'' if len(shown) == 1 else 's'}{more}"))
+    print(printable(f"{catalogue.location.job}: {len(shown)} version{'' if len(shown) == 1 else 's'}{more}"))
     return 0
 
 
@@ -355,9 +355,9 @@ def report(
 
     catalogue = catalogue_of(run_dir)
     if out is None:
-        if catalogue.home.run_dir is None:
+        if catalogue.location.run_dir is None:
             raise UsageError(f"{catalogue.label}: is a tier, and no page is put there. Name a file: --out FILE")
-        out = catalogue.home.run_dir / "checkpoints.html"
+        out = catalogue.location.run_dir / "checkpoints.html"
     checked_target(out)
     seen = survey_job(catalogue)
     made = f"evergrad checkpoints report {__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
@@ -412,7 +412,7 @@ def rm(
 
     catalogue = catalogue_of(run_dir, to_change=True)
     check_tier(catalogue, tier)
-    seen = catalogue.look()
+    seen = catalogue.survey()
     entries = catalogue.entries(seen)
     entry = catalogue.resolve(version, entries)
     catalogue.pins.pinned()  # a damaged tag may be this version's: then nothing is removed
@@ -464,7 +464,7 @@ EPILOG_SHOW = (
 def show(run_dir: RunDir, version: VersionArgument, as_json: JsonOption = False) -> int:
     """Show a version: where each rank's shard is, what was noted with it, when it was checked."""
     catalogue = catalogue_of(run_dir)
-    seen = catalogue.look()
+    seen = catalogue.survey()
     entry = catalogue.resolve(version, catalogue.entries(seen))
     shards = _shards(entry, seen)
     if as_json:
@@ -569,7 +569,7 @@ def verify(
     """Check every digest of every rank's shard, in every tier that can be reached, and note the verdict."""
     catalogue = catalogue_of(run_dir)
     check_tier(catalogue, tier)
-    seen = catalogue.look()
+    seen = catalogue.survey()
     entries = catalogue.entries(seen)
     chosen = [catalogue.resolve(version, entries)] if version is not None else entries
     chosen = [entry for entry in chosen if _copies(entry, seen, tier)]
@@ -587,7 +587,7 @@ def verify(
             }
             for entry, verdicts in found
         ]
-        print_json({"job": catalogue.home.job, "versions": rows, "unseen": list(seen.unseen)})
+        print_json({"job": catalogue.location.job, "versions": rows, "unseen": list(seen.unseen)})
     else:
         warn_unreachable(seen.unseen)
         _print_verify(found)

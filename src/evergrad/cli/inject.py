@@ -262,10 +262,10 @@ def undo(
         done = injection.undo(log, file, progress=advance)
     if as_json:
         print_json(done.to_json())
-    elif done.was is injection.FoundState.CLEAN:
+    elif done.found_state is injection.FoundState.CLEAN:
         print(f"{printable(relative_path(done.path))}: nothing to undo, it is as it was before the injection")
     else:
-        found = "was injected only in part; " if done.was is injection.FoundState.PARTLY else ""
+        found = "was injected only in part; " if done.found_state is injection.FoundState.PARTLY else ""
         where = printable(relative_path(done.path))
         what = f"{done.elements:,} element{'s' if done.elements != 1 else ''} restored"
         print(f"{where}: {found}{what}, byte for byte as before")

@@ -154,7 +154,7 @@ class Checkpoint(ABC):
     """The container's own notes, where it has some."""
     skeleton: Skeleton
     """How the tensors are nested, and the values between them."""
-    rehearses: ClassVar[bool] = False
+    supports_dry_run: ClassVar[bool] = False
     """Whether every alteration goes through `ByteSource`, so that it can be rehearsed; else it is made in a copy."""
 
     @property
@@ -278,7 +278,7 @@ class Checkpoint(ABC):
             raise UnsupportedContent(
                 self.path, f"{name}: {info.read_only}, which cannot be altered in place", hint=hint
             )
-        if not self.rehearses and current_dry_run() is not None:
+        if not self.supports_dry_run and current_dry_run() is not None:
             raise NeedsRewrite
         return self._xor_bits(name, where, checked)
 

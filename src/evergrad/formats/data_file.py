@@ -39,9 +39,9 @@ class NeedsRewrite(Exception):
 class FileEdits:
     """What would happen to one file."""
 
-    rows: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = field(default_factory=list)
+    xors: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = field(default_factory=list)
     """Elements: their addresses, and for each a row of bytes to XOR from there on."""
-    puts: dict[int, bytes] = field(default_factory=dict)
+    writes: dict[int, bytes] = field(default_factory=dict)
     """Checksums that follow: offset → what would stand there."""
 
 
@@ -53,7 +53,7 @@ class DryRun:
     stale: bool = False
     """Whether checksums are going to be left as they are: what only a checksum ties together then has a place."""
 
-    def of(self, path: Path) -> FileEdits:
+    def edits_of(self, path: Path) -> FileEdits:
         """The changes of one file."""
         return self.files.setdefault(path, FileEdits())
 
@@ -97,7 +97,7 @@ class ByteSource(Protocol):
     def view(self) -> npt.NDArray[np.uint8]:
         """All bytes, to look at; nothing is read before it is touched."""
 
-    def now(self, offset: int, length: int) -> bytes:
+    def read_current(self, offset: int, length: int) -> bytes:
         """A few bytes as they are, or, in a rehearsal, as they would be by now."""
 
     def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
@@ -178,10 +178,10 @@ class DataFile:
                     os.close(fd)
         return self._writable
 
-    def now(self, offset: int, length: int) -> bytes:
+    def read_current(self, offset: int, length: int) -> bytes:
         """A few bytes as they are, or, in a rehearsal, as they would be by now."""
         noted = current_dry_run()
-        pending = noted.of(self.path).puts.get(offset) if noted is not None else None
+        pending = noted.edits_of(self.path).writes.get(offset) if noted is not None else None
         return pending if pending is not None else self.read(offset, length)
 
     def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
@@ -189,7 +189,7 @@ class DataFile:
         noted = current_dry_run()
         if noted is None:
             return xor_rows(self.writable(), addresses, rows, word)
-        noted.of(self.path).rows.append((addresses, rows))
+        noted.edits_of(self.path).xors.append((addresses, rows))
         return gather(self.view(), addresses, rows.shape[1], word)
 
     def put(self, offset: int, data: bytes) -> None:
@@ -198,7 +198,7 @@ class DataFile:
         if noted is None:
             self.writable()[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
         else:
-            noted.of(self.path).puts[offset] = data
+            noted.edits_of(self.path).writes[offset] = data
 
     def check_writable(self) -> None:
         """Raise what altering would raise."""

@@ -267,10 +267,10 @@ class FileSlice:
         """All bytes of the part, to look at."""
         return self._file.view()[self._start : self._start + self.size]
 
-    def now(self, offset: int, length: int) -> bytes:
+    def read_current(self, offset: int, length: int) -> bytes:
         """A few bytes as they are, or, in a rehearsal, as they would be by now."""
         self._check(offset, length)
-        return self._file.now(self._start + offset, length)
+        return self._file.read_current(self._start + offset, length)
 
     def xor(self, addresses: npt.NDArray[np.int64], rows: npt.NDArray[np.uint8], word: int) -> npt.NDArray[np.uint8]:
         """XOR a row of bytes onto each address and return what was there."""

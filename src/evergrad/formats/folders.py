@@ -190,7 +190,7 @@ OpenCheckpoint = Callable[[Path], Checkpoint]
 class CompositeCheckpoint(Checkpoint):
     """Several checkpoints as one: each name leads to a part and the name in it."""
 
-    rehearses = True
+    supports_dry_run = True
 
     def __init__(
         self,

@@ -65,10 +65,12 @@ class _KerasCheckpoint(Hdf5Checkpoint):
             return target
 
         if member.method:
-            place = EmbeddedFile(archive.inflate(member), 0, member.size, lambda: archive.seal(member), extract)
+            place = EmbeddedFile(
+                archive.inflate(member), 0, member.size, lambda: archive.stored_checksum(member), extract
+            )
         else:
             offset = archive.data_offset(member)
-            place = EmbeddedFile(archive.file, offset, member.size, lambda: archive.seal(member), extract)
+            place = EmbeddedFile(archive.file, offset, member.size, lambda: archive.stored_checksum(member), extract)
 
         def close() -> None:
             try:

@@ -148,7 +148,7 @@ def _open_npz(path: Path, archive: Archive) -> Checkpoint:
             others[name] = region
 
     def locate(name: str) -> Region:
-        region, seal = regions[name], archive.seal(members[name])
+        region, seal = regions[name], archive.stored_checksum(members[name])
         return Region(region.source, region.offset, region.shape, region.dtype, region.stride, region.big_endian, seal)
 
     def check_container() -> Mapping[str, Check]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class AddressedCheckpoint(Checkpoint):
     """A checkpoint given by where its tensors are; `locate` finds a place when it is first needed."""
 
-    rehearses = True
+    supports_dry_run = True
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class AddressedCheckpoint(Checkpoint):
     def checksum(self, name: str) -> Check:
         """Whether the checksum of the container over this tensor's bytes holds, if it has one."""
         self._info(name)
-        return check_stored_checksum(self.region(name).seal)
+        return check_stored_checksum(self.region(name).stored_checksum)
 
     def fingerprint(self, name: str) -> str | None:
         """A digest of something in `others`, where the format can find its bytes."""

@@ -27,7 +27,7 @@ _GATHER = 1 << 18  # elements of a strided tensor gathered at a time
 class StoredChecksum(Protocol):
     """A container's checksum over some of its bytes."""
 
-    def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
+    def update(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
         """`deltas[i]` has been XORed onto the bytes from `addresses[i]` on: put the checksum right."""
 
     def holds(self) -> bool:
@@ -49,7 +49,7 @@ class Region:
     dtype: DType
     stride: tuple[int, ...] | None = None
     big_endian: bool = False
-    seal: StoredChecksum | None = None
+    stored_checksum: StoredChecksum | None = None
 
     def check(self, name: str) -> None:
         """Raise `DamagedFile` or `LimitExceeded` unless the tensor lies within its source."""
@@ -122,8 +122,8 @@ class Region:
         rows = np.ascontiguousarray(patterns, self._stored_bits).view(np.uint8).reshape(-1, size)
         addresses = self.addresses(indices)
         old = self.source.xor(addresses, rows, part)
-        if self.seal is not None:
-            self.seal.follow(addresses, rows)
+        if self.stored_checksum is not None:
+            self.stored_checksum.update(addresses, rows)
         return self._bits(old)
 
     def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.unsignedinteger]:

@@ -74,11 +74,11 @@ class SSTable:
 
     def alter(self, block: SSTableBlock, start: int, value: bytes) -> None:
         """Put bytes into a block; a checksum that did not hold before will not hold after."""
-        before = np.frombuffer(self.file.now(start, len(value)), np.uint8)
+        before = np.frombuffer(self.file.read_current(start, len(value)), np.uint8)
         delta = np.frombuffer(value, np.uint8) ^ before
         self.file.put(start, value)
         place = block.start + block.size + 1
-        stored = int.from_bytes(self.file.now(place, 4), "little")
+        stored = int.from_bytes(self.file.read_current(place, 4), "little")
         change = CRC32C.change(np.array([start - block.start], np.int64), delta[None, :], block.size + 1)
         self.file.put(place, struct.pack("<L", masked(unmasked(stored) ^ change)))
 
@@ -456,7 +456,7 @@ class _EntryChecksum:
     def __init__(self, table: SSTable, file: DataFile, stored: BundleEntry) -> None:
         self._table, self._file, self._stored = table, file, stored
 
-    def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
+    def update(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
         """Put the entry right, and the checksum of its block."""
         stored, place = self._stored, self._stored.crc
         assert place is not None

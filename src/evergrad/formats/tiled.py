@@ -115,7 +115,7 @@ class TiledTensor:
         """Whether the checksums over every box hold; `unknown` if one has none, and none fails."""
         found = Check.OK
         for number in range(len(self.boxes)):
-            check = check_stored_checksum(self.region(number).seal)
+            check = check_stored_checksum(self.region(number).stored_checksum)
             if check is Check.FAILED:
                 return check
             found = check if check is Check.UNKNOWN else found
@@ -187,7 +187,7 @@ class TiledTensor:
 class TiledCheckpoint(Checkpoint):
     """A checkpoint given by where the boxes of its tensors are; `locate` finds them when first needed."""
 
-    rehearses = True
+    supports_dry_run = True
 
     def __init__(
         self,

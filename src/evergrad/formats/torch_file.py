@@ -95,12 +95,14 @@ def open_archive(path: Path, archive: Archive) -> AddressedCheckpoint:
         if array := pickled.arrays.get(name):
             archive.file.read(0, 1)  # refuses where the file is closed
             held = PickledArray(path, array)
-            return Region(held, 0, array.shape, array.dtype, array.stride, seal=archive.seal(program))
+            return Region(
+                held, 0, array.shape, array.dtype, array.stride, stored_checksum=archive.stored_checksum(program)
+            )
         ref = pickled.refs[name]
         member = archive.members[record(ref)]
         source: ByteSource = archive.inflate(member) if member.method else archive.file
         start = 0 if member.method else archive.data_offset(member)
-        seal = archive.seal(member)
+        seal = archive.stored_checksum(member)
         return Region(source, start + ref.offset, ref.shape, ref.dtype, ref.stride, big_endian, seal)
 
     def check_container() -> Mapping[str, Check]:

@@ -174,7 +174,7 @@ class PickledArray:
         """All bytes, to look at."""
         return np.frombuffer(self._data, np.uint8)
 
-    def now(self, offset: int, length: int) -> bytes:
+    def read_current(self, offset: int, length: int) -> bytes:
         """A few bytes as they are."""
         return self.read(offset, length)
 

@@ -32,7 +32,7 @@ class FileSignature:
     """A kind of file that is not read: its name in a sentence, and the next step as a sentence."""
 
     what: str
-    instead: str
+    advice: str
     holds_tensors: bool = False
     """True if such a file usually is a model or the data of one, whatever its name."""
 
@@ -116,7 +116,7 @@ _LZMA_MEMORY = 1 << 27
 def unread_file_error(path: Path, signature: FileSignature, inner: str = "") -> UnknownFormat:
     """The error that names a file, or a folder by a file in it."""
     which = f"{inner} is" if inner else "is"
-    return UnknownFormat(path, f"{which} {signature.what}, which is not read", hint=signature.instead)
+    return UnknownFormat(path, f"{which} {signature.what}, which is not read", hint=signature.advice)
 
 
 def signature_of(probe: Probe) -> FileSignature | None:

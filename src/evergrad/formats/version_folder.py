@@ -65,7 +65,7 @@ def updated_records(news: Mapping[Path, Mapping[str, str]]) -> list[RecordFile]:
             before, after = changes.get((holder, stored), ("", ""))
             if record is not None and place.digest == before:
                 touched.setdefault(path, record).put(place, after)
-    altered = [(old, new) for old in touched.values() if (new := old.altered) is not None]
+    altered = [(old, new) for old in touched.values() if (new := old.with_new_digests) is not None]
     commit = read_sound_record(folder / COMMIT)
     if commit is not None:
         manifests = {old.number("rank"): (old.digest, new.digest) for old, new in altered}
@@ -73,7 +73,7 @@ def updated_records(news: Mapping[Path, Mapping[str, str]]) -> list[RecordFile]:
             before, after = manifests.get(entry.rank, ("", ""))
             if entry.manifest.digest == before:
                 commit.put(entry.manifest, after)
-    last = commit.altered if commit is not None else None
+    last = commit.with_new_digests if commit is not None else None
     return [*(new for _, new in altered), *([last] if last is not None else [])]
 
 
@@ -147,7 +147,7 @@ class ShardCheckpoint(AddressedCheckpoint, HasRecords):
         if self._table() is None:
             return Check.UNKNOWN
         stored = self._stored(name)  # none: the manifest is of other tensors
-        return self._doubted(Check.of(stored is not None and self._holds(name, stored)))
+        return self._unless_doubtful(Check.of(stored is not None and self._holds(name, stored)))
 
     def container_checks(self) -> Mapping[str, Check]:
         """The header, the manifest and, where there is one, `COMMIT.json`."""
@@ -168,7 +168,7 @@ class ShardCheckpoint(AddressedCheckpoint, HasRecords):
             if manifest.number("size") != size or not 8 <= end <= size:
                 return Check.FAILED
             found = xxhash.xxh3_128_hexdigest(file.read(end))
-        return self._doubted(Check.of(found == manifest.body.get("header")))
+        return self._unless_doubtful(Check.of(found == manifest.body.get("header")))
 
     @property
     def doubts(self) -> Mapping[str, str]:
@@ -176,7 +176,7 @@ class ShardCheckpoint(AddressedCheckpoint, HasRecords):
         self._table()
         return {self.path.name: UNVERIFIED} if self._is_doubted else {}
 
-    def _doubted(self, check: Check) -> Check:
+    def _unless_doubtful(self, check: Check) -> Check:
         """A digest that holds proves nothing about the time before it was taken."""
         return Check.UNKNOWN if check is Check.OK and self.doubts else check
 
@@ -185,23 +185,23 @@ class ShardCheckpoint(AddressedCheckpoint, HasRecords):
         commit, others = self.path.with_name(COMMIT), set(manifests_that_share(self.path.parent)) - {self.manifest}
         return [self.manifest, *sorted(others), *([commit] if commit.exists() else [])]
 
-    def leave_records(self) -> None:
+    def keep_records_unchanged(self) -> None:
         """Alter bytes alone from here on."""
         self._follows = False
 
     def close(self) -> None:
         """Make changes durable, then let the records follow."""
         try:
-            news = self.news()
+            news = self.changed_digests()
         finally:
             super().close()
         for record in updated_records({self.manifest: news}):
             record.save()
 
-    def news(self) -> dict[str, str]:
+    def changed_digests(self) -> dict[str, str]:
         """The digests of tensors that were altered, by stored name, in a rehearsal as they would be; asked for once."""
         noted, changed, self._changed = current_dry_run(), self._changed, {}
-        rows = noted.of(self.path).rows if noted is not None and changed else []
+        rows = noted.edits_of(self.path).xors if noted is not None and changed else []
         rows = sorted((row for row in rows if len(row[0])), key=_first)  # each is of one tensor, and none overlap
         found = {}
         for stored, name in changed.items():
@@ -376,15 +376,15 @@ class VersionCheckpoint(CompositeCheckpoint, HasRecords):
         commit = self.path / COMMIT
         return [*found, *([commit] if commit.exists() else [])]
 
-    def leave_records(self) -> None:
+    def keep_records_unchanged(self) -> None:
         """Alter bytes alone from here on."""
-        for part in self._sealed():
-            part.leave_records()
+        for part in self._shards_with_manifest():
+            part.keep_records_unchanged()
 
     def close(self) -> None:
         """Make changes durable in every shard, then let the records follow, each once for all of them."""
         try:
-            news = {part.manifest: part.news() for part in self._sealed()}
+            news = {part.manifest: part.changed_digests() for part in self._shards_with_manifest()}
         finally:
             super().close()
         for record in updated_records(news):
@@ -393,7 +393,7 @@ class VersionCheckpoint(CompositeCheckpoint, HasRecords):
     def container_checks(self) -> Mapping[str, Check]:
         """Headers, manifests and `COMMIT.json`, each by its file; what is missing has failed."""
         checks = {f"{stem}.safetensors/header": Check.FAILED for stem in self._damaged}
-        for part in self._sealed():
+        for part in self._shards_with_manifest():
             checks[f"{part.path.name}/header"] = part.header_check()
         manifests = {path.name: read_sound_record(path) for path in self.records() if path.name != COMMIT}
         commit = read_sound_record(self.path / COMMIT) if (self.path / COMMIT).exists() else None
@@ -405,7 +405,7 @@ class VersionCheckpoint(CompositeCheckpoint, HasRecords):
             checks[COMMIT] = Check.of(commit is not None)
         return checks | {f"{name} (missing)": Check.FAILED for name in self._missing}
 
-    def _sealed(self) -> list[ShardCheckpoint]:
+    def _shards_with_manifest(self) -> list[ShardCheckpoint]:
         """The shards that have a manifest."""
         return [part for part in self._by_stem.values() if isinstance(part, ShardCheckpoint)]
 

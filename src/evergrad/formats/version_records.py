@@ -43,7 +43,7 @@ class HasRecords(ABC):
         """Every record that an alteration may change; each is replaced in one step, never written into."""
 
     @abstractmethod
-    def leave_records(self) -> None:
+    def keep_records_unchanged(self) -> None:
         """Let the records be from here on: for whoever only asks where bytes lie, and need not wait for digests."""
 
 
@@ -74,7 +74,7 @@ class RecordFile:
             data = bytearray(file.read())
         noted = current_dry_run()
         if noted is not None and path in noted.files:
-            for offset, new in noted.files[path].puts.items():
+            for offset, new in noted.files[path].writes.items():
                 data[offset : offset + len(new)] = new
         self.data = bytes(data)
         self._puts: dict[int, bytes] = {}
@@ -139,7 +139,7 @@ class RecordFile:
             self._puts[place.offset] = digest.encode()
 
     @property
-    def altered(self) -> RecordFile | None:
+    def with_new_digests(self) -> RecordFile | None:
         """The record with what was put, and its own digest if that held; None if nothing was."""
         if not self._puts:
             return None
@@ -153,7 +153,7 @@ class RecordFile:
         """Replace the file in one step; in a rehearsal, note what would change."""
         noted = current_dry_run()
         if noted is not None:
-            noted.of(self.path).puts.update(self._puts)
+            noted.edits_of(self.path).writes.update(self._puts)
             return
         with replacing(self.path) as temporary:
             temporary.write_bytes(self.data)

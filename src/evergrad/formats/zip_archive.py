@@ -243,7 +243,7 @@ class Archive:
             if not data.changed:
                 data.forget()
 
-    def seal(self, member: ZipMember) -> StoredChecksum | None:
+    def stored_checksum(self, member: ZipMember) -> StoredChecksum | None:
         """The checksums to keep right when a member is altered.
 
         None where the writer left them out: torch can be told to, and then writes 0.
@@ -254,7 +254,10 @@ class Archive:
 
     def check(self, members: Iterable[ZipMember]) -> dict[str, Check]:
         """Whether these members have the checksum that the directory says; `unknown` where it says none."""
-        return {member.name: check_stored_checksum(self.seal(member) if member.size else None) for member in members}
+        return {
+            member.name: check_stored_checksum(self.stored_checksum(member) if member.size else None)
+            for member in members
+        }
 
     def close(self) -> None:
         """Make changes durable: rewrite the archive if compressed members were altered, and close."""
@@ -277,13 +280,13 @@ class ZipChecksum:
     def __init__(self, archive: Archive, member: ZipMember, data_offset: int) -> None:
         self._archive, self._member, self._data = archive, member, data_offset
 
-    def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
+    def update(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
         """Put every copy of the checksum right."""
         member = self._member
         self._archive.verified.pop(member.name, None)
         file = self._archive.file
         # Onto what the file says now: somebody else may have altered it too.
-        member.crc = int.from_bytes(file.now(member.entry + 16, 4), "little")
+        member.crc = int.from_bytes(file.read_current(member.entry + 16, 4), "little")
         member.crc ^= CRC32.change(addresses - self._data, deltas, member.size)
         value = struct.pack("<L", member.crc)
         file.put(member.entry + 16, value)
@@ -313,7 +316,7 @@ class InflatedChecksum:
     def __init__(self, archive: Archive, member: ZipMember) -> None:
         self._archive, self._member = archive, member
 
-    def follow(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
+    def update(self, addresses: npt.NDArray[np.int64], deltas: npt.NDArray[np.uint8]) -> None:
         """Nothing to do: the archive is rewritten."""
 
     def holds(self) -> bool:
@@ -370,7 +373,7 @@ class InflatedMember:
             self._data = np.frombuffer(bytearray(data), np.uint8)
         return self._data
 
-    def now(self, offset: int, length: int) -> bytes:
+    def read_current(self, offset: int, length: int) -> bytes:
         """A few bytes as they are."""
         return self.read(offset, length)
 

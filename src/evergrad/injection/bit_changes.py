@@ -144,7 +144,7 @@ class Column:
         for number, aim, old, new in rows:
             yield Hit(self.tensor, self.dtype, self.shape, number, aim, old, new)
 
-    def ends(self) -> Column:
+    def net_changes(self) -> Column:
         """Each number once: with its bits before the first fault and after the last."""
         if len(self.numbers) < 2 or bool(np.all(np.diff(self.numbers) > 0)):
             return self
@@ -218,7 +218,7 @@ def plan_injection(
     maker = _Planner(ck, population, fault, draws, sampling, allow_nonfinite)
     types = np.array([list(DType).index(info.dtype) for info in population.tensors], np.int64)
     kinds = types[sites.tensors]
-    batches = [maker.make(list(DType)[kind], sites, kinds == kind) for kind in _in_order(kinds)]
+    batches = [maker.plan_dtype(list(DType)[kind], sites, kinds == kind) for kind in _in_order(kinds)]
     columns = [column for batch in batches for column in maker.columns(batch)]
     place = {info.name: number for number, info in enumerate(population.tensors)}
     columns.sort(key=lambda column: place[column.tensor])
@@ -247,7 +247,7 @@ class _Planner:
         numbers = np.array([info.numel * info.dtype.parts for info in population.tensors], np.int64)
         self.bases = np.cumsum(numbers) - numbers
 
-    def make(self, dtype: DType, sites: FaultSites, mine: npt.NDArray[np.bool_]) -> _Batch:
+    def plan_dtype(self, dtype: DType, sites: FaultSites, mine: npt.NDArray[np.bool_]) -> _Batch:
         """The faults on tensors of one type, with what they meet and what they leave."""
         count = int(mine.sum())
         aim = self._draw(dtype, count)
@@ -255,7 +255,7 @@ class _Planner:
         keys = np.empty((0, 0), np.int64)
         batch = _Batch(dtype, sites.tensors[mine], sites.places[mine], aim, keys, none, none, np.empty(0, np.int64))
         for _ in range(_SITE_ROUNDS):
-            stuck = self._run(batch)
+            stuck = self._apply_all(batch)
             if not len(stuck):
                 return batch
             where = self._name(batch, int(stuck[0]))
@@ -265,7 +265,7 @@ class _Planner:
             f"are allowed leave a finite value (the last: {where}). Allow non-finite values, or choose other bits."
         )
 
-    def _run(self, batch: _Batch) -> Integers:
+    def _apply_all(self, batch: _Batch) -> Integers:
         """Let every fault happen; returns the rows that leave no finite value, whatever bits are drawn."""
         batch.keys = np.empty((len(batch.tensors), len(self.run)), np.int64)
         batch.old = np.empty(batch.keys.shape, batch.dtype.bits)
@@ -276,7 +276,7 @@ class _Planner:
             batch.old[rows] = read_numbers(self.ck, info, numbers.reshape(-1)).reshape(numbers.shape)
         batch.new = np.empty_like(batch.old)
         if self.sampling == "element" and len(self.run) == 1:  # no number comes twice
-            return self._happen(batch, np.arange(len(batch.tensors)))
+            return self._apply(batch, np.arange(len(batch.tensors)))
         unique, cells = np.unique(batch.keys, return_inverse=True)
         cells = cells.reshape(batch.keys.shape)
         present_bits = np.empty(len(unique), batch.dtype.bits)
@@ -284,11 +284,11 @@ class _Planner:
         stuck = []
         for step in conflict_free_batches(cells, len(unique)):
             batch.old[step] = present_bits[cells[step]]
-            stuck.append(self._happen(batch, step))
+            stuck.append(self._apply(batch, step))
             present_bits[cells[step]] = batch.new[step]
         return np.concatenate(stuck) if stuck else np.empty(0, np.int64)
 
-    def _happen(self, batch: _Batch, rows: Integers) -> Integers:
+    def _apply(self, batch: _Batch, rows: Integers) -> Integers:
         """Alter these rows; with `allow_nonfinite=False` draw bits again where that is not finite."""
         batch.new[rows] = self._alter(batch, rows)
         if self.allow_nonfinite:

@@ -108,7 +108,7 @@ class CheckpointFiles:
             raise UsageError(f"{out}: lies within the folder that is to be copied")
 
     @contextmanager
-    def copied(self, beside: Path, progress: ProgressCallback | None = None) -> Iterator[CheckpointFiles]:
+    def temporary_copy(self, beside: Path, progress: ProgressCallback | None = None) -> Iterator[CheckpointFiles]:
         """A copy of everything under a temporary name beside a path; what is left of it goes in the end."""
         place = temporary_name(beside)
         done, total = 0, sum(file.stat().st_size for file in self.files)
@@ -165,7 +165,7 @@ class CheckpointFiles:
         for source, target in reversed(made):  # only now: a folder may be closed to new files
             shutil.copymode(source, target)
 
-    def appear_as(self, out: Path, *, overwrite: bool) -> None:
+    def move_to(self, out: Path, *, overwrite: bool) -> None:
         """Move a copy, durably, to where it belongs; not over what has come there since, unless `overwrite`."""
         place = self.path if self.single else self.root
         with file_errors(out, "cannot be written"):
@@ -288,24 +288,24 @@ class OutputSettings:
 class PreparedInjection:
     """What is going to happen, all found out and nothing done."""
 
-    place: CheckpointFiles
-    noted: DryRun
+    files: CheckpointFiles
+    dry_run: DryRun
     patched: bool
     """Whether everything has a place of its own; else the files are rewritten."""
     log: InjectionLog
-    outcome: OutputSettings
+    output: OutputSettings
 
-    def carry_out(self, progress: ProgressCallback | None = None) -> InjectionLog:
+    def execute(self, progress: ProgressCallback | None = None) -> InjectionLog:
         """Do it. Call it outside of the rehearsal."""
-        outcome, place = self.outcome, self.place
+        outcome, place = self.output, self.files
         if outcome.dry_run:
             return self.log
         with ExitStack() as stack:
             work = place
             if outcome.out is not None or not self.patched:
-                work = stack.enter_context(place.copied(outcome.out or place.path, progress))
+                work = stack.enter_context(place.temporary_copy(outcome.out or place.path, progress))
             if self.patched:
-                return _patch(self.log, place, work, self.noted, outcome)
+                return _patch(self.log, place, work, self.dry_run, outcome)
             return _rewrite(self.log, place, work, outcome)
 
 
@@ -360,7 +360,7 @@ def prepare_injection(
 def apply_columns(ck: Checkpoint, columns: tuple[Column, ...]) -> None:
     """Alter what the columns say; within a rehearsal, nothing is."""
     for column in columns:
-        ends = column.ends()
+        ends = column.net_changes()
         ck.xor(column.tensor, *ends.elements(ends.old ^ ends.new))
 
 
@@ -382,20 +382,20 @@ def _patch(
         for patch in patches:
             patch.write()
         if outcome.out is not None:
-            work.appear_as(outcome.out, overwrite=outcome.overwrite)
+            work.move_to(outcome.out, overwrite=outcome.overwrite)
     return log
 
 
 def _prepare_patch(path: Path, name: str, changes: FileEdits, outcome: OutputSettings) -> tuple[Patch, FileChange]:
     """The patch of one file with the bytes it will have, and what the log says of it."""
-    kept = FileEdits(changes.rows, {} if outcome.stale_checksum else changes.puts)
+    kept = FileEdits(changes.xors, {} if outcome.stale_checksum else changes.writes)
     patch = Patch.read(path, kept)
     full = sha256(path) if outcome.digest == "full" else ""
     before = patch.digest()
     seals = []
-    for addresses, rows in kept.rows:
+    for addresses, rows in kept.xors:
         patch.put_rows(addresses, patch.rows(addresses, rows.shape[1]) ^ rows)
-    for offset, data in kept.puts.items():
+    for offset, data in kept.writes.items():
         seals.append((offset, patch.bytes_at(offset, len(data)), data))
         patch.put(offset, data)
     change = FileChange(
@@ -419,7 +419,7 @@ def _rewrite(log: InjectionLog, place: CheckpointFiles, work: CheckpointFiles, o
     log = _save_log(replace(log, files=tuple(change for _, change in kept)), place, outcome)
     with _undo_on_error(log, work, outcome):
         if outcome.out is not None:
-            work.appear_as(outcome.out, overwrite=outcome.overwrite)
+            work.move_to(outcome.out, overwrite=outcome.overwrite)
         else:
             for file, change in kept:
                 replace_file(work.file(change.name), file)
@@ -431,7 +431,7 @@ def _save_log(log: InjectionLog, place: CheckpointFiles, outcome: OutputSettings
     target = outcome.out if outcome.out is not None else place.path
     if outcome.in_place:
         log = replace(log, follows=tuple(known.digest for known in logs_of(place.path, outcome.log)))
-    return log.kept_at(outcome.log or default_log_path(target), numbered=outcome.log is None)
+    return log.save_at(outcome.log or default_log_path(target), numbered=outcome.log is None)
 
 
 @contextmanager
@@ -534,7 +534,7 @@ def inject(
                 settings={**settings, "digest": digest},
                 left_out=chosen.left_out,
             )
-        return job.carry_out(progress)
+        return job.execute(progress)
 
 
 def checked_seed(seed: object) -> int:

@@ -71,7 +71,7 @@ class LiveInjection:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             if kind is None and self._schedule is not None:
-                self._schedule.look()
+                self._schedule.check_missed()
         finally:
             self.remove()
 
@@ -98,37 +98,37 @@ class LiveSchedule:
         self.log: InjectionLog | None = None
         self._target, self._model, self._step, self._settings = target, model, step, settings
         # Sizes are seen in the step before.
-        self._first = step - 1 if target.watches and target.order.needs_sizes else step
-        self._present, self._clock = now, clock
-        self._is_listening = False
+        self._first = step - 1 if target.needs_previous_step and target.faults.needs_sizes else step
+        self._current_step, self._clock = now, clock
+        self._is_hooked = False
         self._handles: list[Any] = []
-        target.over, target.failed = self._end, self.close
+        target.on_done, target.on_error = self._end, self.close
 
-    def begin(self, optimizer: Optimizer | None) -> None:
+    def start(self, optimizer: Optimizer | None) -> None:
         """Hook what has to be hooked; what can happen at once does."""
         if self._clock is None and optimizer is not None:
-            self._handles.append(optimizer.register_step_post_hook(self._count))
-        if self._clock is not None or self._present >= self._first:
-            self._listen()
-        if self._present == self._step:
-            self._target.strike()
-        elif self._present == self._first:
-            self._target.watch()
+            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        if self._clock is not None or self._current_step >= self._first:
+            self._hook_forward()
+        if self._current_step == self._step:
+            self._target.inject()
+        elif self._current_step == self._first:
+            self._target.observe_previous_step()
 
-    def look(self) -> None:
+    def check_missed(self) -> None:
         """Raise what there is to be said if the step has gone by."""
-        present = self._present if self._clock is None else self._clock()
+        present = self._current_step if self._clock is None else self._clock()
         if self.is_open and present > self._step:
             self.close()
-            raise self._target.missed(self._step)
+            raise self._target.missed_error(self._step)
 
     def close(self) -> None:
         """Take off every hook; twice is fine."""
         if self.is_open:
             self.is_open = False
-            happened = self._target.happened
+            happened = self._target.injected
             if self.log is None and happened is not None and happened.plans:  # some of them, before it was over
-                self.log = self._target.order.log(happened, self._settings)
+                self.log = self._target.faults.log(happened, self._settings)
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -136,32 +136,32 @@ class LiveSchedule:
 
     def _end(self) -> None:
         """Everything has happened."""
-        assert self._target.happened is not None
-        self.log = self._target.order.log(self._target.happened, self._settings)
+        assert self._target.injected is not None
+        self.log = self._target.faults.log(self._target.injected, self._settings)
         self.is_done = True
         self.close()
 
-    def _listen(self) -> None:
-        if not self._is_listening:
-            self._is_listening = True
+    def _hook_forward(self) -> None:
+        if not self._is_hooked:
+            self._is_hooked = True
             self._handles.append(self._model.register_forward_pre_hook(self._before_pass))
 
-    def _count(self, *_: object) -> None:
+    def _after_optimizer_step(self, *_: object) -> None:
         """The optimizer has made a step."""
-        self._present += 1
-        if self._present >= self._first and self.is_open:
-            self.look()
-            self._listen()
+        self._current_step += 1
+        if self._current_step >= self._first and self.is_open:
+            self.check_missed()
+            self._hook_forward()
 
     def _before_pass(self, model: nn.Module, _: object) -> None:
         if not self.is_open or not model.training:
             return
-        self.look()
-        present = self._present if self._clock is None else self._clock()
+        self.check_missed()
+        present = self._current_step if self._clock is None else self._clock()
         if present == self._step:
-            self._target.strike()
+            self._target.inject()
         elif present == self._first:
-            self._target.watch()
+            self._target.observe_previous_step()
 
 
 # Which ranks live faults happen on, and where they would be erased at once.
@@ -269,11 +269,11 @@ def comm_faults(hook: Hook) -> Hook:
         mine = [target for target in list(_scheduled) if first in target.parameters]
         for target in mine:
             if not target.received:
-                target.pass_bucket(bucket.index(), bucket.buffer())
+                target.on_bucket(bucket.index(), bucket.buffer())
         future = hook(state, bucket)
         for target in mine:
             if target.received:
-                future = future.then(target.receiver(bucket.index()))
+                future = future.then(target.on_reduced(bucket.index()))
         return future
 
     return pass_on
@@ -302,25 +302,25 @@ class BucketTarget(TransientTarget):
             )
         return super().check(now=now)
 
-    def watch(self) -> None:
+    def observe_previous_step(self) -> None:
         """Let buckets come by."""
         if self not in _scheduled:
             _scheduled.add(self)
             self._register()
 
-    def missed(self, step: int) -> UsageError:
+    def missed_error(self, step: int) -> UsageError:
         """A layout that has changed, another comm hook, or an error that could not be raised within it."""
         if self._error is not None:
             return UsageError(f"communication: step {step}: {self._error}")
         if self._shares is None:
-            return self.unseen()
-        names = ", ".join(name.removeprefix("communication/") for name in list(self.left)[:3])
+            return self.unseen_error()
+        names = ", ".join(name.removeprefix("communication/") for name in list(self.not_injected)[:3])
         return UsageError(
             f"step {step} has gone by, and faults found no place: {names} did not pass by. DDP lays its buckets out "
             "anew after its first pass: choose a later step."
         )
 
-    def unseen(self) -> UsageError:
+    def unseen_error(self) -> UsageError:
         """Our hook is not among those of this model."""
         return UsageError(
             "communication: no bucket passed by. This model has a comm hook of its own: register it as "
@@ -333,26 +333,31 @@ class BucketTarget(TransientTarget):
         super().close()
         _scheduled.discard(self)
 
-    def pass_bucket(self, index: int, buffer: torch.Tensor) -> None:
+    def on_bucket(self, index: int, buffer: torch.Tensor) -> None:
         """A bucket comes by. An exception here would wedge DDP: it waits until the step is over."""
         name = f"communication/bucket-{index}"
         try:
             seen = self._seen.get(name)
-            if self.left.get(name) and self.order.needs_sizes and seen is not None and seen[1] != tuple(buffer.shape):
+            if (
+                self.not_injected.get(name)
+                and self.faults.needs_sizes
+                and seen is not None
+                and seen[1] != tuple(buffer.shape)
+            ):
                 raise UsageError(
                     f"{name} has {buffer.numel():,} elements, and {seen[1][0]:,} in the step before: DDP has laid its "
                     "buckets out anew, as it does after its first pass. Choose a later step."
                 )
-            self.meet(name, buffer)
+            self.on_tensor(name, buffer)
         except EvergradError as error:
             self._error = self._error or error
 
-    def receiver(self, index: int) -> Callable[[Any], Any]:
+    def on_reduced(self, index: int) -> Callable[[Any], Any]:
         """What is to be done once a bucket is reduced."""
 
         def receive(future: Any) -> Any:
             found = future.value()
-            self.pass_bucket(index, found[0] if isinstance(found, (list, tuple)) else found)
+            self.on_bucket(index, found[0] if isinstance(found, (list, tuple)) else found)
             return found
 
         return receive
@@ -468,7 +473,7 @@ def inject_live(
     if received:
         settings["received"] = True
     schedule = LiveSchedule(hit, model, step, now=present, clock=clock, settings=settings)
-    schedule.begin(optimizer)
+    schedule.start(optimizer)
     return LiveInjection(schedule)
 
 

@@ -50,7 +50,7 @@ def flip(
     model/fc.weight[3] bit 0 (sign): 1 → -1
     (None, [1.0, 1.0, 1.0, -1.0])
     """
-    planned = PreparedFault(LiveState(state), fault, where).hit(count, seed)
+    planned = PreparedFault(LiveState(state), fault, where).inject(count, seed)
     return [hit for column in planned.columns for hit in column.hits()]
 
 
@@ -61,13 +61,13 @@ class PreparedFault:
         self._live, self._fault = live, fault
         self.population = population(live, fault, where)
 
-    def hit(self, count: int, seed: int) -> InjectionPlan:
+    def inject(self, count: int, seed: int) -> InjectionPlan:
         """Let this many faults happen; what was done."""
         draws = Draws(seed)
         sites = sample(self.population, Amount(count=count), "element", draws)
         planned = plan_injection(self._live, self.population, sites, self._fault, draws)
         for column in planned.columns:
-            ends = column.ends()
+            ends = column.net_changes()
             self._live.xor(column.tensor, *ends.elements(ends.old ^ ends.new))
         return planned
 
@@ -172,11 +172,11 @@ class LiveFaults(ABC):
     """Whether `shares` has to know how large things are."""
 
     @abstractmethod
-    def chosen(self, live: Checkpoint) -> list[TensorInfo]:
+    def eligible_tensors(self, live: Checkpoint) -> list[TensorInfo]:
         """The tensors of these that may be hit; `UsageError` if there are none, or too few elements."""
 
     @abstractmethod
-    def happen(self, live: LiveState) -> InjectedFaults:
+    def inject(self, live: LiveState) -> InjectedFaults:
         """Let all of it happen to these tensors."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class LiveFaults(ABC):
         """How many faults each of what passes by gets, and what is known beforehand."""
 
     @abstractmethod
-    def happen_in(self, live: LiveState, name: str, share: int) -> InjectionPlan:
+    def inject_share(self, live: LiveState, name: str, share: int) -> InjectionPlan:
         """Let a tensor's share happen to it."""
 
     @abstractmethod
@@ -192,7 +192,7 @@ class LiveFaults(ABC):
         """What the log says of it."""
 
     @abstractmethod
-    def fault_told(self) -> Mapping[str, Json]:
+    def fault_to_json(self) -> Mapping[str, Json]:
         """The fault, as the log says it."""
 
     def log(self, happened: InjectedFaults, more: Mapping[str, Json]) -> InjectionLog:
@@ -202,7 +202,7 @@ class LiveFaults(ABC):
             out="",
             in_place=True,
             format=LiveState.format,
-            fault=self.fault_told(),
+            fault=self.fault_to_json(),
             settings={**self.settings(), **more},
             attempts=happened.attempts,
             injected=happened.injected,
@@ -228,13 +228,13 @@ class DrawnFaults(LiveFaults):
 
     needs_sizes = True
 
-    def chosen(self, live: Checkpoint) -> list[TensorInfo]:
+    def eligible_tensors(self, live: Checkpoint) -> list[TensorInfo]:
         """By `where`, of the types that fit; whether so many faults have a place is tried out."""
         found = population(live, self.fault, self.where, self.types)
         sample(found, self.amount, self.sampling, Draws(self.seed))
         return found.tensors
 
-    def happen(self, live: LiveState) -> InjectedFaults:
+    def inject(self, live: LiveState) -> InjectedFaults:
         """Population, sites and bits from one stream of draws, as in a file."""
         draws = Draws(self.seed)
         found = population(live, self.fault, self.where, self.types)
@@ -253,7 +253,7 @@ class DrawnFaults(LiveFaults):
         shares = {info.name: count for info, count in zip(found.tensors, counts, strict=True) if count}
         return InjectedFaults(sites.attempts, [], found.left_out), shares
 
-    def happen_in(self, live: LiveState, name: str, share: int) -> InjectionPlan:
+    def inject_share(self, live: LiveState, name: str, share: int) -> InjectionPlan:
         """From a seed of the tensor's own; of a tensor that has become smaller than its share, every element."""
         draws = Draws(derived_seed(self.seed, name))
         found = population(live, self.fault, None, self.types)
@@ -269,7 +269,7 @@ class DrawnFaults(LiveFaults):
         """As `eg.inject` writes them."""
         return settings_to_json(self.amount, self.where, self.types, self.sampling, self.allow_nonfinite, self.seed)
 
-    def fault_told(self) -> Mapping[str, Json]:
+    def fault_to_json(self) -> Mapping[str, Json]:
         """The fault itself."""
         return self.fault.to_json()
 
@@ -282,11 +282,11 @@ class ReplayedFaults(LiveFaults):
 
     needs_sizes = False
 
-    def chosen(self, live: Checkpoint) -> list[TensorInfo]:
+    def eligible_tensors(self, live: Checkpoint) -> list[TensorInfo]:
         """Those that the log names, if they are what they were."""
         return [live.tensors[map_column(live, column, None).tensor] for column in self.source.columns]
 
-    def happen(self, live: LiveState) -> InjectedFaults:
+    def inject(self, live: LiveState) -> InjectedFaults:
         """Every column, wherever its tensor is now."""
         return InjectedFaults(self.source.attempts, [self._repeated(live, self.source)])
 
@@ -294,7 +294,7 @@ class ReplayedFaults(LiveFaults):
         """What the log says, whatever was seen."""
         return InjectedFaults(self.source.attempts), {column.tensor: len(column) for column in self.source.columns}
 
-    def happen_in(self, live: LiveState, name: str, share: int) -> InjectionPlan:
+    def inject_share(self, live: LiveState, name: str, share: int) -> InjectionPlan:
         """The log's column of that tensor."""
         mine = tuple(column for column in self.source.columns if column.tensor == name)
         return self._repeated(live, replace(self.source, columns=mine))
@@ -303,7 +303,7 @@ class ReplayedFaults(LiveFaults):
         """The log's, and whose they are."""
         return {**self.source.settings, "replay_of": self.source.digest}
 
-    def fault_told(self) -> Mapping[str, Json]:
+    def fault_to_json(self) -> Mapping[str, Json]:
         """The log's."""
         return self.source.fault
 

@@ -35,31 +35,31 @@ class LiveTarget(ABC):
     itself; both may come several times. When all has happened it calls `over`, which calls `close`.
     """
 
-    watches = False
+    needs_previous_step = False
     """Whether it has to see the pass before the step."""
-    over: Callable[[], None]
+    on_done: Callable[[], None]
     """Given by who schedules: everything has happened."""
-    failed: Callable[[], None]
+    on_error: Callable[[], None]
     """The same after an error: nothing more will."""
 
     def __init__(self, order: LiveFaults) -> None:
-        self.order = order
-        self.happened: InjectedFaults | None = None
+        self.faults = order
+        self.injected: InjectedFaults | None = None
         self.handles: list[Any] = []
 
     @abstractmethod
     def check(self, *, now: bool) -> list[TensorInfo]:
         """What may be hit, as far as it is known; `UsageError` if that is nothing. `now`: the step has come."""
 
-    def watch(self) -> None:  # noqa: B027 – most have nothing to see
+    def observe_previous_step(self) -> None:  # noqa: B027 – most have nothing to see
         """The step before has come."""
 
     @abstractmethod
-    def strike(self) -> None:
+    def inject(self) -> None:
         """The step has come: hit, or hook what is to come in it."""
 
     @abstractmethod
-    def missed(self, step: int) -> UsageError:
+    def missed_error(self, step: int) -> UsageError:
         """What to say when the step has gone by, and not everything has happened."""
 
     def close(self) -> None:
@@ -69,12 +69,12 @@ class LiveTarget(ABC):
         self.handles.clear()
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def closing_on_error(self) -> Iterator[None]:
         """An error is the end of it."""
         try:
             yield
         except BaseException:
-            self.failed()
+            self.on_error()
             raise
 
 
@@ -92,19 +92,19 @@ class StateTarget(LiveTarget):
         if is_empty and now and self._target == "optimizer":
             raise UsageError("optimizer: it has no state yet, which its first step makes. Choose a later step.")
         try:
-            return self.order.chosen(LiveState(state, roles))
+            return self.faults.eligible_tensors(LiveState(state, roles))
         except UsageError:
             if is_empty and not now:
                 return []
             raise
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """All of it, now."""
-        with self.ending():
-            self.happened = self.order.happen(LiveState(*self._tensors()))
-        self.over()
+        with self.closing_on_error():
+            self.injected = self.faults.inject(LiveState(*self._tensors()))
+        self.on_done()
 
-    def missed(self, step: int) -> UsageError:
+    def missed_error(self, step: int) -> UsageError:
         """Nobody called the model."""
         return UsageError(
             f"step {step} has gone by without a forward pass in training mode through the model that was given: "
@@ -130,14 +130,14 @@ class GradientTarget(LiveTarget):
 
     def check(self, *, now: bool) -> list[TensorInfo]:
         """Gradients will be as their parameters are."""
-        return self.order.chosen(_live(self._model, lambda parameter: parameter))
+        return self.faults.eligible_tensors(_live(self._model, lambda parameter: parameter))
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Wait for the optimizer."""
         if not self.handles:
             self.handles.append(self._optimizer.register_step_pre_hook(self._act))
 
-    def missed(self, step: int) -> UsageError:
+    def missed_error(self, step: int) -> UsageError:
         """Another optimizer has made the step."""
         return UsageError(f"step {step} has gone by without optimizer.step(): no gradient was hit. Give its optimizer.")
 
@@ -149,16 +149,16 @@ class GradientTarget(LiveTarget):
             super().close()
 
     def _act(self, *_: object) -> None:
-        if self.happened is not None:
+        if self.injected is not None:
             return
-        with self.ending():
+        with self.closing_on_error():
             live = _live(self._model, lambda parameter: parameter.grad)
             if not live.tensors:
                 raise UsageError("gradients: no parameter has one at optimizer.step(). Call backward() before it.")
-            self.happened = self.order.happen(live)
+            self.injected = self.faults.inject(live)
         self._is_acting = True
         try:
-            self.over()
+            self.on_done()
         finally:
             self._is_acting = False
 
@@ -222,7 +222,7 @@ def _live(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -
 class TransientTarget(LiveTarget):
     """Tensors that are met one by one in a pass."""
 
-    watches = True
+    needs_previous_step = True
     what: str
     """What they are called."""
 
@@ -234,30 +234,30 @@ class TransientTarget(LiveTarget):
 
     def check(self, *, now: bool) -> list[TensorInfo]:
         """Sizes are those of the pass before: there has to be one."""
-        if now and self.order.needs_sizes:
+        if now and self.faults.needs_sizes:
             raise UsageError(
                 f"{self.what}: how large they are is seen in the step before, so that they cannot be hit in the very "
                 "next one. Choose a later step."
             )
         return []
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         """Deal the faults out by what was seen."""
-        self.watch()
+        self.observe_previous_step()
         if self._shares is not None:
             return
-        with self.ending():
-            if self.order.needs_sizes and not self._seen:
-                raise self.unseen()
-            self.happened, self._shares = self.order.shares(ObservedTensors(self._seen))
+        with self.closing_on_error():
+            if self.faults.needs_sizes and not self._seen:
+                raise self.unseen_error()
+            self.injected, self._shares = self.faults.shares(ObservedTensors(self._seen))
         if not self._shares:  # a rate may come to nothing
-            self.over()
+            self.on_done()
 
-    def unseen(self) -> UsageError:
+    def unseen_error(self) -> UsageError:
         """What to say when nothing passed by in the step before."""
         return UsageError(f"{self.what}: none passed by in the step before, so that nothing is known of them")
 
-    def meet(self, name: str, tensor: torch.Tensor) -> None:
+    def on_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor passes by."""
         dtype = DType.of_torch(tensor.dtype)
         if self._shares is None:
@@ -267,14 +267,14 @@ class TransientTarget(LiveTarget):
         share = self._shares.get(name)
         if share is None:
             return
-        assert self.happened is not None
-        self.happened.plans.append(self.order.happen_in(LiveState({name: tensor}), name, share))
+        assert self.injected is not None
+        self.injected.plans.append(self.faults.inject_share(LiveState({name: tensor}), name, share))
         del self._shares[name]
         if not self._shares:
-            self.over()
+            self.on_done()
 
     @property
-    def left(self) -> Mapping[str, int]:
+    def not_injected(self) -> Mapping[str, int]:
         """The faults that have not happened, by what they were meant for."""
         return self._shares or {}
 
@@ -299,26 +299,26 @@ class ActivationTarget(TransientTarget):
                 if not any(_owns(path, {name}) for path in self._modules):
                     raise UnknownTensor(name, map(_path, known), what="module")
 
-    def watch(self) -> None:
+    def observe_previous_step(self) -> None:
         """Listen to the modules."""
         if not self.handles:
             hooked = self._modules.items()
             self.handles += [module.register_forward_hook(self._listener(path)) for path, module in hooked]
 
-    def missed(self, step: int) -> UsageError:
+    def missed_error(self, step: int) -> UsageError:
         """Modules that did not run, or no pass at all."""
         if self._shares is None:
             return UsageError(
                 f"step {step} has gone by without a forward pass in training mode through the model that was given: "
                 "no activation was hit. Give inject_live the module that the loop calls."
             )
-        names = ", ".join(name.removeprefix("activations/") for name in list(self.left)[:3])
+        names = ", ".join(name.removeprefix("activations/") for name in list(self.not_injected)[:3])
         return UsageError(
             f"step {step} has gone by, and faults found no place: {names} gave nothing in it. "
             "Choose modules that run in every step: where=…"
         )
 
-    def unseen(self) -> UsageError:
+    def unseen_error(self) -> UsageError:
         """The chosen modules did not run."""
         names = ", ".join(list(self._modules)[:3])
         return UsageError(f"activations: {names} gave nothing in the step before. Choose modules that run: where=…")
@@ -326,9 +326,9 @@ class ActivationTarget(TransientTarget):
     def _listener(self, path: str) -> Callable[..., None]:
         def listen(_: nn.Module, __: object, output: object) -> None:
             if self._root.training:
-                with self.ending():
+                with self.closing_on_error():
                     for name, tensor in _outputs(f"activations/{path}", output):
-                        self.meet(name, tensor)
+                        self.on_tensor(name, tensor)
 
         return listen
 

@@ -128,9 +128,9 @@ class InjectionLog:
 
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the log, whole and durably; an existing file is never written over."""
-        return self.kept_at(Path(path), numbered=False).path or Path(path)
+        return self.save_at(Path(path), numbered=False).path or Path(path)
 
-    def kept_at(self, path: Path, *, numbered: bool) -> InjectionLog:
+    def save_at(self, path: Path, *, numbered: bool) -> InjectionLog:
         """The same log, saved there; if that is taken and `numbered`, at the first of `….2.jsonl` … that is free."""
         text, digest = self._lines()
         for place in _numbered(path) if numbered else (path,):

@@ -188,12 +188,12 @@ def _write_mapped(fd: int, size: int, blocks: Integers, images: Octets) -> None:
 
 def _touched(changes: FileEdits) -> Integers:
     pieces = []
-    for addresses, rows in changes.rows:
+    for addresses, rows in changes.xors:
         first, last = addresses // BLOCK, (addresses + (rows.shape[1] - 1)) // BLOCK
         pieces.append(first)
         if np.any(first != last):  # an element across the border of two blocks
             pieces.append(last)
-    for offset, data in changes.puts.items():
+    for offset, data in changes.writes.items():
         pieces.append(np.arange(offset // BLOCK, (offset + len(data) - 1) // BLOCK + 1))
     return distinct(np.sort(np.concatenate(pieces))) if pieces else np.empty(0, np.int64)
 

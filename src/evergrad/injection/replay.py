@@ -78,7 +78,7 @@ def replay(
                 settings={**log.settings, "digest": digest, "replay_of": log.digest},
                 left_out={},
             )
-        return job.carry_out(progress)
+        return job.execute(progress)
 
 
 def _names(

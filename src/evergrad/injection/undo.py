@@ -42,13 +42,13 @@ class UndoResult:
     """What `undo` did: to which file or folder, and what it found there."""
 
     path: Path
-    was: FoundState
+    found_state: FoundState
     elements: int
     """How many elements have their old bits again; 0 if they had them already."""
 
     def to_json(self) -> dict[str, Json]:
         """What `evergrad undo --json` prints."""
-        return {"file": str(self.path), "was": self.was.value, "restored": self.elements}
+        return {"file": str(self.path), "was": self.found_state.value, "restored": self.elements}
 
 
 def undo(
@@ -86,7 +86,7 @@ def undo(
 
 def _changed(column: Column) -> int:
     """Elements with other bits than before."""
-    ends = column.ends()
+    ends = column.net_changes()
     return len(np.unique(ends.numbers[ends.old != ends.new] // column.dtype.parts))
 
 
@@ -128,8 +128,8 @@ def _inspect_files(log: InjectionLog, target: Path) -> tuple[CheckpointFiles, Fo
     states, patches = [], []
     for change in log.files:
         path = _file(place, change)
-        masks, olds, news = ([rows for _, rows in kind.of(path).rows] for kind in kinds)
-        addresses = [where for where, _ in kinds[0].of(path).rows]
+        masks, olds, news = ([rows for _, rows in kind.edits_of(path).xors] for kind in kinds)
+        addresses = [where for where, _ in kinds[0].edits_of(path).xors]
         changes = FileEdits(list(zip(addresses, masks, strict=True)), {at: old for at, old, _ in change.seals})
         patch, state = _restored(path, change, changes, olds, news)
         patch.whole = path in place.records
@@ -141,10 +141,10 @@ def _inspect_files(log: InjectionLog, target: Path) -> tuple[CheckpointFiles, Fo
 def _rehearsed(log: InjectionLog, target: Path, pick: Callable[[Column], Bits]) -> tuple[CheckpointFiles, DryRun]:
     with record_dry_run(stale=bool(log.settings.get("stale_checksum"))) as noted, open_checkpoint(target) as ck:
         if isinstance(ck, HasRecords):
-            ck.leave_records()  # the log knows what stood there
+            ck.keep_records_unchanged()  # the log knows what stood there
         for column in log.columns:
             _check_tensor(ck, column)
-            ends = column.ends()
+            ends = column.net_changes()
             try:
                 ck.xor(column.tensor, *ends.elements(pick(ends)))
             except NeedsRewrite:
@@ -165,7 +165,7 @@ def _restored(
         raise _other(path, f"has {patch.size:,} bytes (expected {change.size:,})")
     found = patch.digest()
     either = True
-    for (addresses, mask), old, new in zip(changes.rows, olds, news, strict=True):
+    for (addresses, mask), old, new in zip(changes.xors, olds, news, strict=True):
         now = patch.rows(addresses, mask.shape[1])
         either = either and bool(np.all(((now & mask) == old) | ((now & mask) == new)))
         patch.put_rows(addresses, (now & ~mask) | old)
@@ -201,7 +201,7 @@ def _restore(place: CheckpointFiles, change: FileChange, progress: ProgressCallb
         raise _other(path, "cannot have been what the log says")
     if _state_of_rewritten(path, change) is FoundState.INJECTED:
         alone = CheckpointFiles(path, path.parent, (path,))
-        with alone.copied(path, progress) as work:
+        with alone.temporary_copy(path, progress) as work:
             restore_bytes(work.path, change)
             replace_file(work.path, path)
 

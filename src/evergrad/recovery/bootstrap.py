@@ -34,61 +34,61 @@ _ANY_ORDER = 2
 class Bootstrap:
     """One process's."""
 
-    engine: StepBarrier
-    trained: RankState
-    window: StepBatches
-    saves: JobCheckpoints | None
-    departure: SigtermHandler
-    tell: Callable[..., None]
+    barrier: StepBarrier
+    rank_state: RankState
+    step_batches: StepBatches
+    checkpoints: JobCheckpoints | None
+    sigterm: SigtermHandler
+    record_event: Callable[..., None]
     is_spare: bool
     seed: int
-    let_go: Callable[[], None]
+    close_loaders: Callable[[], None]
     """Called before this process becomes another program."""
-    guarding: JobGuard | None = None
+    guard: JobGuard | None = None
     is_over: bool = False
     """Whether this process has arrived."""
     has_yielded: bool = False
     """Whether the script has been given a batch."""
-    unattended: int = -1
+    unfinished_epoch: int = -1
     """The epoch whose end is known, and not what the script does after it: this process has yet to do that."""
-    took_up: int = -1
+    resumed_step: int = -1
     """The step whose state this process has from another rank or from a checkpoint; -1 if it began anew."""
     has_restored: bool = False
     """True if it is from a checkpoint."""
-    is_own_behind: bool = False
+    is_local_state_behind: bool = False
     """True if generators and buffers are as of that end, and everything else is of the next epoch's beginning."""
     expected: torch.Tensor | None = None
     """The generators and buffers that a joiner has to begin its first step with, if that is known."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether this process has no rank yet."""
         return self.is_spare and not self.is_over
 
-    def arrive(self) -> None:
+    def run(self) -> None:
         """Once: a spare waits for its call, and whoever begins takes up the newest checkpoint."""
         if self.is_over:
             return
-        engine, crew = self.engine, self.engine.crew
+        engine, crew = self.barrier, self.barrier.worker
         if self.is_spare:
             assert isinstance(crew, ElasticWorker)
             _warm_up()
-            if crew.await_call(meanwhile=self.trained.look_for_optimizers) is None:
+            if crew.await_call(meanwhile=self.rank_state.discover_optimizers) is None:
                 crew.close()
                 sys.exit(0)
         else:
-            self.trained.look_for_optimizers()
+            self.rank_state.discover_optimizers()
         while True:
             plan = crew.plan
             try:
                 if crew.uid in plan.joiners and plan.source is not None:
-                    self._take_over(*engine.arrive())
+                    self._replace_dead_rank(*engine.receive_job_state())
                     break
                 if isinstance(crew, ElasticWorker) and plan.generation == 0:
                     crew.await_spares()
                 crew.group()
-                engine.is_settled = True
-                if plan.restart or (self.saves is not None and plan.generation == 0):
+                engine.has_formed = True
+                if plan.restart or (self.checkpoints is not None and plan.generation == 0):
                     self.restore(in_process=False)
                 break
             except GroupBroken as error:
@@ -97,70 +97,72 @@ class Bootstrap:
             report = SurvivorReport(
                 crew.uid, crew.rank, plan.generation, point, plan.kind, 0, reason=why, has_state=False
             )
-            with self.departure.suspended():
+            with self.sigterm.suspended():
                 plan = crew.next_plan(report)
             if plan.relaunch:
-                self.begin_again(why)
+                self.restart_process(why)
         self.is_over = True
         if crew.survives:
-            self.departure.watch()
+            self.sigterm.install()
 
     def restore(self, *, in_process: bool) -> None:
         """Everyone back to the newest checkpoint, or to the one that the plan names."""
-        engine, course, plan = self.engine, self.engine.course, self.engine.crew.plan
+        engine, course, plan = self.barrier, self.barrier.position, self.barrier.worker.plan
         engine.must_restore = False
-        assert self.saves is not None, "a restart without a checkpointer is refused when the job begins"
+        assert self.checkpoints is not None, "a restart without a checkpointer is refused when the job begins"
         call, step, version = course.epoch, course.step, plan.version if plan.restart else ""
-        trained = self.trained
-        found = self.saves.restore(trained.model, trained.optimizers.known, trained.tracked, course, version=version)
-        if self.guarding is not None:
-            self.guarding.forget()
+        trained = self.rank_state
+        found = self.checkpoints.restore(
+            trained.model, trained.optimizers.known, trained.tracked, course, version=version
+        )
+        if self.guard is not None:
+            self.guard.forget()
         is_of_an_end = course.skip_end()
         if is_of_an_end:
-            self.unattended = course.epoch - 1
+            self.unfinished_epoch = course.epoch - 1
         if plan.restart:  # points only ever go on, whatever was saved
             course.point = plan.point
-        self.tell("restored", step=found[0] if found else None, in_process=in_process)
+        self.record_event("restored", step=found[0] if found else None, in_process=in_process)
         if found is None and self.is_spare and plan.generation:
             engine.note_inexact(
-                f"there is no version to restart from, and rank {engine.crew.rank} begins in a process that was "
+                f"there is no version to restart from, and rank {engine.worker.rank} begins in a process that was "
                 "started as a spare: its initial weights and random numbers are its own"
             )
-        if found is not None and course.passes == 1 and engine.crew.world_size > _ANY_ORDER:
+        if found is not None and course.passes == 1 and engine.worker.world_size > _ANY_ORDER:
             engine.note_unverified(
                 "the version was saved after the first step, before the order is known in which gradients are added "
                 "up: their last bits may differ"
             )
         if found is None and not self.has_yielded:
-            if plan.restart and engine.crew.rank == 0:
+            if plan.restart and engine.worker.rank == 0:
                 print("evergrad: there is no checkpoint yet: the job begins from its beginning", file=sys.stderr)
             if plan.generation and engine.gradients is not None:
-                engine.gradients.broadcast(engine.crew.group(), 0)
+                engine.gradients.broadcast(engine.worker.group(), 0)
             return
         # What the script does after an epoch it has done in this process. Unless nothing was trained since, and its
         # result is held, it has to do that again with the state of the epoch's end.
-        is_held = is_of_an_end and course.epoch == call and course.step == step and trained.is_held
+        is_held = is_of_an_end and course.epoch == call and course.step == step and trained.has_copy
         if in_process and (found is None or course.epoch != call or (is_of_an_end and not is_held)):
             why = "the newest checkpoint is of another epoch" if found else "there is no checkpoint yet"
             engine.recover(PointKind.JOIN, why, back_to=version)
-            self.begin_again(why)
+            self.restart_process(why)
         if found is None:
             return
-        self.took_up, self.has_restored = course.step, not in_process
-        trained.optimizers.owe(found[1])
+        self.resumed_step, self.has_restored = course.step, not in_process
+        trained.optimizers.load_states(found[1])
         if is_held:
-            trained.put_in_place()
-        self.window.again.clear()
+            trained.restore_copy()
+        self.step_batches.to_repeat.clear()
         if in_process:
-            course.open(course.source, self.seed, engine.crew.rank, engine.crew.world_size)
+            course.begin_epoch(course.source, self.seed, engine.worker.rank, engine.worker.world_size)
 
-    def begin_again(self, why: str) -> NoReturn:
+    def restart_process(self, why: str) -> NoReturn:
         """Be a new program, of the same number, in the present generation: the script from its beginning."""
-        crew = self.engine.crew
+        crew = self.barrier.worker
         assert isinstance(crew, ElasticWorker)
         generation = crew.plan.generation
-        self.tell("process_restarted", reason=why, generation=generation)
-        self.let_go()
+        self.record_event("process_restarted", reason=why, generation=generation)
+        self.close_loaders()
         crew.leave_group()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -173,37 +175,41 @@ class Bootstrap:
                 os.set_inheritable(int(name), int(name) in kept)
         os.execv(sys.executable, sys.orig_argv)
 
-    def _take_over(self, state: Any, kept: torch.Tensor | None) -> None:
+    def _replace_dead_rank(self, state: Any, kept: torch.Tensor | None) -> None:
         """Become what the dead rank would be now."""
-        engine, plan, uid = self.engine, self.engine.crew.plan, self.engine.crew.uid
-        self.trained.take_over(state)
-        engine.course.load_state_dict(state["course"])
-        self.took_up = engine.course.step
+        engine, plan, uid = self.barrier, self.barrier.worker.plan, self.barrier.worker.uid
+        self.rank_state.load_state_of(state)
+        engine.position.load_state_dict(state["course"])
+        self.resumed_step = engine.position.step
         if uid in plan.takes:
             engine.inherit_draws(plan.previous[plan.takes[uid]])
         if kept is not None:
-            if not engine.course.is_begun and engine.course.epoch:  # it died after an epoch, in the script's own code
-                self.unattended, self.is_own_behind = engine.course.epoch - 1, True
+            if (
+                not engine.position.is_begun and engine.position.epoch
+            ):  # it died after an epoch, in the script's own code
+                self.unfinished_epoch, self.is_local_state_behind = engine.position.epoch - 1, True
             elif uid in plan.takes:
                 kept = self._at_step(plan.takes[uid], kept)
                 self.expected = kept
-            engine.course.set_own_loader(engine.own.put(kept))
+            engine.position.set_loader_state(engine.local_state.restore(kept))
             engine.exchanged = kept
             return
-        engine.course.set_own_loader(None)  # the giver's is not this rank's
+        engine.position.set_loader_state(None)  # the giver's is not this rank's
         if uid not in plan.takes:
             engine.note_inexact(f"in generation {plan.generation} a rank has joined with random numbers of its own")
             return
         rank = plan.takes[uid]
-        step = self.saves.restore_own(self.trained.model, rank) if self.saves is not None else None
+        step = (
+            self.checkpoints.restore_local_state(self.rank_state.model, rank) if self.checkpoints is not None else None
+        )
         whence = "is lost with it" if step is None else f"comes from its save of step {step}"
         engine.note_inexact(f"what only rank {rank} had (its random numbers, its buffers) {whence}")
 
     def _at_step(self, rank: int, kept: torch.Tensor) -> torch.Tensor:
         """The state that only a dead rank had when it came to the step; its neighbour has that of the point before."""
-        found = self.engine.own_of(self.engine.crew.plan.previous[rank], kept)
+        found = self.barrier.local_state_of(self.barrier.worker.plan.previous[rank], kept)
         if found is None:
-            self.engine.note_unverified(
+            self.barrier.note_unverified(
                 f"rank {rank} was lost between two steps, and random numbers that its script would have drawn there "
                 "are not known"
             )

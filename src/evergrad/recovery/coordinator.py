@@ -80,13 +80,13 @@ class ProcessTable:
         """Whether all of these are out, with this code."""
         return all(self.codes.get(uid) == code for uid in members)
 
-    def fate(self, plan: MembershipPlan, uid: int) -> str:
+    def describe_end(self, plan: MembershipPlan, uid: int) -> str:
         """What became of a process, by the rank that it had."""
         return f"rank {plan.rank_of(uid)} {self.hows[uid]}"
 
-    def fates(self, plan: MembershipPlan, uids: Collection[int]) -> str:
+    def describe_ends(self, plan: MembershipPlan, uids: Collection[int]) -> str:
         """The same of several."""
-        return ", ".join(self.fate(plan, uid) for uid in sorted(uids))
+        return ", ".join(self.describe_end(plan, uid) for uid in sorted(uids))
 
 
 # How often a job tries again before it is given up: what comes back every time is no accident.
@@ -115,7 +115,7 @@ class RetryLimits:
         """The job is relaunched."""
         self._restarts += 1
 
-    def objection(self, before: MembershipPlan, after: MembershipPlan) -> str:
+    def limit_reached(self, before: MembershipPlan, after: MembershipPlan) -> str:
         """What speaks against going on from one plan to the next, which counts as tried; empty if nothing does."""
         if after.dead or after.left or after.joiners or after.point > before.point:
             self._futile = 0
@@ -147,7 +147,7 @@ class CoordinatorStore:
     def __init__(self, store: SignedStore) -> None:
         self._store = store
 
-    def ask(self) -> None:
+    def ping(self) -> None:
         """Ask anything, and return when there is an answer."""
         self._store.store.check([StoreKeys.fatal])
 
@@ -207,7 +207,7 @@ class CoordinatorStore:
         """Say what the next generation is."""
         self._store.set(StoreKeys.plan(plan.generation), plan.to_json())
 
-    def break_off(self, plan: MembershipPlan, uid: int, reason: str) -> None:
+    def break_generation(self, plan: MembershipPlan, uid: int, reason: str) -> None:
         """Say that a generation is over because of a member, or of nobody (-1); unless that is known already."""
         text = json.dumps({"uid": uid, "reason": reason})
         self._store.claim(StoreKeys.broken(plan.generation), text)
@@ -217,7 +217,7 @@ class CoordinatorStore:
         """Let all members know of what one of them has said."""
         self._wake(plan, self._broken(plan))
 
-    def ask_for_change(self, plan: MembershipPlan, waiting: Sequence[int]) -> None:
+    def request_change(self, plan: MembershipPlan, waiting: Sequence[int]) -> None:
         """Ask everyone to stop before the next step: these wait to be let in."""
         self._store.set(StoreKeys.change(plan.generation), json.dumps({"uids": list(waiting)}))
 
@@ -310,14 +310,14 @@ class Coordinator:
             raise UsageError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, found {min_ranks}")
         self._num_ranks, self._strategy, self._min_ranks = num_ranks, strategy, min_ranks
         self._max_ranks = num_ranks if max_ranks is None else max_ranks
-        self._tell, self._spawn, self._endurance = tell, spawn, RetryLimits(max_restarts)
+        self._record_event, self._spawn, self._retry_limits = tell, spawn, RetryLimits(max_restarts)
         # Not a client that can be cut: it would count connections of ranks, which end in this process, as its own.
         store = PrefixStore(PREFIX, TCPStore(host, port, None, False, timedelta(seconds=60), False))
-        self._notices = CoordinatorStore(SignedStore(store, secret))
+        self._store = CoordinatorStore(SignedStore(store, secret))
         self._lock = threading.Lock()
         """Over plan, roster and outcome."""
         self._plan: MembershipPlan | None = None
-        self._roster = ProcessTable()
+        self._processes = ProcessTable()
         self._outcome: JobOutcome | None = None
         self._ended = threading.Event()
         self._stir = threading.Event()
@@ -360,7 +360,7 @@ class Coordinator:
     @property
     def spares(self) -> int:
         """How many processes live that have no rank."""
-        return len(self._roster.spares(frozenset(self.membership[1])))
+        return len(self._processes.spares(frozenset(self.membership[1])))
 
     @property
     def step(self) -> int:
@@ -377,23 +377,23 @@ class Coordinator:
         assert self._plan is None, "a coordinator begins once"
         assert len(set(uids)) == len(uids) >= self._num_ranks, f"cannot begin with {uids}"
         with self._lock:
-            self._roster.uids = list(uids)
+            self._processes.uids = list(uids)
         self._install(MembershipPlan(0, tuple(uids[: self._num_ranks])))
         self._thread.start()
 
-    def started(self, uid: int) -> None:
+    def add_spare(self, uid: int) -> None:
         """The launcher has started one more spare."""
         with self._lock:
-            self._roster.uids.append(uid)
+            self._processes.uids.append(uid)
             over = self._outcome is not None
         if over and not self._closing:
-            self._notices.dismiss(uid)
+            self._store.dismiss(uid)
 
-    def exited(self, uid: int, code: int) -> None:
+    def process_exited(self, uid: int, code: int) -> None:
         """A process is gone: with 0 it has finished, with anything else it is dead (negative: the signal)."""
         self._count_out(uid, code, f"ended with {describe_exit(code)}", {"how": describe_exit(code)})
 
-    def lost(self, uid: int, why: str, *, stack: str = "") -> None:
+    def process_lost(self, uid: int, why: str, *, stack: str = "") -> None:
         """A process lives, maybe, but is not there: it is in no further generation, whatever becomes of it.
 
         `why` goes on as in "rank 2 …"; `stack` is where its script was when it was last heard of.
@@ -402,22 +402,22 @@ class Coordinator:
 
     def has_left(self, uid: int) -> bool:
         """Whether a process has left the job in good order, before its end."""
-        return uid in self._roster.left
+        return uid in self._processes.left
 
     def is_out(self, uid: int) -> bool:
         """Whether a process has exited, or was lost."""
-        return uid in self._roster.codes
+        return uid in self._processes.codes
 
-    def interrupt(self, reason: str) -> None:
+    def break_generation(self, reason: str) -> None:
         """Let the present generation break: it does not get any further, and nobody is to blame."""
         plan = self._plan
         if plan is not None and self._goes_on():
-            self._notices.break_off(plan, -1, reason)
+            self._store.break_generation(plan, -1, reason)
             self._stir.set()
 
     def await_store(self) -> None:
         """Return when the store has answered."""
-        self._notices.ask()
+        self._store.ping()
 
     def wait(self, timeout: float | None = None) -> JobOutcome | None:
         """The outcome, once there is one; None if that takes longer than this many seconds."""
@@ -433,46 +433,48 @@ class Coordinator:
 
     def _count_out(self, uid: int, code: int, how: str, fields: dict[str, str]) -> None:
         with self._lock:
-            if not self._roster.count_out(uid, code, how):
+            if not self._processes.count_out(uid, code, how):
                 return
             plan, goes_on = self._plan, self._goes_on()
         try:
-            self._miss(uid, code, plan, goes_on, fields)
+            self._handle_exit(uid, code, plan, goes_on, fields)
         except Forged as error:
             self._end("fatal", str(error))
         self._stir.set()
 
-    def _miss(self, uid: int, code: int, plan: MembershipPlan | None, goes_on: bool, fields: dict[str, str]) -> None:
+    def _handle_exit(
+        self, uid: int, code: int, plan: MembershipPlan | None, goes_on: bool, fields: dict[str, str]
+    ) -> None:
         rank = plan.rank_of(uid) if plan is not None else None
         if plan is None or rank is None or not goes_on:
             if self._outcome is None:
-                had = {"joined": self._notices.has_joined(uid), "waited": self._notices.has_waited(uid)}
+                had = {"joined": self._store.has_joined(uid), "waited": self._store.has_waited(uid)}
                 if code != 0:
-                    self._tell(
+                    self._record_event(
                         "process_lost", uid=uid, rank=rank, code=code, generation=self.generation, **had, **fields
                     )
-                elif uid not in self._roster.left:
-                    self._tell("spare_ended", uid=uid, **had)
+                elif uid not in self._processes.left:
+                    self._record_event("spare_ended", uid=uid, **had)
         elif code == 0:
-            self._notices.note_end(uid)
+            self._store.note_end(uid)
             self._finish_if_all_have(plan)
         elif code == EXIT_ALL_LEFT:
             if self._have_all(plan, EXIT_ALL_LEFT):
                 self._end("left", "all ranks were asked to leave, and did so together. Start it again to go on there")
         else:
-            can_go_on = plan.generation > 0 or self._notices.has_joined(uid)
+            can_go_on = plan.generation > 0 or self._store.has_joined(uid)
             if can_go_on:
                 self._break(plan, uid)  # before anything slow: survivors wait for it
-            self._tell("process_lost", uid=uid, rank=rank, code=code, generation=plan.generation, **fields)
+            self._record_event("process_lost", uid=uid, rank=rank, code=code, generation=plan.generation, **fields)
             if not self._is_fatal() and not can_go_on:
-                self._end("failed", f"{self._roster.fate(plan, uid)} before it joined: see what it printed")
+                self._end("failed", f"{self._processes.describe_end(plan, uid)} before it joined: see what it printed")
 
     def _run(self) -> None:
         try:
             while (plan := self._plan) is not None and self._await_break(plan):
                 reports = self._gather(plan)
                 if reports is not None:
-                    self._go_on(plan, reports)
+                    self._decide_next(plan, reports)
         except Forged as error:
             self._end("fatal", str(error))
         except Exception as error:
@@ -484,9 +486,9 @@ class Coordinator:
         """Whether this generation has broken; False if there is nothing more to do."""
         news_s = 0.0
         while self._goes_on():
-            if self._notices.is_broken(plan):
-                self._notices.spread_break(plan)
-                self._tell("generation_broken", generation=plan.generation, reason=self._notices.reason(plan))
+            if self._store.is_broken(plan):
+                self._store.spread_break(plan)
+                self._record_event("generation_broken", generation=plan.generation, reason=self._store.reason(plan))
                 return True
             if time.monotonic() >= news_s:
                 self._look_for_news(plan)
@@ -504,7 +506,7 @@ class Coordinator:
         while self._goes_on():
             for uid in plan.members:
                 if uid not in reports and not self.is_out(uid):
-                    report = self._notices.report(plan, uid)
+                    report = self._store.report(plan, uid)
                     if report is not None:
                         reports[uid] = report
             missing = [uid for uid in plan.members if uid not in reports and not self.is_out(uid)]
@@ -513,18 +515,20 @@ class Coordinator:
             waited_s = time.monotonic() - begun_s
             if waited_s >= _LATE_S and not is_said:
                 is_said = True
-                self._tell("reports_late", generation=plan.generation, uids=missing, waited_s=round(waited_s, 3))
+                self._record_event(
+                    "reports_late", generation=plan.generation, uids=missing, waited_s=round(waited_s, 3)
+                )
             if waited_s >= 1.0:
                 self._look_for_news(plan)
             self._pause(0.001 if waited_s < 1.0 else 0.02)
         return None
 
-    def _go_on(self, plan: MembershipPlan, reports: dict[int, SurvivorReport]) -> None:
+    def _decide_next(self, plan: MembershipPlan, reports: dict[int, SurvivorReport]) -> None:
         """Decide, and say so to everyone."""
         if self._is_fatal():
             return
         with self._lock:
-            roster = self._roster.copy()
+            roster = self._processes.copy()
         self._step = max([self._step, *(report.step for report in reports.values())])
         if self._end_if_nobody_is_left(plan, roster):
             return
@@ -543,29 +547,29 @@ class Coordinator:
         if isinstance(decision, StopDecision):
             self._stop(plan, roster, decision, hindrance)
             return
-        if objection := self._endurance.objection(plan, decision):
-            self._end("failed", f"{objection}: {self._notices.reason(plan)}")
+        if objection := self._retry_limits.limit_reached(plan, decision):
+            self._end("failed", f"{objection}: {self._store.reason(plan)}")
             return
         if decision.relaunch:
-            self._endurance.restarted()
+            self._retry_limits.restarted()
             start = partial(self._start, decision.generation)
             decision = with_relaunched_members(decision, self._num_ranks, spares, start)
         self._install(decision)
         for uid in decision.joiners:
             if plan.rank_of(uid) is None:
-                self._notices.call(uid, decision.generation)
+                self._store.call(uid, decision.generation)
 
     def _end_if_nobody_is_left(self, plan: MembershipPlan, roster: ProcessTable) -> bool:
         """Whether every member is out, some of them in good order: then there is nothing to decide."""
         finished, dead = roster.finished(plan.members), roster.dead(plan.members)
         if dead == set(plan.members) and EXIT_ALL_LEFT in roster.codes.values():
-            died = roster.fates(plan, [uid for uid in dead if roster.codes[uid] != EXIT_ALL_LEFT])
+            died = roster.describe_ends(plan, [uid for uid in dead if roster.codes[uid] != EXIT_ALL_LEFT])
             self._end("left", f"all ranks were asked to leave, and one died meanwhile ({died}): its work may be lost")
             return True
         if finished and finished | dead == set(plan.members):
             # Whatever a dead one alone did after the training, such as a last save, may be missing.
             self._finish_if_all_have(plan)
-            self._end("failed", f"{roster.fates(plan, dead)}; the others finished without it")
+            self._end("failed", f"{roster.describe_ends(plan, dead)}; the others finished without it")
             return True
         return False
 
@@ -575,7 +579,7 @@ class Coordinator:
             self._end("fatal", f"{decision.reason}. {decision.advice}")
             return
         dead = roster.dead(plan.members)
-        deaths = roster.fates(plan, dead) or "nobody died"
+        deaths = roster.describe_ends(plan, dead) or "nobody died"
         # Where every rank ended by itself, it is the script that failed.
         if dead == set(plan.members) and all(roster.codes[uid] > 0 for uid in dead):
             self._end("failed", f"no rank is left ({deaths}): see what they printed. No restart: {hindrance}")
@@ -587,22 +591,22 @@ class Coordinator:
         assert self._spawn is not None, "asked for by _hindrance"
         uid = self._spawn(SpawnRequest(rank, generation, before))
         with self._lock:
-            self._roster.uids.append(uid)
-        self._tell("process_spawned", uid=uid, rank=rank, replaces=before, generation=generation)
+            self._processes.uids.append(uid)
+        self._record_event("process_spawned", uid=uid, rank=rank, replaces=before, generation=generation)
         return uid
 
     def _install(self, plan: MembershipPlan) -> None:
         """Make this the present generation."""
-        self._notices.publish(plan)
+        self._store.publish(plan)
         with self._lock:
             self._plan = plan
-            self._roster.left |= set(plan.left)
+            self._processes.left |= set(plan.left)
             self._survived += len(plan.dead)
-            dead = self._roster.dead(plan.members)
-            finished = self._roster.finished(plan.previous)
+            dead = self._processes.dead(plan.members)
+            finished = self._processes.finished(plan.previous)
         # At a job's end some ranks may be gone before the last ones; in any other plan they have ended too early.
         is_end = all(verdict is Verdict.PROCEED for verdict in plan.verdicts.values())
-        self._tell(
+        self._record_event(
             "plan",
             generation=plan.generation,
             members=list(plan.members),
@@ -628,23 +632,23 @@ class Coordinator:
         """This generation is over because a member is out."""
         if self._broken_off == plan.generation:
             return  # every member knows: of many that die together, each would tell all the others again
-        self._notices.break_off(plan, uid, self._roster.fate(plan, uid))
+        self._store.break_generation(plan, uid, self._processes.describe_end(plan, uid))
         self._broken_off = plan.generation
 
     def _finish_if_all_have(self, plan: MembershipPlan) -> None:
         if not self._have_all(plan, 0):
             return
-        if (misuse := self._notices.misuse()) is not None:
+        if (misuse := self._store.misuse()) is not None:
             self._end("fatal", misuse)
             return
-        found = {rank: self._notices.fingerprint(uid) for rank, uid in enumerate(plan.members)}
+        found = {rank: self._store.fingerprint(uid) for rank, uid in enumerate(plan.members)}
         given = {rank: each for rank, each in found.items() if each is not None}
         path, difference = first_difference(given)
         if path:
-            self._tell("ranks_differ", step=self._step, path=path, reason=difference)
+            self._record_event("ranks_differ", step=self._step, path=path, reason=difference)
             self._end("diverged", f"all ranks have finished, and their states differ: {difference}")
             return
-        if before := self._notices.diverged():  # those that differ may have ended at other steps
+        if before := self._store.diverged():  # those that differ may have ended at other steps
             self._end("diverged", f"all ranks have finished, but not as one model: {before}")
             return
         lacking = [f"rank {rank}" for rank, each in found.items() if each is None]
@@ -656,28 +660,28 @@ class Coordinator:
 
     def _have_all(self, plan: MembershipPlan, code: int) -> bool:
         """True if all members are out, with this code; asked once for each that exits, so counted before looked at."""
-        return len(self._roster.codes) >= plan.world_size and self._roster.have_all(plan.members, code)
+        return len(self._processes.codes) >= plan.world_size and self._processes.have_all(plan.members, code)
 
     def _is_fatal(self) -> bool:
         """Whether a rank says that nobody shall go on; the outcome says so too then."""
-        message = self._notices.fatal()
+        message = self._store.fatal()
         if message is not None:
             self._end("fatal", message)
         return message is not None
 
     def _note_progress(self) -> None:
-        self._step = max(self._step, self._notices.progress())
+        self._step = max(self._step, self._store.progress())
 
     def _look_for_news(self, plan: MembershipPlan) -> None:
         if self._is_fatal():
             return
         self._note_progress()
         self._let_in(plan)
-        finished = self._roster.finished(plan.members)
+        finished = self._processes.finished(plan.members)
         if plan.generation > 0 or not finished:
             return
         # Generation 0 needs them all: the others would wait for one that left without joining.
-        joined = {uid for uid in plan.members if self._notices.has_joined(uid)}
+        joined = {uid for uid in plan.members if self._store.has_joined(uid)}
         left = next((uid for uid in plan.members if uid in finished and uid not in joined), None)
         if left is not None and joined:
             self._break(plan, left)
@@ -686,9 +690,9 @@ class Coordinator:
         """Why the job cannot be relaunched; empty if it can."""
         if self._spawn is None:
             return "no process can be started"
-        if used_up := self._endurance.no_restart:
+        if used_up := self._retry_limits.no_restart:
             return used_up
-        self._has_checkpointer = self._has_checkpointer or any(map(self._notices.has_checkpointer, plan.members))
+        self._has_checkpointer = self._has_checkpointer or any(map(self._store.has_checkpointer, plan.members))
         return "" if self._has_checkpointer else "there is no checkpointer to restart from"
 
     def _let_in(self, plan: MembershipPlan) -> None:
@@ -696,16 +700,16 @@ class Coordinator:
         if len(plan.members) >= self._max_ranks or plan.calls or self._changing == plan.generation:
             return
         with self._lock:
-            spares = self._roster.spares(frozenset(plan.members))
+            spares = self._processes.spares(frozenset(plan.members))
         waiting = self._callable(spares)
-        if waiting and not self._notices.is_broken(plan):
+        if waiting and not self._store.is_broken(plan):
             self._changing = plan.generation
-            self._notices.ask_for_change(plan, waiting)
-            self._tell("change_requested", generation=plan.generation, waiting=waiting)
+            self._store.request_change(plan, waiting)
+            self._record_event("change_requested", generation=plan.generation, waiting=waiting)
 
     def _callable(self, spares: Sequence[int]) -> list[int]:
         """Of these spares, those that can be called, in order."""
-        return [uid for uid in spares if self._notices.can_be_called(uid)]
+        return [uid for uid in spares if self._store.can_be_called(uid)]
 
     def _pause(self, seconds: float) -> None:
         """Until something stirs, or so long."""
@@ -721,15 +725,15 @@ class Coordinator:
             if self._outcome is not None:
                 return
             self._outcome = JobOutcome(kind, message, _EXIT_CODES[kind], self._survived, uncompared)
-            spares = self._roster.spares(frozenset(self.membership[1]))
+            spares = self._processes.spares(frozenset(self.membership[1]))
         with suppress(RuntimeError):  # the store may be what failed
             self._note_progress()
             if kind not in ("finished", "diverged"):
-                self._notices.forbid(message)
+                self._store.forbid(message)
             for uid in spares:
-                self._notices.dismiss(uid)
+                self._store.dismiss(uid)
         event = f"job_{kind.replace('-', '_')}"
-        self._tell(
+        self._record_event(
             event, message=message, generation=self.generation, failures_survived=self._survived, step=self._step
         )
         self._ended.set()

@@ -60,7 +60,7 @@ class DataPosition:
         assert self._source is not None
         return self._source
 
-    def open(self, source: BatchSource, seed: int, rank: int, world_size: int) -> None:
+    def begin_epoch(self, source: BatchSource, seed: int, rank: int, world_size: int) -> None:
         """Begin an epoch, or go on with one that this process has been told of."""
         self._source, self.rank = source, rank
         if source.opaque:
@@ -116,7 +116,7 @@ class DataPosition:
         is_over = self.deal is not None and self.index >= self.deal.num_batches
         if is_over:
             self.point += 1
-            self.close()
+            self.end_epoch()
         return is_over
 
     def fetch(self, index: int) -> Any:
@@ -137,7 +137,7 @@ class DataPosition:
             return 1 / len(among)
         return self.deal.weight(self.rank, indices, among=among)
 
-    def follow(self, rank: int, world_size: int) -> bool:
+    def redeal(self, rank: int, world_size: int) -> bool:
         """The ranks are others now, from the next step on; whether that changes this rank's batches."""
         if self.deal is None:
             self.rank = rank
@@ -159,21 +159,21 @@ class DataPosition:
         self.index += count
         self.step += 1
 
-    def close(self) -> SampleCounts | None:
+    def end_epoch(self) -> SampleCounts | None:
         """This epoch is over; its books."""
-        books = self.deal.books.summary() if self.deal is not None else None
+        books = self.deal.accounting.summary() if self.deal is not None else None
         self._drop()
         self.deal = self._order = None
         self._is_shared = self.is_begun = False
         self.epoch, self.index = self.epoch + 1, 0
         return books
 
-    def leave(self) -> None:
+    def close_loader(self) -> None:
         """Let go of the loader."""
         self._drop()
 
     @property
-    def own_loader(self) -> Any:
+    def opaque_loader(self) -> Any:
         """The loader, if only it knows where it is."""
         return self._source.loader if self._source is not None and self._source.opaque else None
 
@@ -183,13 +183,13 @@ class DataPosition:
         mine = self.source.data
         return next((name for name, one in self._known_data.items() if mine.get(name, one) != one), "")
 
-    def set_own_loader(self, state: Any) -> None:
+    def set_loader_state(self, state: Any) -> None:
         """Where this rank's own loader is to go on."""
         self._loader_state = state
 
     def state_dict(self) -> dict[str, Any]:
         """All that another rank needs, or this one after a restart."""
-        own = self.own_loader
+        own = self.opaque_loader
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
             "is_begun": self.is_begun,
@@ -257,49 +257,49 @@ class StepBatch:
 class StepBatches:
     """One batch, or several where gradients are accumulated."""
 
-    given: list[StepBatch] = field(default_factory=list)
-    again: deque[StepBatch] = field(default_factory=deque)
+    batches: list[StepBatch] = field(default_factory=list)
+    to_repeat: deque[StepBatch] = field(default_factory=deque)
     """Batches of a step that is redone, which come before any others."""
     reduced: int = 0
     """How many of the batches given have been reduced."""
     forwarded: int = 0
     """The number of batches given when the wrapped model last ran forward with gradients."""
-    is_doomed: bool = False
+    must_redo: bool = False
     """Whether the step has to be done again."""
 
     def __len__(self) -> int:
-        return len(self.given)
+        return len(self.batches)
 
     def __bool__(self) -> bool:
-        return bool(self.given)
+        return bool(self.batches)
 
     def give(self, batch: Any, *, redoable: bool) -> StepBatch:
         """One more batch for the script."""
-        self.given.append(StepBatch(batch, RngSnapshot() if redoable else None))
-        return self.given[-1]
+        self.batches.append(StepBatch(batch, RngSnapshot() if redoable else None))
+        return self.batches[-1]
 
-    def give_again(self) -> StepBatch | None:
+    def next_repeated(self) -> StepBatch | None:
         """The next batch of a step that is redone, with the generators as they were then; None if none is left."""
-        if not self.again:
+        if not self.to_repeat:
             return None
-        given = self.again.popleft()
+        given = self.to_repeat.popleft()
         assert given.randomness is not None, "batches come again where generators were noted"
-        given.randomness.put_back()
-        self.given.append(given)
+        given.randomness.restore()
+        self.batches.append(given)
         return given
 
     def redo(self) -> None:
         """All of its batches come again."""
-        self.again = deque([*self.given, *self.again])
+        self.to_repeat = deque([*self.batches, *self.to_repeat])
         self.clear()
 
     def note_forward(self, *_: object) -> None:
         """Note that the wrapped model runs forward; a hook of it."""
         if torch.is_grad_enabled():
-            self.forwarded = len(self.given)
+            self.forwarded = len(self.batches)
 
     def clear(self) -> None:
         """The step is over."""
-        self.given.clear()
+        self.batches.clear()
         self.reduced = self.forwarded = 0
-        self.is_doomed = False
+        self.must_redo = False

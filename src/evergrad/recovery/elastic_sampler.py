@@ -120,7 +120,7 @@ class SampleAccounting:
             self._marks[dropped_from:] = _DROPPED
         self._uses = self._padding = self._idle = self._twice = 0
 
-    def enter(self, first: int, stop: int, *, lost: npt.NDArray[np.bool_] | None = None, idle: int = 0) -> None:
+    def record_used(self, first: int, stop: int, *, lost: npt.NDArray[np.bool_] | None = None, idle: int = 0) -> None:
         """Places first..stop-1 of the dealt sequence went into an applied step; those that `lost` marks did not.
 
         A place is a unit's number, and from `units` on the units come again from the beginning, as padding.
@@ -267,7 +267,7 @@ class ElasticEpoch:
         self._deals = [_Deal(0, world_size, world_size * batch_size, 0, each * world_size)]
         self._booked = 0
         """Batches before this one are in the books, or never will be."""
-        self.books = SampleAccounting(units, self._live)
+        self.accounting = SampleAccounting(units, self._live)
 
     @property
     def units(self) -> int:
@@ -355,9 +355,9 @@ class ElasticEpoch:
             (begin, end), active = deal.places(index), self._active(deal, index)
             idle = sum(rank not in ranks for rank in range(min(active, end - begin), deal.world_size))
             lost = np.isin(np.arange(end - begin) % active, list(ranks)) if ranks else None
-            self.books.enter(begin, end, lost=lost, idle=idle)
+            self.accounting.record_used(begin, end, lost=lost, idle=idle)
             if 0 < end - begin < self._least(deal) and 0 not in ranks:
-                self.books.repeat(self._least(deal) - (end - begin))
+                self.accounting.repeat(self._least(deal) - (end - begin))
         self._booked = stop
 
     def state_dict(self) -> dict[str, object]:
@@ -367,7 +367,7 @@ class ElasticEpoch:
             "deals": np.array(
                 [(deal.first, deal.world_size, deal.block, deal.start, deal.stop) for deal in self._deals], np.int64
             ),
-            "books": self.books.state_dict(),
+            "books": self.accounting.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -377,8 +377,8 @@ class ElasticEpoch:
             found = ElasticEpoch(int(units), int(world_size), int(batch_size), pad=bool(pad), drop_last=bool(drop_last))
             found._booked = int(booked)
             found._deals = [_Deal(*row) for row in np.asarray(state["deals"]).tolist()]
-            found.books.load_state_dict(state["books"])
-            assert found.books.summary().units == found.units, "books of another epoch"
+            found.accounting.load_state_dict(state["books"])
+            assert found.accounting.summary().units == found.units, "books of another epoch"
             assert found._deals, "no deals"
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise StateError(f"not the state of an epoch: {type(error).__name__}: {error}") from None

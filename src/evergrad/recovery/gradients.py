@@ -78,7 +78,7 @@ class BucketReduction:
         """This rank's own gradients, unscaled, as long as they may have to be reduced again."""
         self.promised: Future[torch.Tensor] = Future()
         """What DDP waits for."""
-        self.ticket: CollectiveWork | None = None
+        self.work: CollectiveWork | None = None
         self.reduced: Future[torch.Tensor] | None = None
         """Completed when the collective is over; the hooks' own work hangs on it."""
         self.outcome: Future[torch.Tensor] | None = None
@@ -86,12 +86,12 @@ class BucketReduction:
     @property
     def is_arrived(self) -> bool:
         """Whether `collect` has nothing to wait for."""
-        return self.ticket is not None and self.ticket.is_done
+        return self.work is not None and self.work.is_done
 
     def collect(self) -> None:
         """Wait for the reduction and put its result into the buffer; `GroupBroken` if there will be none."""
-        assert self.ticket is not None
-        ticket, self.ticket = self.ticket, None
+        assert self.work is not None
+        ticket, self.work = self.work, None
         ticket.wait()
         assert self.reduced is not None
         assert self.outcome is not None
@@ -104,13 +104,13 @@ class BucketReduction:
 
     def begin(self, ticket: CollectiveWork, sent: torch.Tensor) -> Future[torch.Tensor]:
         """The collective is under way with this tensor; the future that hooks may hang their own work on."""
-        self.ticket, self._sent = ticket, sent
+        self.work, self._sent = ticket, sent
         self.reduced = Future()
         return self.reduced
 
     def give_up(self) -> None:
         """There will be no result; nobody may wait for one."""
-        self.ticket = self.reduced = self.outcome = None
+        self.work = self.reduced = self.outcome = None
 
 
 def flattened(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -146,16 +146,16 @@ class ReductionContext(Protocol):
     def root(self) -> int:
         """The rank whose layout holds then: one that was there from the beginning."""
 
-    def misused(self) -> str:
+    def misuse(self) -> str:
         """Return the reason why gradients must not be reduced now; empty if they may be."""
 
     def shares_buffers(self) -> bool:
         """Whether this forward pass is one that every rank makes: in a step, and not in one that others repair."""
 
-    def site(self, bucket: int, at: str) -> None:
+    def reach_site(self, bucket: int, at: str) -> None:
         """A place where a failure may be scheduled: before, during or after the reduction of a bucket."""
 
-    def ended(self) -> None:
+    def backward_ended(self) -> None:
         """The pass is over: everything has been reduced here, or has failed."""
 
 
@@ -214,7 +214,7 @@ class GradientReducer:
         return len(self._job.layout) if self._is_settled() and self._job.layout is not None else 0
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def reduced_buckets(self) -> tuple[int, ...]:
         """The buckets that are reduced, and may stay so."""
         return tuple(sorted(self.done)) if self._is_settled() else ()
 
@@ -228,7 +228,7 @@ class GradientReducer:
         """The buckets' gradients, flat, after `settle`."""
         return [part.buffer for part in self._parts]
 
-    def settle(self) -> None:
+    def finish_reduction(self) -> None:
         """Reduce what has not been reduced yet, and apply what is to be; `GroupBroken` if that cannot be."""
         if self._misused is not None:
             raise self._misused
@@ -326,7 +326,7 @@ class GradientReducer:
         known = self._known.get(self.module._has_rebuilt_buckets)
         self._is_direct = self._is_settled() and known is not None and known == self._job.layout
         self._is_gathered = False
-        if wrong := self._job.misused():
+        if wrong := self._job.misuse():
             self.failed, self._misused = self.failed or "this backward is none of the job's", UsageError(wrong)
         elif self.overlap is not None and self.overlap.applied:
             self.failed = self.failed or "two passes in a step"
@@ -355,7 +355,7 @@ class GradientReducer:
         if self._raised is not None:
             raised, self._raised = self._raised, None
             raise raised
-        self._job.ended()
+        self._job.backward_ended()
 
     def _check_complete(self) -> None:
         if self._parts[-1].is_last:
@@ -392,7 +392,7 @@ class GradientReducer:
         return bucket.part.begin(self._job.group().all_reduce(buffer), buffer)
 
     def _complete(self, part: BucketReduction) -> None:
-        if part.ticket is None:
+        if part.work is None:
             return
         try:
             part.collect()
@@ -424,7 +424,7 @@ class GradientReducer:
 
     def _visit(self, bucket: int, at: str) -> None:
         try:
-            self._job.site(bucket, at)
+            self._job.reach_site(bucket, at)
         except Exception as error:  # raised out of backward, once DDP has ended its pass: inside it would wedge DDP
             self._raised = self._raised or error
             self.failed = self.failed or str(error)

@@ -73,17 +73,17 @@ class JobReductionContext:
         site: Callable[..., None],
         ended: Callable[[], None],
     ) -> None:
-        self._engine, self._window, self._site, self._ended = engine, window, site, ended
+        self._barrier, self._step_batches, self._site, self._ended = engine, window, site, ended
         self._weight: tuple[object, float] = (None, 1.0)
 
     def group(self) -> Group:
         """The group of the present generation."""
-        return self._engine.crew.group()
+        return self._barrier.worker.group()
 
     def weight(self) -> float:
         """By samples, of all batches since the last reduction."""
-        course, among = self._engine.course, self._engine.contributors()
-        reduced, count = self._window.reduced, len(self._window)
+        course, among = self._barrier.position, self._barrier.contributors()
+        reduced, count = self._step_batches.reduced, len(self._step_batches)
         first, stop = course.index + min(reduced, count - 1), course.index + count
         key = (first, stop, course.epoch, course.rank, tuple(among))
         if self._weight[0] != key:
@@ -92,30 +92,30 @@ class JobReductionContext:
 
     def passes(self) -> int:
         """How many passes the job has brought to their end."""
-        return self._engine.course.passes
+        return self._barrier.position.passes
 
     @property
     def layout(self) -> BucketLayout | None:
         """What all ranks have agreed on."""
-        return self._engine.course.layout
+        return self._barrier.position.layout
 
     @layout.setter
     def layout(self, layout: BucketLayout | None) -> None:
-        self._engine.course.layout = layout
+        self._barrier.position.layout = layout
 
     def root(self) -> int:
         """A rank that was there from the beginning."""
-        return self._engine.root
+        return self._barrier.root
 
-    def misused(self) -> str:
+    def misuse(self) -> str:
         """A backward pass belongs to a batch of the job; a step of any other could not be done again."""
-        if self._window.forwarded < len(self._window):
+        if self._step_batches.forwarded < len(self._step_batches):
             return (
                 "a batch was fetched between the forward pass and job.step: the job takes it for one of this step, so "
                 "a step that is done again would begin with it. Fetch the next batch after job.step; to fetch ahead, "
                 "use the workers of a DataLoader"
             )
-        if self._window:
+        if self._step_batches:
             return ""
         return (
             "backward through the model of job.wrap without a batch of job.batches: the job cannot weigh its "
@@ -125,13 +125,13 @@ class JobReductionContext:
 
     def shares_buffers(self) -> bool:
         """Only in a step that every rank makes alike."""
-        return len(self._window) > 0 and not self._engine.is_repairing
+        return len(self._step_batches) > 0 and not self._barrier.is_repairing
 
-    def site(self, bucket: int, at: str) -> None:
+    def reach_site(self, bucket: int, at: str) -> None:
         """A place where a failure may be scheduled."""
         self._site(Phase.BACKWARD, bucket, at)
 
-    def ended(self) -> None:
+    def backward_ended(self) -> None:
         """The pass is over."""
         self._ended()
 
@@ -190,22 +190,37 @@ class Job:
         seed: int = 0,
         can_grow: bool = False,
     ) -> None:
-        self._crew, self._strategy, self._batch_policy, self._num_ranks = crew, strategy, batch_policy, num_ranks
-        self._saves, self._sites, self._tell, self._can_grow = saves, sites, tell, can_grow
-        self._course = DataPosition(num_ranks, batch_policy)
-        self._engine = StepBarrier(crew, tell, keeps=keeps and crew.survives, course=self._course, site=self._site)
-        if isinstance(crew, ElasticWorker):
-            crew.reported = lambda: self._site(Phase.AGREEMENT)
-            crew.position = lambda: (self._course.epoch, self._course.point, self._course.step)
-        self._trained, self._window, self._progress = RankState(), StepBatches(), ProgressReporter()
-        self._departure = SigtermHandler(self._asked_to_leave)
-        self._arrival = Bootstrap(
-            self._engine, self._trained, self._window, saves, self._departure, tell, is_spare, seed, self._let_go
+        self._worker, self._strategy, self._batch_policy, self._num_ranks = crew, strategy, batch_policy, num_ranks
+        self._checkpoints, self._sites, self._record_event, self._can_grow = saves, sites, tell, can_grow
+        self._position = DataPosition(num_ranks, batch_policy)
+        self._barrier = StepBarrier(
+            crew,
+            tell,
+            keeps_neighbour_state=keeps and crew.survives,
+            position=self._position,
+            reach_site=self._reach_site,
         )
-        self._untracked = UntrackedState(self._engine.note_unverified)
-        self._kept_gradients = KeptGradients(self._engine.note_unverified)
-        self._passage = TrainingLoop(
-            self._engine, self._arrival, self._trained, self._window, saves, self._progress, self._site, tell,
+        if isinstance(crew, ElasticWorker):
+            crew.reported = lambda: self._reach_site(Phase.AGREEMENT)
+            crew.read_position = lambda: (self._position.epoch, self._position.point, self._position.step)
+        self._rank_state, self._step_batches, self._progress = RankState(), StepBatches(), ProgressReporter()
+        self._sigterm = SigtermHandler(self._on_sigterm)
+        self._bootstrap = Bootstrap(
+            self._barrier,
+            self._rank_state,
+            self._step_batches,
+            saves,
+            self._sigterm,
+            tell,
+            is_spare,
+            seed,
+            self._close_loaders,
+        )
+        self._untracked = UntrackedState(self._barrier.note_unverified)
+        self._kept_gradients = KeptGradients(self._barrier.note_unverified)
+        self._loop = TrainingLoop(
+            self._barrier, self._bootstrap, self._rank_state, self._step_batches, saves, self._progress,
+            self._reach_site, tell,
             self._untracked, self._kept_gradients, joining=is_spare or saves is not None,
         )  # fmt: skip
         self._optimizer_calls = OptimizerCalls(self._stepped_directly)
@@ -219,28 +234,28 @@ class Job:
     @property
     def rank(self) -> int:
         """This process's number in the present generation; -1 for a spare that has not been called."""
-        return -1 if self._arrival.waits else self._crew.rank
+        return -1 if self._bootstrap.is_waiting else self._worker.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are in the present generation."""
-        return self._num_ranks if self._arrival.waits else self._crew.world_size
+        return self._num_ranks if self._bootstrap.is_waiting else self._worker.world_size
 
     @property
     def generation(self) -> int:
         """How often the membership has changed; -1 for a spare that has not been called."""
-        return -1 if self._arrival.waits else self._crew.plan.generation
+        return -1 if self._bootstrap.is_waiting else self._worker.plan.generation
 
     @property
     def applied(self) -> int:
         """How many steps the job has applied."""
         self._untracked.has_read_step = True
-        return self._course.step
+        return self._position.step
 
     @property
     def joining(self) -> bool:
         """True until the epoch that the job is in: what comes between epochs (validation) can be left out meanwhile."""
-        return self._passage.joining
+        return self._loop.joining
 
     @property
     def idle(self) -> bool:
@@ -248,7 +263,7 @@ class Job:
 
         The rank runs somebody else's samples so as to take part; leave them out of metrics.
         """
-        return self._course.is_idle(self._course.index + len(self._window) - 1)
+        return self._position.is_idle(self._position.index + len(self._step_batches) - 1)
 
     @property
     def batch_index(self) -> int:
@@ -259,8 +274,8 @@ class Job:
     @property
     def is_last_batch(self) -> bool:
         """Whether the present batch is the last of its epoch, as it is dealt now: time to step, accumulated or not."""
-        deal = self._course.deal
-        return deal is not None and self._course.index + len(self._window) >= deal.num_batches
+        deal = self._position.deal
+        return deal is not None and self._position.index + len(self._step_batches) >= deal.num_batches
 
     @refusing_wrong_arguments("job.wrap", _stopping)
     def wrap(
@@ -282,7 +297,7 @@ class Job:
         reduced, with the same result; `job.step(optimizer)` ends the step. Gradients cannot be clipped then, nor the
         learning rate be changed, between the two. It takes as much memory again as parameters and optimizer state.
         """
-        trained = self._trained
+        trained = self._rank_state
         with self._stopping():
             if trained.model is not None:
                 raise UsageError(
@@ -299,10 +314,10 @@ class Job:
         self._earlier_scalers = used_scalers()
         self._optimizer_calls.know(model, optimizer)
         buffers = list(model.buffers())
-        self._engine.own = LocalState(buffers)
-        if self._engine.keeps:
-            self._engine.own.watch(model)
-        trained.snapshot = Snapshot(buffers) if self._crew.survives else None
+        self._barrier.local_state = LocalState(buffers)
+        if self._barrier.keeps_neighbour_state:
+            self._barrier.local_state.watch(model)
+        trained.snapshot = Snapshot(buffers) if self._worker.survives else None
         self._kept_gradients.watch([each for each in model.parameters() if each.requires_grad])
         if self._num_ranks == 1 and not self._can_grow:
             return SingleRankDDP(model)
@@ -327,22 +342,22 @@ class Job:
           after such a check. If it is so again it is applied all the same, or stops the job (`stop`, not finite).
         - A parameter beyond `range_factor` times the largest that its tensor ever had is reported.
         """
-        trained, passage = self._trained, self._passage
+        trained, passage = self._rank_state, self._loop
         with self._stopping():
             settings = GuardSettings(
                 every=every, norm_factor=norm_factor, range_factor=range_factor, heal=heal, stop=stop
             )
-            if trained.model is None or passage.guarding is not None or self._arrival.has_yielded:
+            if trained.model is None or passage.guard is not None or self._bootstrap.has_yielded:
                 raise UsageError("job.guard: expected once, after job.wrap and before the first batch")
-        if self._engine.gradients is None:
-            self._tell("guard_unavailable", reason="one rank: there is nobody to compare with")
+        if self._barrier.gradients is None:
+            self._record_event("guard_unavailable", reason="one rank: there is nobody to compare with")
             return
         if trained.snapshot is None:  # whatever is suspicious is done again, also where a lost rank ends the job
             trained.snapshot = Snapshot(list(trained.model.buffers()))
         if trained.optimizers.overlap is not None:
             trained.optimizers.overlap.make_undoable()
-        passage.guarding = self._arrival.guarding = JobGuard(settings, self._engine, trained.model, self._tell)
-        self._tell("guard_enabled", **settings.to_json())
+        passage.guard = self._bootstrap.guard = JobGuard(settings, self._barrier, trained.model, self._record_event)
+        self._record_event("guard_enabled", **settings.to_json())
 
     @refusing_wrong_arguments("job.track", _stopping, "job.track(scheduler=scheduler): each thing by a name")
     def track(self, **things: Any) -> None:
@@ -351,9 +366,9 @@ class Job:
         A gradient scaler that is tracked is used by `step`. What is tracked is copied at the beginning of every step.
         """
         with self._stopping():
-            if again := [name for name in things if name in self._trained.tracked]:
+            if again := [name for name in things if name in self._rank_state.tracked]:
                 raise UsageError(f"job.track({again[0]}=…): this name is taken")
-            self._trained.tracked |= checked_tracked(things)
+            self._rank_state.tracked |= checked_tracked(things)
 
     @refusing_wrong_arguments("job.batches", _stopping)
     def batches(self, loader: Any) -> Iterator[Any]:
@@ -367,50 +382,50 @@ class Job:
             if id(loader) not in self._sources:  # one for each, so that persistent workers persist
                 self._sources[id(loader)] = BatchSource.of(loader)
             self._optimizer_calls.refuse_direct("outside of job.batches")
-        return EpochBatches(self._epoch(self._passage.epoch(self._sources[id(loader)], call)), self._stopping)
+        return EpochBatches(self._epoch(self._loop.epoch(self._sources[id(loader)], call)), self._stopping)
 
     @refusing_wrong_arguments("job.step", _stopping, "job.step(optimizer)")
     def step(self, *optimizers: Optimizer) -> bool:
         """Apply the step, if all ranks have its gradients; False if it has to be done again, or a scaler skipped it."""
-        engine, passage, course = self._engine, self._passage, self._course
+        engine, passage, course = self._barrier, self._loop, self._position
         with self._stopping():
             self._check_step(optimizers)
-            self._trained.optimizers.meet(optimizers)
-        if self._window.is_doomed:
+            self._rank_state.optimizers.adopt(optimizers)
+        if self._step_batches.must_redo:
             passage.roll_back()
             return False
-        if engine.gradients is not None and self._window.reduced < len(self._window):
-            passage.stop(unreduced(engine.gradients.module))
+        if engine.gradients is not None and self._step_batches.reduced < len(self._step_batches):
+            passage.stop_job(unreduced(engine.gradients.module))
         if engine.gradients is None:  # alone: no backward pass ends in a point
             with self._stopping():
                 refuse_without_gradients(optimizers)
             engine.pass_point(PointKind.STEP)
-        known = self._trained.optimizers.known
-        self._untracked.before_step(course.step, course.epoch, course.opening, known, self._trained.tracked)
-        self._site(Phase.OPTIMIZER)
+        known = self._rank_state.optimizers.known
+        self._untracked.before_step(course.step, course.epoch, course.opening, known, self._rank_state.tracked)
+        self._reach_site(Phase.OPTIMIZER)
         # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
         factor = len(engine.contributors()) / self._num_ranks if self._batch_policy == "scale_lr" else 1.0
         self._optimizer_calls.by_job = True
         try:
-            was_applied = self._trained.optimizers.apply(self._trained.tracked, factor)
+            was_applied = self._rank_state.optimizers.apply(self._rank_state.tracked, factor)
         finally:
             self._optimizer_calls.by_job = False
         engine.tries = 0
-        if passage.guarding is not None:
-            passage.guarding.applied()
-        course.applied(len(self._window), sorted(engine.missing))
+        if passage.guard is not None:
+            passage.guard.applied()
+        course.applied(len(self._step_batches), sorted(engine.missing))
         self._untracked.after_step(known)
-        assert self._trained.model is not None
-        self._kept_gradients.applied(self._trained.model.parameters())
-        self._trained.let_go()
+        assert self._rank_state.model is not None
+        self._kept_gradients.applied(self._rank_state.model.parameters())
+        self._rank_state.drop_copy()
         passage.end_step()
         passage.is_save_due = self._is_save_due()
         if engine.gradients is not None:
             engine.gradients.finish()
-        self._progress.show(course, self._crew)
+        self._progress.report(course, self._worker)
         self._say_if_it_cannot_grow()
         if engine.broke_at is not None:
-            self._tell("recovered", step=course.step, generation=self.generation,
+            self._record_event("recovered", step=course.step, generation=self.generation,
                        seconds=time.monotonic() - engine.broke_at)  # fmt: skip
             engine.broke_at = None
         return was_applied
@@ -418,27 +433,32 @@ class Job:
     @refusing_wrong_arguments("job.close", _stopping)
     def close(self) -> None:
         """Leave the job. Done at exit by itself; twice is fine."""
-        self._departure.close()
+        self._sigterm.close()
         self._optimizer_calls.close()
         self._sampler_ranks.close()
         try:
-            self._let_go()
-            is_member = not self._arrival.waits and self._crew.plan.rank_of(self._crew.uid) is not None
+            self._close_loaders()
+            is_member = not self._bootstrap.is_waiting and self._worker.plan.rank_of(self._worker.uid) is not None
             if is_member:
-                about = {"rank": self.rank, "uid": self._crew.uid, "generation": self.generation, "steps": self.applied}
-                record_weights(self._trained.model, self._tell, **about)
-                self._passage.publish_fingerprint()
+                about = {
+                    "rank": self.rank,
+                    "uid": self._worker.uid,
+                    "generation": self.generation,
+                    "steps": self.applied,
+                }
+                record_weights(self._rank_state.model, self._record_event, **about)
+                self._loop.publish_fingerprint()
                 with suppress(RuntimeError):
                     self._untracked.end()
-                    if doubt := self._engine.doubt_of_draws():
-                        self._engine.note_unverified(doubt)
-            if is_member and self._course.step:
+                    if doubt := self._barrier.doubt_of_draws():
+                        self._barrier.note_unverified(doubt)
+            if is_member and self._position.step:
                 with suppress(RuntimeError):  # the store may be gone
-                    self._progress.show(self._course, self._crew, at_once=True)
-            elif is_member and self._is_among_others and not self._engine.is_stopped:
+                    self._progress.report(self._position, self._worker, at_once=True)
+            elif is_member and self._is_among_others and not self._barrier.is_stopped:
                 self._tell_misuse()
         finally:
-            self._crew.close()
+            self._worker.close()
 
     @property
     def _is_among_others(self) -> bool:
@@ -451,16 +471,16 @@ class Job:
         try:
             yield
         except UsageError as error:
-            if not self._arrival.waits:
-                self._engine.stop(error)
-            elif isinstance(self._crew, ElasticWorker):  # the ranks may not make it
+            if not self._bootstrap.is_waiting:
+                self._barrier.stop_job(error)
+            elif isinstance(self._worker, ElasticWorker):  # the ranks may not make it
                 keep_in_log(error, is_said=False)
             raise
 
     def _check_step(self, optimizers: tuple[Optimizer, ...]) -> None:
         """`UsageError` if a step that is made now would not be one of the job."""
         refuse_no_optimizers(optimizers)
-        if self._trained.model is None:
+        if self._rank_state.model is None:
             raise UsageError(
                 "job.step: no model was given to job.wrap, so no gradients are reduced, and each rank would train a "
                 "model of its own. Call model = job.wrap(model) before the loop, and compute the loss by that model"
@@ -470,39 +490,39 @@ class Job:
                 "job.step: no batch since the last step, and job.batches was never called. Take batches from the job: "
                 "for batch in job.batches(loader)"
             )
-        if not self._window:
+        if not self._step_batches:
             raise UsageError(
                 "job.step: no batch since the last step. It is called once a step, inside of 'for … in "
                 "job.batches(loader)'; give it all optimizers at once"
             )
-        if not self._course.step:
-            refuse_untracked_scaler(optimizers, self._trained.tracked, self._earlier_scalers)
-        if not self._course.index:  # once an epoch: some may be unfrozen there
-            refuse_unrelated_optimizers(optimizers, self._trained.model)
-            if self._engine.gradients is not None:
-                refuse_parameters(optimizers, self._engine.gradients.parameters)
+        if not self._position.step:
+            refuse_untracked_scaler(optimizers, self._rank_state.tracked, self._earlier_scalers)
+        if not self._position.index:  # once an epoch: some may be unfrozen there
+            refuse_unrelated_optimizers(optimizers, self._rank_state.model)
+            if self._barrier.gradients is not None:
+                refuse_parameters(optimizers, self._barrier.gradients.parameters)
 
     def _is_save_due(self) -> bool:
         """Decide to save before the next step: after `every` steps, or when the checkpointer's policy wants it."""
-        if self._saves is None:
+        if self._checkpoints is None:
             return False
         # Ranks that had to recover after this step's point are in another generation: nobody can be asked, or saves.
-        agrees = self._engine.passed_in == self._crew.plan.generation
+        agrees = self._barrier.passed_in == self._worker.plan.generation
         try:
-            return self._saves.is_due(self._course.step, self._largest if agrees else None)
+            return self._checkpoints.is_due(self._position.step, self._largest if agrees else None)
         except GroupBroken:  # the next point will find the same
             return False
 
     def _largest(self, numbers: list[float]) -> list[float]:
         """The largest over all ranks, number by number."""
         told = torch.tensor(numbers, dtype=torch.float64)
-        self._crew.group().all_reduce(told, "max").wait()
+        self._worker.group().all_reduce(told, "max").wait()
         return [float(number) for number in told]
 
     def _say_if_it_cannot_grow(self) -> None:
         """Once: a spare waits, and only the loader of each rank knows which data it has not read."""
-        loader = self._engine.own.loader
-        if self._has_said_size or loader is None or not self._crew.wants_change:
+        loader = self._barrier.local_state.loader
+        if self._has_said_size or loader is None or not self._worker.is_change_requested:
             return
         self._has_said_size = True
         if self.rank == 0:
@@ -512,12 +532,12 @@ class Job:
                 f"new rank a share of it. It stays at {ranks}; a spare still takes a dead rank's place. To grow, use a "
                 "DataLoader over a map-style dataset"
             )
-            self._tell("cannot_grow", reason=why)
+            self._record_event("cannot_grow", reason=why)
             print(f"evergrad: {why}", file=sys.stderr)
 
     def _stepped_directly(self) -> None:
         """An optimizer is about to change the wrapped model, and not by `job.step`."""
-        if self._passage.is_iterating:
+        if self._loop.is_iterating:
             with self._stopping():
                 self._optimizer_calls.refuse_direct("inside of job.batches")
 
@@ -525,14 +545,14 @@ class Job:
         """One epoch for the script; whether it made its steps by the job is known at the end."""
         calls = self._optimizer_calls
         calls.others = 0
-        if self._trained.model is None:
+        if self._rank_state.model is None:
             self._refuse_part_wrapped(wraps=False)
         self._begun += 1
         with self._stopping(), closing(cast("Generator[Any, None, None]", batches)):
             for batch in batches:
-                self._batch_index = self._course.index + len(self._window) - 1
+                self._batch_index = self._position.index + len(self._step_batches) - 1
                 yield batch
-        if self._is_among_others and not self._course.step and self._trained.model is None:
+        if self._is_among_others and not self._position.step and self._rank_state.model is None:
             with self._stopping():
                 calls.refuse_epoch()
 
@@ -542,8 +562,13 @@ class Job:
         Each would wait for the other one in another collective. Each says what it does, and then looks for the others:
         so whoever is later finds it.
         """
-        crew, epoch = self._crew, self._begun
-        if not isinstance(crew, ElasticWorker) or self._arrival.waits or crew.plan.generation or crew.world_size == 1:
+        crew, epoch = self._worker, self._begun
+        if (
+            not isinstance(crew, ElasticWorker)
+            or self._bootstrap.is_waiting
+            or crew.plan.generation
+            or crew.world_size == 1
+        ):
             return
         mine, theirs = (StoreKeys.wrapped, StoreKeys.unwrapped) if wraps else (StoreKeys.unwrapped, StoreKeys.wrapped)
         crew.client.set(mine(epoch), str(self.rank))
@@ -557,10 +582,10 @@ class Job:
 
     def _tell_misuse(self) -> None:
         """The script has come to its end without a step of the job: say so if optimizers were stepped all the same."""
-        if why := self._optimizer_calls.unused(self._trained.model is not None):
-            if isinstance(self._crew, ElasticWorker):  # whose launcher says it
+        if why := self._optimizer_calls.unused(self._rank_state.model is not None):
+            if isinstance(self._worker, ElasticWorker):  # whose launcher says it
                 with suppress(RuntimeError):
-                    self._crew.client.set(StoreKeys.misuse, f"rank {self.rank}: {why}")
+                    self._worker.client.set(StoreKeys.misuse, f"rank {self.rank}: {why}")
             else:
                 print(f"evergrad: rank {self.rank}: {why}", file=sys.stderr)
 
@@ -573,8 +598,8 @@ class Job:
         options: dict[str, Any],
     ) -> Any:
         """The model among others: under a DDP whose gradients this job reduces, and the same on all ranks."""
-        trained, window = self._trained, self._window
-        around = JobReductionContext(self._engine, window, self._site, self._passage.ended_backward)
+        trained, window = self._rank_state, self._step_batches
+        around = JobReductionContext(self._barrier, window, self._reach_site, self._loop.ended_backward)
         try:
             gradients = GradientReducer(
                 model,
@@ -588,24 +613,24 @@ class Job:
             if not options:
                 raise
             given = ", ".join(f"{name}={short_repr(value)}" for name, value in options.items())
-            self._passage.stop(
+            self._loop.stop_job(
                 UsageError(f"job.wrap({given}): DistributedDataParallel refuses that: {first_line(error)}")
             )
-        self._engine.gradients = gradients
+        self._barrier.gradients = gradients
         gradients.module.register_forward_pre_hook(window.note_forward)
         if overlapped is not None:
-            gradients.overlap = OptimizerOverlap(overlapped, gradients.parameters, undoable=self._crew.survives)
-            trained.optimizers.meet((overlapped,))
+            gradients.overlap = OptimizerOverlap(overlapped, gradients.parameters, undoable=self._worker.survives)
+            trained.optimizers.adopt((overlapped,))
             trained.optimizers.overlap = gradients.overlap
-        self._sites.watch(gradients.module, self._site, lambda: bool(window))
-        self._sites.expose(trained.live, self._engine.note_inexact)
-        if not self._arrival.waits and self._crew.plan.generation == 0:
+        self._sites.watch(gradients.module, self._reach_site, lambda: bool(window))
+        self._sites.set_state(trained.live_tensors, self._barrier.note_inexact)
+        if not self._bootstrap.is_waiting and self._worker.plan.generation == 0:
             self._refuse_part_wrapped(wraps=True)
             try:
                 self._refuse_other_models(model)
-                gradients.broadcast(self._crew.group(), 0)
+                gradients.broadcast(self._worker.group(), 0)
             except GroupBroken as error:
-                self._passage.stop(UsageError(
+                self._loop.stop_job(UsageError(
                     f"a rank was lost before training began ({error}): start the job again. If that repeats it, see "
                     "that every rank calls job.wrap"
                 ))  # fmt: skip
@@ -618,27 +643,27 @@ class Job:
             f"model/{name}": f"no. {number}, {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
             for number, (name, each) in enumerate(tensors, 1)
         }
-        _, difference = compare_ranks(self._crew.group(), Fingerprint(0, mine, {}))
+        _, difference = compare_ranks(self._worker.group(), Fingerprint(0, mine, {}))
         if difference:
-            self._passage.stop(UsageError(
+            self._loop.stop_job(UsageError(
                 f"job.wrap: ranks have built different models: {difference}. Build the same model on every rank"
             ))  # fmt: skip
 
-    def _let_go(self) -> None:
+    def _close_loaders(self) -> None:
         """Of loaders and their workers."""
-        self._course.leave()
+        self._position.close_loader()
         for source in self._sources.values():
             source.close()
 
-    def _asked_to_leave(self, number: int) -> None:
+    def _on_sigterm(self, number: int) -> None:
         """By a signal: leave before the next step, or at once where there is none to come, or if asked again."""
-        if self._engine.is_stopped:  # it ends already, by an error that it must not be kept from
+        if self._barrier.is_stopped:  # it ends already, by an error that it must not be kept from
             return
-        if self._engine.leaving or not self._passage.is_iterating:
+        if self._barrier.leave_requested or not self._loop.is_iterating:
             sys.exit(128 + number)
-        self._engine.leaving = True
-        self._tell("leave_requested", rank=self.rank, step=self._course.step)
+        self._barrier.leave_requested = True
+        self._record_event("leave_requested", rank=self.rank, step=self._position.step)
 
-    def _site(self, phase: Phase, bucket: int | None = None, at: Any = None) -> None:
-        if self._sites.is_armed(self._course.step):
-            self._sites.reach(phase, self._course.step, bucket, at)
+    def _reach_site(self, phase: Phase, bucket: int | None = None, at: Any = None) -> None:
+        if self._sites.is_armed(self._position.step):
+            self._sites.reach(phase, self._position.step, bucket, at)

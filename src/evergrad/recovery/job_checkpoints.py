@@ -106,7 +106,7 @@ class JobCheckpoints:
         self._saved = step
         return step, later.states()
 
-    def restore_own(self, model: nn.Module | None, rank: int) -> int | None:
+    def restore_local_state(self, model: nn.Module | None, rank: int) -> int | None:
         """What only one rank had, its generators and buffers, as it was when it last saved; the step, or None."""
         state: dict[str, Any] = {"rng": rng_state()}
         buffers = []

@@ -148,7 +148,7 @@ def _launched(env: Mapping[str, str], saves: JobCheckpoints | None, mode: BatchM
     crew = _connected(env, uid, strategy, tell, has_saves=saves is not None)
     is_spare = env.get("EVERGRAD_SPARE") == "1" and "EVERGRAD_GENERATION" not in env
     if not is_spare:
-        crew.begin(int(env.get("EVERGRAD_GENERATION", "0")))
+        crew.enter_generation(int(env.get("EVERGRAD_GENERATION", "0")))
     follow(lambda: _ranks(crew))
     failures = Failures.from_json(env["EVERGRAD_FAILURES"]) if env.get("EVERGRAD_FAILURES") else Failures()
     return _job(

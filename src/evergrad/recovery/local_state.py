@@ -41,7 +41,7 @@ class RngSnapshot:
         started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self.cuda = torch.cuda.get_rng_state_all() if started else []
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Set them all to what they were."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
@@ -119,10 +119,10 @@ class LocalState:
         self._seen = RngSnapshot()
         if is_last and self._taken is not None and self._taken[1].equals(self._seen):
             return None
-        now = self.take()
+        now = self.capture()
         return None if torch.equal(now, taken) else now
 
-    def take(self) -> torch.Tensor:
+    def capture(self) -> torch.Tensor:
         """All of it as one tensor of bytes, on the CPU."""
         self._has_run, self._seen = False, RngSnapshot()
         random_ = self._seen
@@ -138,14 +138,14 @@ class LocalState:
         """Return the number of draws from each generator at the last look."""
         return (self._seen or RngSnapshot()).positions()
 
-    def put(self, taken: torch.Tensor) -> Any:
+    def restore(self, taken: torch.Tensor) -> Any:
         """Make this process what another one was when it took this; the state of its loader, if it had one."""
         like = RngSnapshot().parts()
         sizes = [part.numel() for part in like] + [buffer.nbytes for buffer in self._buffers]
         rest = taken.numel() - sum(sizes)
         assert rest >= 0, f"{taken.numel()} bytes of another rank's, and {sum(sizes)} are expected"
         *parts, loader = torch.split(taken, [*sizes, rest])
-        RngSnapshot.of_parts(parts[: len(like)]).put_back()
+        RngSnapshot.of_parts(parts[: len(like)]).restore()
         with torch.no_grad():
             for buffer, part in zip(self._buffers, parts[len(like) :], strict=True):
                 if buffer.numel():
@@ -283,12 +283,12 @@ class NeighbourState:
         swap(group, own, group.after, kept, group.before)
         self._kept[point] = before_uid, kept
 
-    def of(self, uid: int, point: int) -> torch.Tensor | None:
+    def find(self, uid: int, point: int) -> torch.Tensor | None:
         """What this process had when this point was passed; None if that is not here."""
         owner, kept = self._kept.get(point, (None, None))
         return kept if owner == uid else None
 
-    def hand_on(self, uid: int, heir: int) -> None:
+    def reassign(self, uid: int, heir: int) -> None:
         """Another process has taken the place of one, with what is kept here: it is that one's now."""
         for point, (owner, kept) in self._kept.items():
             if owner == uid:
@@ -322,7 +322,7 @@ class Snapshot:
         self._randomness: RngSnapshot | None = None
         self._tracked: dict[str, Any] = {}
 
-    def take(self, tracked: Mapping[str, Any]) -> None:
+    def capture(self, tracked: Mapping[str, Any]) -> None:
         """Note how things are."""
         with torch.no_grad():
             for kept, buffer in zip(self._copies, self._buffers, strict=True):
@@ -330,7 +330,7 @@ class Snapshot:
         self._tracked = {name: copy.deepcopy(thing.state_dict()) for name, thing in tracked.items()}
         self._randomness = RngSnapshot()
 
-    def put_back(self, tracked: Mapping[str, Any], *, randomness: bool = True) -> None:
+    def restore(self, tracked: Mapping[str, Any], *, randomness: bool = True) -> None:
         """Make things as they were; without `randomness` the generators are left alone."""
         assert self._randomness is not None, "nothing was taken"
         with torch.no_grad():
@@ -342,7 +342,7 @@ class Snapshot:
             if is_scaler(thing):
                 reset_scaler(thing)
         if randomness:
-            self._randomness.put_back()
+            self._randomness.restore()
 
 
 def checked_tracked(things: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class ProgressReporter:
     def __init__(self) -> None:
         self._next = 0.0
 
-    def show(self, course: DataPosition, crew: Worker, *, at_once: bool = False) -> None:
+    def report(self, course: DataPosition, crew: Worker, *, at_once: bool = False) -> None:
         """A step was applied; or an epoch has ended, which is said at once."""
         if not isinstance(crew, ElasticWorker) or crew.rank != 0:
             return
@@ -67,23 +67,23 @@ _ASKED = 128 + signal.SIGTERM
 class TrainingLoop:
     """One rank's; what the script sees of it is `Job`."""
 
-    engine: StepBarrier
-    arrival: Bootstrap
-    trained: RankState
-    window: StepBatches
-    saves: JobCheckpoints | None
+    barrier: StepBarrier
+    bootstrap: Bootstrap
+    rank_state: RankState
+    step_batches: StepBatches
+    checkpoints: JobCheckpoints | None
     progress: ProgressReporter
-    site: Callable[..., None]
-    tell: Callable[..., None]
+    reach_site: Callable[..., None]
+    record_event: Callable[..., None]
     untracked: UntrackedState
     kept_gradients: KeptGradients
     joining: bool
-    guarding: JobGuard | None = None
+    guard: JobGuard | None = None
     is_iterating: bool = False
     is_save_due: bool = False
     _num_passes: int = 0
     """Number of this epoch's backward passes that have reduced gradients on this rank, whether or not they counted."""
-    _must_follow: bool = False
+    _must_redeal: bool = False
     _is_rest_noted: bool = False
     _compared: tuple[int, int] = (-1, 0)
     """The generation in which ranks were last compared because somebody had joined, and how often."""
@@ -93,45 +93,45 @@ class TrainingLoop:
     def epoch(self, source: BatchSource, call: int) -> Iterator[Any]:
         """The batches of one epoch, which is the script's `call`-th."""
         if self.is_iterating:
-            self.stop(
+            self.stop_job(
                 UsageError("job.batches: an epoch is under way. One at a time: finish it, or break out of it, first")
             )
         self.is_iterating, has_ended = True, False
-        course = self.engine.course
+        course = self.barrier.position
         try:
-            self.arrival.arrive()
+            self.bootstrap.run()
             if call < course.epoch:  # over before this process came
                 self._skip(call)
                 return
             while course.epoch < call:  # the loop before was left early, on all ranks
-                course.close()
+                course.end_epoch()
             self._end_joining()
             self._num_passes, is_over = 0, False
-            self._begin(source)
+            self._begin_epoch(source)
             while not is_over:
-                while (given := self._next()) is not None:
+                while (given := self._next_batch()) is not None:
                     yield given.batch
-                if self.window.is_doomed:  # the script has not ended the step, and the others begin it again
+                if self.step_batches.must_redo:  # the script has not ended the step, and the others begin it again
                     self.roll_back()
                     continue
                 self._refuse_without_step()
                 self.end_step()
-                is_over = self._end()
+                is_over = self._end_epoch()
             has_ended = True
         except GeneratorExit:  # the script has left the loop
             has_ended = True
             raise
         finally:
             self.is_iterating = False
-            self.window.again.clear()
+            self.step_batches.to_repeat.clear()
             self.end_step()
             if has_ended:
                 self._take_fingerprint()
 
     def _refuse_without_step(self) -> None:
         """`UsageError` at the end of an epoch of which gradients were reduced, and none was used by the job."""
-        if self._num_passes and not self.engine.course.index:
-            self.stop(UsageError(
+        if self._num_passes and not self.barrier.position.index:
+            self.stop_job(UsageError(
                 f"job.batches: the epoch is over, {count_of(self._num_passes, 'backward pass', 'backward passes')} "
                 "reduced gradients in it, and job.step was not called: expected one job.step a step, found none. The "
                 "job knows nothing of updates that the script makes itself, and cannot repeat them when a rank is "
@@ -145,119 +145,123 @@ class TrainingLoop:
         The script may train nothing in it, but can do anything after it: step a scheduler, draw random numbers. None
         of that counts, so the state is put in place again when it begins to count.
         """
-        trained, arrival = self.trained, self.arrival
-        trained.hold()
-        if self.joining and call == arrival.unattended:
-            trained.put_in_place()
+        trained, arrival = self.rank_state, self.bootstrap
+        trained.hold_copy()
+        if self.joining and call == arrival.unfinished_epoch:
+            trained.restore_copy()
             self.joining = False
-            if not arrival.is_own_behind:
-                trained.let_go()
+            if not arrival.is_local_state_behind:
+                trained.drop_copy()
 
     def _end_joining(self) -> None:
         """This process comes to the epoch that the job is in, with the job's state."""
         # Where it has done what a dead rank had yet to do, its generators are as they should be.
-        self.trained.put_in_place(own=self.joining)
-        self.trained.let_go()
+        self.rank_state.restore_copy(own=self.joining)
+        self.rank_state.drop_copy()
         self.joining = False
-        if self.arrival.unattended >= 0 and not self.arrival.has_yielded:
-            self.trained.hold()  # until a step is applied: a restart from the same version begins here again
+        if self.bootstrap.unfinished_epoch >= 0 and not self.bootstrap.has_yielded:
+            self.rank_state.hold_copy()  # until a step is applied: a restart from the same version begins here again
 
     def publish_fingerprint(self) -> None:
         """Let the launcher compare what this rank has trained with the others, at the job's end."""
         if self.is_iterating:  # the script has kept the iterator
             self._take_fingerprint()
-        crew = self.engine.crew
+        crew = self.barrier.worker
         if self._fingerprint is not None and isinstance(crew, ElasticWorker):
             with suppress(RuntimeError):  # the store may be gone
                 crew.client.set(StoreKeys.fingerprint(crew.uid), self._fingerprint.to_json())
 
     def _take_fingerprint(self) -> None:
         """Now, because whatever the script does to the model after its training is no part of that."""
-        trained = self.trained
-        if isinstance(self.engine.crew, ElasticWorker) and not sys.is_finalizing() and not trained.optimizers.is_owed:
-            self._fingerprint = fingerprint_of(trained.model, trained.optimizers.known, self.engine.course.step)
+        trained = self.rank_state
+        if (
+            isinstance(self.barrier.worker, ElasticWorker)
+            and not sys.is_finalizing()
+            and not trained.optimizers.has_pending_states
+        ):
+            self._fingerprint = fingerprint_of(trained.model, trained.optimizers.known, self.barrier.position.step)
 
     def ended_backward(self) -> None:
         """At the end of a backward pass, before it returns: all gradients on all ranks, or a decision."""
-        engine, gradients, window = self.engine, self.engine.gradients, self.window
+        engine, gradients, window = self.barrier, self.barrier.gradients, self.step_batches
         assert gradients is not None
         self._num_passes += 1
-        while not window.is_doomed:
+        while not window.must_redo:
             try:
-                gradients.settle()
+                gradients.finish_reduction()
                 if not self._pass_step():
-                    window.is_doomed = True
+                    window.must_redo = True
                     gradients.failed = "this step is done again"
                 break
             except GroupBroken as error:
                 why = str(error)
             except UsageError as error:
-                engine.stop(error)
+                engine.stop_job(error)
                 raise
             match self._recover(PointKind.STEP, why):
                 case Verdict.PROCEED:
-                    engine.passed(PointKind.STEP)
+                    engine.mark_passed(PointKind.STEP)
                     break
                 case Verdict.REPAIR:
-                    if engine.crew.plan.todo or not gradients.num_buckets:
+                    if engine.worker.plan.todo or not gradients.num_buckets:
                         engine.note_missing()
-                    gradients.reopen(engine.crew.plan.todo)
-                    self.site(Phase.RECOVERY)
+                    gradients.reopen(engine.worker.plan.todo)
+                    self.reach_site(Phase.RECOVERY)
                 case _:
-                    window.is_doomed = True
+                    window.must_redo = True
                     gradients.failed = "this step is done again"  # until then nothing more of it is reduced
         window.reduced = len(window)
 
     def roll_back(self) -> None:
         """Nothing of this step remains; its batches come again."""
-        step = self.engine.course.step
+        step = self.barrier.position.step
         self._watch_generators(f"and step {step} was done again")
         if step:
             self.kept_gradients.dropped(f"step {step} was done again")
-        self.trained.put_back()
-        if self.engine.gradients is not None:
-            self.engine.gradients.discard()
+        self.rank_state.undo_step()
+        if self.barrier.gradients is not None:
+            self.barrier.gradients.discard()
         self._undo_overlap()
-        self.window.redo()
-        self.engine.take_back()
+        self.step_batches.redo()
+        self.barrier.rewind_step()
 
     def end_step(self) -> None:
         """The step under way is over, applied or not."""
         self._undo_overlap()
-        self.window.clear()
-        self.engine.missing.clear()
+        self.step_batches.clear()
+        self.barrier.missing.clear()
 
     def _undo_overlap(self) -> None:
-        if self.trained.optimizers.overlap is not None:
-            self.trained.optimizers.overlap.undo()  # what no step has ended
+        if self.rank_state.optimizers.overlap is not None:
+            self.rank_state.optimizers.overlap.undo()  # what no step has ended
 
     def _pass_step(self) -> bool:
         """Pass the point of a backward pass; False if its gradients are suspicious, and it is done again."""
-        guarding = self.guarding
+        guarding = self.guard
         if guarding is not None:
-            assert self.engine.gradients is not None
-            guarding.read(self.engine.gradients.reduced, self.trained.scale)
+            assert self.barrier.gradients is not None
+            guarding.read(self.barrier.gradients.reduced, self.rank_state.scale)
             if guarding.must_stop:
                 raise UsageError(f"job.guard: {guarding.must_stop}, twice: the job stops, as it was told to")
-        is_passed = self.engine.pass_point(PointKind.STEP, len(self.window))
+        is_passed = self.barrier.pass_point(PointKind.STEP, len(self.step_batches))
         if not is_passed:
             assert guarding is not None, "nobody else is suspicious"
-            guarding.suspected()
+            guarding.mark_suspected()
         return is_passed
 
-    def _begin(self, source: BatchSource) -> None:
+    def _begin_epoch(self, source: BatchSource) -> None:
         """Pass the first point of an epoch, unless the job is past it."""
-        engine, course, crew = self.engine, self.engine.course, self.engine.crew
-        course.open(source, self.arrival.seed, crew.rank, crew.world_size)
-        engine.own.loader = course.own_loader
+        engine, course, crew = self.barrier, self.barrier.position, self.barrier.worker
+        course.begin_epoch(source, self.bootstrap.seed, crew.rank, crew.world_size)
+        engine.local_state.loader = course.opaque_loader
         engine.members = crew.plan.members
         if not course.is_begun:
             self._note_missing_ranks()
         while not course.is_begun:
             engine.begin_step()
             try:
-                self._settle_in()
-                self._meet(PointKind.BEGIN)
+                self._form_generation()
+                self._await_boundary(PointKind.BEGIN)
                 # Rank 0's, also if another process has its place by now: that has rank 0's random numbers.
                 course.share_order(crew.group(), 0)
                 engine.pass_point(PointKind.BEGIN)
@@ -266,74 +270,74 @@ class TrainingLoop:
             except GroupBroken as error:
                 why = str(error)
             if self._recover(PointKind.BEGIN, why) is Verdict.PROCEED:
-                engine.passed(PointKind.BEGIN)
+                engine.mark_passed(PointKind.BEGIN)
                 course.is_begun = True
             else:
                 course.share_again()
 
-    def _meet(self, kind: PointKind) -> None:
+    def _await_boundary(self, kind: PointKind) -> None:
         try:
-            self.engine.meet(kind)
+            self.barrier.await_boundary(kind)
         except UsageError as error:
-            self.stop(error)
+            self.stop_job(error)
 
     def _note_missing_ranks(self) -> None:
         """Say that some ranks have finished, if the present generation is what they left of the job, and goes on."""
-        engine, plan = self.engine, self.engine.crew.plan
+        engine, plan = self.barrier, self.barrier.worker.plan
         if not is_after_others_finished(plan) or self._is_rest_noted:
             return
         self._is_rest_noted = True
         num_ended = len(plan.previous) - len(plan.members)
         why = (
             f"{count_of(num_ended, 'rank')} had ended the script before the others, which begin epoch "
-            f"{engine.course.epoch}: all processes have to call job.batches equally often, also where a snapshot of "
+            f"{engine.position.epoch}: all processes have to call job.batches equally often, also where a snapshot of "
             "the script's own lets it skip epochs"
         )
         engine.note_inexact(why)
-        if engine.crew.rank == 0:
+        if engine.worker.rank == 0:
             print(f"evergrad: {why}", file=sys.stderr)
 
-    def _end(self) -> bool:
+    def _end_epoch(self) -> bool:
         """Pass the last point of an epoch: nobody leaves before all have applied its last step. Whether it is over."""
-        engine, course = self.engine, self.engine.course
+        engine, course = self.barrier, self.barrier.position
         why: str | None = None
         engine.begin_step()
         try:
-            self._meet(PointKind.END)
+            self._await_boundary(PointKind.END)
             if engine.gradients is not None:  # whoever is past this point has them
-                engine.gradients.share_buffers(engine.crew.group())
+                engine.gradients.share_buffers(engine.worker.group())
             engine.pass_point(PointKind.END)
         except GroupBroken as error:
             why = str(error)
         if why is not None:
             if self._recover(PointKind.END, why) is not Verdict.PROCEED:
                 return False
-            engine.passed(PointKind.END)
-        self.progress.show(course, engine.crew, at_once=True)
-        books = course.close()
-        if engine.crew.survives and engine.crew.rank == 0 and books is not None:
+            engine.mark_passed(PointKind.END)
+        self.progress.report(course, engine.worker, at_once=True)
+        books = course.end_epoch()
+        if engine.worker.survives and engine.worker.rank == 0 and books is not None:
             row = {name: value for name, value in books.to_json().items() if name != "schema_version"}
-            self.tell("epoch", epoch=course.epoch - 1, step=course.step, **row)
+            self.record_event("epoch", epoch=course.epoch - 1, step=course.step, **row)
         return True
 
-    def _next(self) -> StepBatch | None:
+    def _next_batch(self) -> StepBatch | None:
         """The next batch for the script; None at the end of the epoch."""
-        course, window, trained = self.engine.course, self.window, self.trained
+        course, window, trained = self.barrier.position, self.step_batches, self.rank_state
         if not window:
             self._prepare_step()
-        if (again := window.give_again()) is not None:
+        if (again := window.next_repeated()) is not None:
             return again
         index = course.index + len(window)
         if course.deal is not None and index >= course.deal.num_batches:
             return None
-        self.site(Phase.DATA)
+        self.reach_site(Phase.DATA)
         try:
             batch = course.fetch(index)
         except StopIteration:
             return None
-        if not self.arrival.has_yielded:
+        if not self.bootstrap.has_yielded:
             self._begin_to_watch()
-        self.arrival.has_yielded = True
+        self.bootstrap.has_yielded = True
         is_first = not window
         given = window.give(batch, redoable=trained.snapshot is not None)
         if is_first:
@@ -342,37 +346,40 @@ class TrainingLoop:
 
     def _begin_to_watch(self) -> None:
         """Look out for state of the script that this process does not have from the job, before its first batch."""
-        arrival = self.arrival
-        if arrival.took_up < 0:
+        arrival = self.bootstrap
+        if arrival.resumed_step < 0:
             return
         how = "went on from a checkpoint" if arrival.has_restored else "joined"
-        if arrival.took_up:
-            self.kept_gradients.dropped(f"rank {self.engine.crew.rank} {how} at step {arrival.took_up}")
-        self._watch_generators(f"and began anew where rank {self.engine.crew.rank} {how} at step {arrival.took_up}")
-        if part := self.engine.course.differing_data:
-            self.engine.note_unverified(
-                f"rank {self.engine.crew.rank}, which {how} at step {arrival.took_up}, has built another dataset "
+        if arrival.resumed_step:
+            self.kept_gradients.dropped(f"rank {self.barrier.worker.rank} {how} at step {arrival.resumed_step}")
+        self._watch_generators(
+            f"and began anew where rank {self.barrier.worker.rank} {how} at step {arrival.resumed_step}"
+        )
+        if part := self.barrier.position.differing_data:
+            self.barrier.note_unverified(
+                f"rank {self.barrier.worker.rank}, which {how} at step {arrival.resumed_step}, "
+                "has built another dataset "
                 f"({part}) than the process whose state it has: seed before the dataset is built, "
                 "torch.manual_seed(…) for torch.utils.data.random_split"
             )
         if arrival.has_restored:
-            self.untracked.restored(arrival.took_up, self.trained.optimizers.groups())
+            self.untracked.restored(arrival.resumed_step, self.rank_state.optimizers.groups())
 
     def _watch_generators(self, where: str) -> None:
-        source = self.engine.course.source
-        self.untracked.watch_generators(where, self.trained.tracked, [source.loader])
+        source = self.barrier.position.source
+        self.untracked.watch_generators(where, self.rank_state.tracked, [source.loader])
 
     def _prepare_step(self) -> None:
         """Be where a step can begin: in a generation that has formed, checked and saved as far as that is due."""
-        engine, course = self.engine, self.engine.course
-        if not self.window.again:  # else generators are where they were after the first batch was fetched
-            engine.post_own()
+        engine, course = self.barrier, self.barrier.position
+        if not self.step_batches.to_repeat:  # else generators are where they were after the first batch was fetched
+            engine.publish_local_state()
         is_prepared = False
         while not is_prepared:
-            self._settle_in_or_recover()
+            self._form_or_recover()
             self._check_if_due()
             if not course.is_begun:  # everyone has gone back to the beginning of this epoch
-                self._begin(course.source)
+                self._begin_epoch(course.source)
             else:  # never before an epoch's first point, which a joiner passes first
                 is_prepared = self._compare_if_due()
         self._save_if_due()
@@ -381,57 +388,57 @@ class TrainingLoop:
             engine.gradients.begin_step()
 
     @property
-    def _is_called_off(self) -> bool:
+    def _is_pause_agreed(self) -> bool:
         """Whether all stop before the next step, to let others in or go."""
-        engine, plan = self.engine, self.engine.crew.plan
-        return engine.changes_in == plan.generation or bool(plan.calls and engine.course.point > plan.point)
+        engine, plan = self.barrier, self.barrier.worker.plan
+        return engine.changes_in == plan.generation or bool(plan.calls and engine.position.point > plan.point)
 
-    def _settle_in_or_recover(self) -> None:
+    def _form_or_recover(self) -> None:
         """Before a step: be in a generation that has formed, with batches that are dealt to its ranks."""
-        engine = self.engine
-        while not engine.is_settled or self._is_called_off:
-            planned = self._is_called_off
+        engine = self.barrier
+        while not engine.has_formed or self._is_pause_agreed:
+            planned = self._is_pause_agreed
             if planned:
                 why = "others join or leave"
                 self._check_if_due()
-                if not self._is_called_off:
+                if not self._is_pause_agreed:
                     continue
                 self._save_if_due()
-                if engine.num_leaving == engine.crew.world_size:
+                if engine.num_leaving == engine.worker.world_size:
                     self._leave_together()
             else:
                 try:
-                    self._settle_in()
+                    self._form_generation()
                     continue
                 except GroupBroken as error:
                     why = str(error)
             if self._recover(PointKind.JOIN, why, planned=planned) is Verdict.LEAVE:
                 self._leave("the others go on without it")
-        self._follow()
+        self._redeal()
 
-    def _settle_in(self) -> None:
-        engine = self.engine
-        if not engine.is_settled:
-            engine.settle_in(lambda: {**self.trained.state(), "course": engine.course.state_dict()})
-            if engine.crew.plan.joiners and engine.course.step:
-                self.kept_gradients.dropped(f"others joined at step {engine.course.step}")
-            self._must_follow = True
+    def _form_generation(self) -> None:
+        engine = self.barrier
+        if not engine.has_formed:
+            engine.form_generation(lambda: {**self.rank_state.state(), "course": engine.position.state_dict()})
+            if engine.worker.plan.joiners and engine.position.step:
+                self.kept_gradients.dropped(f"others joined at step {engine.position.step}")
+            self._must_redeal = True
             if engine.must_restore:
-                self.arrival.restore(in_process=True)
-        self._follow()
+                self.bootstrap.restore(in_process=True)
+        self._redeal()
 
-    def _follow(self) -> None:
+    def _redeal(self) -> None:
         """Have batches dealt to the ranks that there are now; not yet if others are in the middle of this step."""
-        engine = self.engine
-        if not self._must_follow:
+        engine = self.barrier
+        if not self._must_redeal:
             return
         if engine.is_repairing:
             engine.note_missing()
             return
-        self._must_follow = False
-        if engine.course.follow(engine.crew.rank, engine.crew.world_size):
-            self.window.again.clear()
-        engine.members = engine.crew.plan.members
+        self._must_redeal = False
+        if engine.position.redeal(engine.worker.rank, engine.worker.world_size):
+            self.step_batches.to_repeat.clear()
+        engine.members = engine.worker.plan.members
 
     def _compare_if_due(self) -> bool:
         """Compare the state of all ranks when somebody has joined, and again after the first step with it.
@@ -439,7 +446,7 @@ class TrainingLoop:
         Whether that is due depends on nothing but what all members of a generation share, so that all come to it. False
         if the generation broke meanwhile.
         """
-        engine, plan = self.engine, self.engine.crew.plan
+        engine, plan = self.barrier, self.barrier.worker.plan
         count = self._compared[1] if self._compared[0] == plan.generation else 0
         is_due = count == 0 or (count == 1 and engine.stepped_in == plan.generation)
         if not (is_due and plan.joiners and plan.generation and plan.world_size > 1) or engine.is_repairing:
@@ -455,49 +462,53 @@ class TrainingLoop:
 
     def _compare(self, when: str) -> None:
         """Compare now; `GroupBroken` if the group breaks."""
-        engine, crew, trained = self.engine, self.engine.crew, self.trained
+        engine, crew, trained = self.barrier, self.barrier.worker, self.rank_state
         group, known = crew.group(), trained.optimizers.known
-        some_lack = torch.tensor([float(not known or trained.optimizers.is_owed)])
+        some_lack = torch.tensor([float(not known or trained.optimizers.has_pending_states)])
         group.all_reduce(some_lack, "max").wait()
         # Optimizers that a joiner has not shown yet cannot be compared: they are after its first step.
-        mine = fingerprint_of(trained.model, () if some_lack.item() else known, engine.course.step)
+        mine = fingerprint_of(trained.model, () if some_lack.item() else known, engine.position.step)
         path, difference = compare_ranks(group, mine)
-        expected, self.arrival.expected = self.arrival.expected, None
-        if expected is not None and engine.own.loader is None and not torch.equal(engine.own.take(), expected):
+        expected, self.bootstrap.expected = self.bootstrap.expected, None
+        if (
+            expected is not None
+            and engine.local_state.loader is None
+            and not torch.equal(engine.local_state.capture(), expected)
+        ):
             engine.note_inexact(f"rank {crew.rank} has joined, and its random numbers or buffers are not as expected")
         joined = ", ".join(f"rank {crew.plan.rank_of(uid)}" for uid in crew.plan.joiners)
         if path and group.rank == 0:
-            self.tell("ranks_differ", step=engine.course.step, path=path, reason=difference, joined=joined)
+            self.record_event("ranks_differ", step=engine.position.step, path=path, reason=difference, joined=joined)
             text = f"ranks differ ({joined} joined; compared {when}): {difference}"
             engine.note_diverged(text)
-            _log.warning("step %d: %s", engine.course.step, text)
+            _log.warning("step %d: %s", engine.position.step, text)
 
     def _check_if_due(self) -> None:
         """Before a step: compare what all ranks have, as often as the guard wants it."""
-        engine, guarding = self.engine, self.guarding
+        engine, guarding = self.barrier, self.guard
         while guarding is not None and guarding.is_due(saves=self._will_save):
             back_to = ""
             try:
-                checked = guarding.check(self.trained.optimizers.known)
+                checked = guarding.check(self.rank_state.optimizers.known)
                 why = checked.why
                 if checked.status is not Check.FAILED:
                     return
-                if self.saves is not None and engine.crew.survives:
-                    back_to = self.saves.newest_guarded()
+                if self.checkpoints is not None and engine.worker.survives:
+                    back_to = self.checkpoints.newest_guarded()
                 if not back_to:
-                    self.stop(UsageError(
+                    self.stop_job(UsageError(
                         f"the guard found ranks that differ ({why}), and there is no version to go back to that it has "
                         "found sound: give eg.join a checkpointer, or start again from a version that is right"
                     ))  # fmt: skip
-                self.tell("rollback_to_version", version=back_to, reason=why)
+                self.record_event("rollback_to_version", version=back_to, reason=why)
             except GroupBroken as error:
                 why = str(error)
             self._recover(PointKind.JOIN, why, back_to=back_to)
-            self._settle_in_or_recover()
+            self._form_or_recover()
 
     @property
     def _will_save(self) -> bool:
-        return self.is_save_due and self.engine.passed_in == self.engine.crew.plan.generation
+        return self.is_save_due and self.barrier.passed_in == self.barrier.worker.plan.generation
 
     def _save_if_due(self) -> None:
         """Before the next step, so that what the script did after the last one is saved with it.
@@ -506,49 +517,49 @@ class TrainingLoop:
         or have joined since, and a save begins together.
         """
         is_due, self.is_save_due = self.is_save_due, False
-        if not is_due or self.saves is None:
+        if not is_due or self.checkpoints is None:
             return
-        engine, trained = self.engine, self.trained
-        self.site(Phase.CHECKPOINT)
-        if engine.passed_in != engine.crew.plan.generation or not engine.crew.is_current():
-            self.tell("save_skipped", step=engine.course.step, reason="a rank was lost meanwhile")
+        engine, trained = self.barrier, self.rank_state
+        self.reach_site(Phase.CHECKPOINT)
+        if engine.passed_in != engine.worker.plan.generation or not engine.worker.is_current():
+            self.record_event("save_skipped", step=engine.position.step, reason="a rank was lost meanwhile")
             return
         try:
-            self.saves.save(trained.model, trained.optimizers.known, trained.tracked, engine.course)
-            if self.guarding is not None and self.guarding.is_sound:
-                self.saves.note_guarded()
+            self.checkpoints.save(trained.model, trained.optimizers.known, trained.tracked, engine.position)
+            if self.guard is not None and self.guard.is_sound:
+                self.checkpoints.note_guarded()
         except GroupBroken as error:  # the next point will find the same
-            self.tell("save_skipped", step=engine.course.step, reason=str(error))
+            self.record_event("save_skipped", step=engine.position.step, reason=str(error))
 
     def _recover(self, kind: PointKind, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
         # What is agreed comes soon. For anything else this process may wait in vain, and must be able to end.
-        with nullcontext() if planned else self.arrival.departure.suspended():
-            if self.engine.leaving and not planned:
+        with nullcontext() if planned else self.bootstrap.sigterm.suspended():
+            if self.barrier.leave_requested and not planned:
                 self._leave("it was asked to, and its generation has broken", code=_ASKED)
             try:
-                verdict = self.engine.recover(kind, why, planned=planned, back_to=back_to)
+                verdict = self.barrier.recover(kind, why, planned=planned, back_to=back_to)
             except UsageError as error:
-                self.stop(error)
-        if self.engine.crew.plan.relaunch and verdict is not Verdict.LEAVE:
-            self.arrival.begin_again("too few ranks were left")
+                self.stop_job(error)
+        if self.barrier.worker.plan.relaunch and verdict is not Verdict.LEAVE:
+            self.bootstrap.restart_process("too few ranks were left")
         return verdict
 
     def _leave_together(self) -> NoReturn:
         """All ranks were asked to leave: with what they have done, where there is a checkpointer."""
-        trained, course = self.trained, self.engine.course
+        trained, course = self.rank_state, self.barrier.position
         try:
-            if self.saves is not None:
-                self.saves.save(trained.model, trained.optimizers.known, trained.tracked, course, now=True)
+            if self.checkpoints is not None:
+                self.checkpoints.save(trained.model, trained.optimizers.known, trained.tracked, course, now=True)
         except GroupBroken as error:
-            self.tell("save_skipped", step=course.step, reason=str(error))
+            self.record_event("save_skipped", step=course.step, reason=str(error))
         self._leave("all ranks were asked to", code=EXIT_ALL_LEFT)
 
     def _leave(self, why: str, code: int = 0) -> NoReturn:
-        crew = self.engine.crew
-        self.tell("rank_left", rank=crew.plan.rank_of(crew.uid), step=self.engine.course.step, reason=why)
+        crew = self.barrier.worker
+        self.record_event("rank_left", rank=crew.plan.rank_of(crew.uid), step=self.barrier.position.step, reason=why)
         sys.exit(code)
 
-    def stop(self, error: UsageError) -> NoReturn:
+    def stop_job(self, error: UsageError) -> NoReturn:
         """A mistake that nobody can survive."""
-        self.engine.stop(error)
+        self.barrier.stop_job(error)
         raise error

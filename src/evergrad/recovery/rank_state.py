@@ -49,11 +49,11 @@ class Optimizers:
         """The hyper-parameters of those that were found, when a state was owed to them; by the identity of groups."""
         self._noted: list[tuple[dict[str, Any], _Hyper]] = []
 
-    def look(self, parameters: Iterable[torch.Tensor]) -> None:
+    def discover(self, parameters: Iterable[torch.Tensor]) -> None:
         """Look for the optimizers of these parameters."""
         self._found = find_optimizers(parameters)
 
-    def meet(self, optimizers: tuple[Optimizer, ...]) -> None:
+    def adopt(self, optimizers: tuple[Optimizer, ...]) -> None:
         """Take the optimizers that the script gives to `job.step`, and load what they are owed."""
         if self.known and self.known != optimizers:
             if self.overlap is not None:
@@ -74,7 +74,7 @@ class Optimizers:
         self.known, self._is_assumed = optimizers, False
         self._pay()
 
-    def owe(self, states: Iterable[Any]) -> None:
+    def load_states(self, states: Iterable[Any]) -> None:
         """Load these states: at once if the optimizers are known or can be found, else when they are met."""
         self._owed = list(states)
         if not self.known:
@@ -86,7 +86,7 @@ class Optimizers:
             self._pay(keep_changes=False)
 
     @property
-    def is_owed(self) -> bool:
+    def has_pending_states(self) -> bool:
         """True if a state waits for optimizers that have not been met."""
         return bool(self._owed)
 
@@ -271,7 +271,7 @@ class RankState:
             "optimizers": self.optimizers.states(),
         }
 
-    def take_over(self, state: Any) -> None:
+    def load_state_of(self, state: Any) -> None:
         """Be what another rank has sent; `UsageError` if this process has built another model."""
         given: dict[str, torch.Tensor] = state["model"]
         mine = self._tensors()
@@ -288,56 +288,56 @@ class RankState:
         for name, thing in self.tracked.items():
             if name in state["tracked"]:
                 thing.load_state_dict(state["tracked"][name])
-        self.optimizers.owe(state["optimizers"])
+        self.optimizers.load_states(state["optimizers"])
 
-    def live(self) -> dict[str, torch.Tensor]:
+    def live_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors themselves, by their paths in a saved state."""
         known = self.optimizers.known
         trained: dict[str, Any] = {"model": self.model} if self.model is not None else {}
         return flatten(trained | ({"optimizer": one_or_numbered(known)} if known else {})).tensors
 
-    def look_for_optimizers(self) -> None:
+    def discover_optimizers(self) -> None:
         """Find the optimizers of the model, before the script hands them over."""
-        self.optimizers.look(self.model.parameters() if self.model is not None else ())
+        self.optimizers.discover(self.model.parameters() if self.model is not None else ())
 
-    def hold(self) -> None:
+    def hold_copy(self) -> None:
         """Copy everything, so that `put_in_place` undoes whatever the script does until then. Twice is fine."""
         if self._held is None:
             own = Snapshot(list(self.model.buffers()) if self.model is not None else [], device="cpu")
             shared = Snapshot(list(self.model.parameters()) if self.model is not None else [], device="cpu")
-            own.take({})
-            shared.take(self.tracked)
+            own.capture({})
+            shared.capture(self.tracked)
             # On the CPU: there may be no room for all of it a second time on a device.
             self._held = _Held(own, shared, [_on_cpu(state) for state in self.optimizers.states()])
 
     @property
-    def is_held(self) -> bool:
+    def has_copy(self) -> bool:
         """True if there is a copy that `put_in_place` would take."""
         return self._held is not None
 
-    def put_in_place(self, *, own: bool = True) -> None:
+    def restore_copy(self, *, own: bool = True) -> None:
         """Make everything what it was when `hold` was called, if it was; without `own` not generators and buffers."""
         if self._held is None:
             return
-        self._held.shared.put_back(self.tracked, randomness=False)
-        self.optimizers.owe(copy.deepcopy(self._held.optimizers))
+        self._held.shared.restore(self.tracked, randomness=False)
+        self.optimizers.load_states(copy.deepcopy(self._held.optimizers))
         if own:
-            self._held.own.put_back({})
+            self._held.own.restore({})
 
-    def let_go(self) -> None:
+    def drop_copy(self) -> None:
         """Drop the copy that `hold` has made."""
         self._held = None
 
     def begin_step(self) -> None:
         """Note what a redo of the step that begins now puts back."""
         if self.snapshot is not None:
-            self.snapshot.take(self.tracked)
+            self.snapshot.capture(self.tracked)
             self.optimizers.note_hyper_parameters()
 
-    def put_back(self) -> None:
+    def undo_step(self) -> None:
         """Undo everything that the step under way has changed."""
         assert self.snapshot is not None, "nothing is ever redone here"
-        self.snapshot.put_back(self.tracked)
+        self.snapshot.restore(self.tracked)
         self.optimizers.put_back_hyper_parameters()
         for optimizer in self.optimizers.known:
             optimizer.zero_grad(set_to_none=True)

@@ -37,24 +37,24 @@ _POSTED_BYTES = 16 << 20
 class StepBarrier:
     """One rank's part in keeping the job together."""
 
-    crew: Worker
-    tell: Callable[..., None]
-    keeps: bool
+    worker: Worker
+    record_event: Callable[..., None]
+    keeps_neighbour_state: bool
     """Whether neighbours hold what only one rank has: needed where spares take dead ranks' places exactly."""
     guards: bool = False
     """Whether ranks agree, before each step, that nothing is suspicious."""
-    notes: Callable[[int, torch.Tensor], None] | None = None
+    on_exchange: Callable[[int, torch.Tensor], None] | None = None
     """Told what only this rank has, at points at which that is exchanged."""
     exchanges_at: Callable[[int], bool] = lambda _: False
     """Whether it is exchanged at the end of this step, where neighbours do not keep it anyway."""
     agreed_to_leave: bool = False
     """Whether this process's wish to leave was among those of the last point."""
-    course: DataPosition = field(default_factory=DataPosition)
-    own: LocalState = field(default_factory=LocalState)
+    position: DataPosition = field(default_factory=DataPosition)
+    local_state: LocalState = field(default_factory=LocalState)
     gradients: GradientReducer | None = None
     must_restore: bool = False
     """The plan says that everyone goes back to the newest checkpoint."""
-    is_settled: bool = False
+    has_formed: bool = False
     """Whether the present generation has formed, with everyone's state in place."""
     members: tuple[int, ...] = ()
     """The uids that the epoch is dealt to, by their rank in the deal."""
@@ -66,7 +66,7 @@ class StepBarrier:
     """The generation in which the last step's point was passed by all; -1 if some passed it, and then it broke."""
     is_stopped: bool = False
     """True if this process has made a mistake that ends the job."""
-    leaving: bool = False
+    leave_requested: bool = False
     """Whether this process has been asked to leave."""
     suspicious: bool = False
     """Whether this rank finds the gradients of the step under way suspicious."""
@@ -78,23 +78,23 @@ class StepBarrier:
     """How many ranks want to leave, as of the last point."""
     changes_in: int = -1
     """The generation in which all have agreed to stop before the next step."""
-    site: Callable[[Phase], None] = lambda _: None
+    reach_site: Callable[[Phase], None] = lambda _: None
     stepped_in: int = -1
     """The generation in which all its members last passed the point of a step: each knows its optimizers since."""
     first_passes: int = 0
     """How many passes there had been when the step under way began."""
     broke_at: float | None = None
-    keeping: NeighbourState = field(default_factory=NeighbourState)
+    neighbour_state: NeighbourState = field(default_factory=NeighbourState)
     """What the rank before this one had."""
     exchanged: torch.Tensor | None = None
     """The state that only this rank has, as its neighbour got it at the last point."""
     draws: DrawCounts = field(default_factory=DrawCounts)
 
-    def meet(self, kind: PointKind) -> None:
+    def await_boundary(self, kind: PointKind) -> None:
         """Wait for all ranks at the beginning or the end of an epoch, before any collective of that point."""
-        crew, course = self.crew, self.course
+        crew, course = self.worker, self.position
         begun = crew.group().num_begun
-        crew.meet(EpochBoundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank, begun))
+        crew.await_boundary(EpochBoundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank, begun))
 
     def pass_point(self, kind: PointKind, num_batches: int = 0) -> bool:
         """Pass the next point together with all others; `GroupBroken` if that cannot be.
@@ -102,12 +102,12 @@ class StepBarrier:
         False if any rank finds what was computed suspicious: then nobody passes it. `UsageError` if ranks have taken
         different numbers of batches for the step under way.
         """
-        flags = [self.leaving or self._lets_in, self.leaving, self.suspicious]
+        flags = [self.leave_requested or self._lets_in, self.leave_requested, self.suspicious]
         wishes = torch.tensor([*flags, num_batches], dtype=torch.float32)
-        self.agreed_to_leave = self.leaving
-        if (self.crew.survives or self.guards) and self.crew.world_size > 1:
-            group = self.crew.group()
-            if self.keeps or (kind is PointKind.STEP and self.exchanges_at(self.course.step + 1)):
+        self.agreed_to_leave = self.leave_requested
+        if (self.worker.survives or self.guards) and self.worker.world_size > 1:
+            group = self.worker.group()
+            if self.keeps_neighbour_state or (kind is PointKind.STEP and self.exchanges_at(self.position.step + 1)):
                 self.exchange(group)
             # Whoever is through this knows that everyone has come this far, and what anyone wishes.
             group.all_reduce(wishes).wait()
@@ -115,18 +115,18 @@ class StepBarrier:
         changes, leaving, suspicious, _ = wishes.tolist()
         self.num_leaving, self.is_suspected = int(leaving), suspicious > 0
         if changes:
-            self.changes_in = self.crew.plan.generation
+            self.changes_in = self.worker.plan.generation
         if self.is_suspected:
             return False
-        self.passed(kind)
-        self.passed_in = self.crew.plan.generation
+        self.mark_passed(kind)
+        self.passed_in = self.worker.plan.generation
         if kind is PointKind.STEP:
             self.stepped_in = self.passed_in
         return True
 
     def _check_batches(self, mine: int, total: int) -> None:
         """`UsageError` if the ranks have taken so many batches in all for a step, and not equally many each."""
-        crew = self.crew
+        crew = self.worker
         if mine * crew.world_size != total:
             taken = count_of(mine, "batch", "batches")
             raise UsageError(
@@ -138,86 +138,93 @@ class StepBarrier:
 
     def begin_step(self) -> None:
         """The step that comes next begins at this point."""
-        self.first, self.first_passes = self.course.point, self.course.passes
+        self.first, self.first_passes = self.position.point, self.position.passes
 
-    def take_back(self) -> None:
+    def rewind_step(self) -> None:
         """Of several points of the step under way none counts."""
-        self.course.point, self.course.passes = self.first, self.first_passes
+        self.position.point, self.position.passes = self.first, self.first_passes
         self.missing.clear()
 
     @property
     def _lets_in(self) -> bool:
         """Whether somebody waits who can be given a share: of a loader that only knows its own place there is none."""
-        return self.crew.wants_change and self.own.loader is None
+        return self.worker.is_change_requested and self.local_state.loader is None
 
     def exchange(self, group: Group) -> None:
         """Give the next rank what only this one has, and keep what the one before gives."""
-        before = self.crew.plan.members[group.before]
-        varies, point, taken = self.own.loader is not None, self.course.point, self.own.take()
+        before = self.worker.plan.members[group.before]
+        varies, point, taken = self.local_state.loader is not None, self.position.point, self.local_state.capture()
         self.exchanged = taken
-        if self.notes is not None:
-            self.notes(point, taken)
-        self.keeping.exchange(group, point, taken, before, since=self.first - 1, sizes_vary=varies)
+        if self.on_exchange is not None:
+            self.on_exchange(point, taken)
+        self.neighbour_state.exchange(group, point, taken, before, since=self.first - 1, sizes_vary=varies)
 
-    def post_own(self) -> None:
+    def publish_local_state(self) -> None:
         """Tell the store that this rank comes to a step, and what only it has, if the script has changed that.
 
         The neighbour holds it as it was at the last point. Between that and the next step the script may draw random
         numbers (validation), and a joiner that is to take this rank's place has to know.
         """
-        if not self.keeps or self.crew.world_size == 1 or not isinstance(self.crew, ElasticWorker):
+        if not self.keeps_neighbour_state or self.worker.world_size == 1 or not isinstance(self.worker, ElasticWorker):
             return
-        changed = self.own.take() if self.exchanged is None else self.own.changed_since(self.exchanged)
+        changed = (
+            self.local_state.capture() if self.exchanged is None else self.local_state.changed_since(self.exchanged)
+        )
         own: str | None = ""
         if changed is not None:
             is_small = changed.numel() <= _POSTED_BYTES
             own = base64.b64encode(changed.numpy().tobytes()).decode() if is_small else None
-        posted = {"point": self.course.point, "own": own, **self.draws.note(self.course.epoch, self.own.positions())}
-        self.crew.client.set(StoreKeys.begun(self.crew.uid), json.dumps(posted))
+        posted = {
+            "point": self.position.point,
+            "own": own,
+            **self.draws.note(self.position.epoch, self.local_state.positions()),
+        }
+        self.worker.client.set(StoreKeys.begun(self.worker.uid), json.dumps(posted))
 
     def inherit_draws(self, uid: int) -> None:
         """This process has a lost one's place: find out whether the script draws numbers there that others do not."""
-        members = [each for each in self.crew.plan.members if each not in self.crew.plan.joiners]
+        members = [each for each in self.worker.plan.members if each not in self.worker.plan.joiners]
         self.draws.inherit(self._posted(uid), {each: self._posted(each) for each in members})
 
     def doubt_of_draws(self) -> str:
         """Return the reason why this process may not have drawn the lost rank's numbers; empty if there is no doubt."""
-        if not self.keeps or not isinstance(self.crew, ElasticWorker):
+        if not self.keeps_neighbour_state or not isinstance(self.worker, ElasticWorker):
             return ""
-        mine, members = self._posted(self.crew.uid), self.crew.plan.members
+        mine, members = self._posted(self.worker.uid), self.worker.plan.members
         if not self.draws.is_like_others(mine, {each: self._posted(each) for each in members}):
             return ""
         return (
-            f"before rank {self.crew.rank} was lost, the script drew random numbers there that another rank did not "
-            f"draw, and process {self.crew.uid} has drawn none of those in its place. Ask job.rank in each step where "
+            f"before rank {self.worker.rank} was lost, the script drew random numbers there that another rank did not "
+            f"draw, and process {self.worker.uid} has drawn none of those in its place. "
+            "Ask job.rank in each step where "
             "something is done on one rank: RANK, and whatever a script keeps of it, is that of a spare"
         )
 
     def _posted(self, uid: int) -> dict[str, Any]:
         """The last that this process has posted when it came to a step."""
-        assert isinstance(self.crew, ElasticWorker)
-        text = self.crew.client.find(StoreKeys.begun(uid))
+        assert isinstance(self.worker, ElasticWorker)
+        text = self.worker.client.find(StoreKeys.begun(uid))
         posted: dict[str, Any] = json.loads(text) if text is not None else {"point": -1}
         return posted
 
-    def own_of(self, uid: int, kept: torch.Tensor) -> torch.Tensor | None:
+    def local_state_of(self, uid: int, kept: torch.Tensor) -> torch.Tensor | None:
         """The state that only this rank had when it came to the step at which the job goes on; None if nobody knows.
 
         `kept` is what its neighbour got at the point before.
         """
         posted = self._posted(uid)
-        if posted["point"] != self.crew.plan.point or posted["own"] is None:
+        if posted["point"] != self.worker.plan.point or posted["own"] is None:
             return None
         return (
             torch.frombuffer(bytearray(base64.b64decode(posted["own"])), dtype=torch.uint8) if posted["own"] else kept
         )
 
-    def passed(self, kind: PointKind) -> None:
+    def mark_passed(self, kind: PointKind) -> None:
         """The point is behind this rank."""
         self.passed_in = -1
-        self.course.point += 1
+        self.position.point += 1
         if kind is PointKind.STEP:
-            self.course.passes += 1
+            self.position.passes += 1
 
     def recover(self, kind: PointKind, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
         """Leave the broken generation, tell what was seen of it, and hear what to do.
@@ -227,77 +234,77 @@ class StepBarrier:
         """
         if not planned and self.broke_at is None:
             self.broke_at = time.monotonic()
-        plan, gradients = self.crew.plan, self.gradients
+        plan, gradients = self.worker.plan, self.gradients
         in_flight = gradients if kind is PointKind.STEP else None
         report = SurvivorReport(
-            uid=self.crew.uid,
-            rank=self.crew.rank,
+            uid=self.worker.uid,
+            rank=self.worker.rank,
             generation=plan.generation,
-            point=self.course.point,
+            point=self.position.point,
             kind=kind,
-            step=self.course.step,
+            step=self.position.step,
             first=self.first if kind is PointKind.STEP else -1,
-            done=in_flight.kept if in_flight is not None else (),
+            done=in_flight.reduced_buckets if in_flight is not None else (),
             buckets=in_flight.num_buckets if in_flight is not None else 0,
             reason=why,
             leaves=planned and kind is PointKind.JOIN and self.agreed_to_leave,
             planned=planned,
             tries=self.tries,
             back_to=back_to,
-            keeps_place=self.own.loader is not None,
+            keeps_place=self.local_state.loader is not None,
         )
-        self.tell("report", generation=plan.generation, point=report.point, kind=str(kind), step=report.step,
+        self.record_event("report", generation=plan.generation, point=report.point, kind=str(kind), step=report.step,
                   done=len(report.done), buckets=report.buckets, reason=why)  # fmt: skip
         if gradients is not None:
             gradients.failed = None
         self.suspicious = False
-        new = self.crew.next_plan(report)
-        self.is_settled = False
-        if self.crew.uid in new.left or (self.crew.uid not in new.members and not new.relaunch):
+        new = self.worker.next_plan(report)
+        self.has_formed = False
+        if self.worker.uid in new.left or (self.worker.uid not in new.members and not new.relaunch):
             return Verdict.LEAVE
         self.must_restore |= new.restart
         for uid, keeper in new.keepers.items():
-            if keeper == self.crew.uid:  # it is the heir's now, whether or not that one lives to get it
-                self.keeping.hand_on(new.previous[new.takes[uid]], uid)
-        verdict = Verdict.RESTART if new.restart else new.verdicts.get(self.crew.uid, Verdict.RETRY)
-        self.tell("verdict", generation=new.generation, verdict=str(verdict), rank=self.crew.rank,
+            if keeper == self.worker.uid:  # it is the heir's now, whether or not that one lives to get it
+                self.neighbour_state.reassign(new.previous[new.takes[uid]], uid)
+        verdict = Verdict.RESTART if new.restart else new.verdicts.get(self.worker.uid, Verdict.RETRY)
+        self.record_event("verdict", generation=new.generation, verdict=str(verdict), rank=self.worker.rank,
                   world_size=new.world_size, todo=len(new.todo))  # fmt: skip
         return verdict
 
-    def settle_in(self, state: Callable[[], dict[str, Any]]) -> None:
+    def form_generation(self, state: Callable[[], dict[str, Any]]) -> None:
         """Form the generation's group, and give joiners what they need; `state` is what a joiner gets of this rank."""
-        if self.is_settled:
+        if self.has_formed:
             return
-        group, plan = self.crew.group(), self.crew.plan
+        group, plan = self.worker.group(), self.worker.plan
         if plan.generation:
-            self.site(Phase.RECOVERY)
+            self.reach_site(Phase.RECOVERY)
         for uid in plan.joiners:
-            if uid == self.crew.uid:
+            if uid == self.worker.uid:
                 continue
             rank = plan.rank_of(uid)
             assert rank is not None
-            if plan.source == self.crew.uid:
+            if plan.source == self.worker.uid:
                 began = time.monotonic()
                 size = send_state(group, state(), rank)
-                self.tell("state_sent", to=uid, bytes=size, seconds=time.monotonic() - began)
-            if plan.keepers.get(uid) == self.crew.uid:
-                self._give_kept(group, plan, uid, rank)
-        self.is_settled = True
+                self.record_event("state_sent", to=uid, bytes=size, seconds=time.monotonic() - began)
+            if plan.keepers.get(uid) == self.worker.uid:
+                self._send_neighbour_state(group, plan, uid, rank)
+        self.has_formed = True
 
-    def arrive(self) -> tuple[Any, torch.Tensor | None]:
+    def receive_job_state(self) -> tuple[Any, torch.Tensor | None]:
         """As a joiner: the job's state from its source, and what only the dead rank had, if someone kept it."""
-        group, plan = self.crew.group(), self.crew.plan
-        self.course.step = plan.step
-        self.site(Phase.RECOVERY)
+        group, plan = self.worker.group(), self.worker.plan
+        self.position.step = plan.step
+        self.reach_site(Phase.RECOVERY)
         assert plan.source is not None
         source = plan.rank_of(plan.source)
         assert source is not None
         began = time.monotonic()
         state = receive_state(group, source)
-        kept = self._receive_kept(group, plan)
-        self.tell("rank_joined", rank=self.crew.rank, generation=plan.generation, exact=kept is not None,
+        kept = self._receive_neighbour_state(group, plan)
+        self.record_event("rank_joined", rank=self.worker.rank, generation=plan.generation, exact=kept is not None,
                   seconds=time.monotonic() - began)  # fmt: skip
-        self.is_settled = True
+        self.has_formed = True
         return state, kept
 
     def contributors(self) -> list[int]:
@@ -307,57 +314,57 @@ class StepBarrier:
     @property
     def root(self) -> int:
         """A rank whose layout of gradients holds: one that has been there from the beginning."""
-        source = self.crew.plan.source
-        rank = self.crew.plan.rank_of(source) if source is not None else None
+        source = self.worker.plan.source
+        rank = self.worker.plan.rank_of(source) if source is not None else None
         return 0 if rank is None else rank
 
     @property
     def is_repairing(self) -> bool:
         """Whether the point that comes next is one that others repair: with shares and buffers as they were."""
-        plan = self.crew.plan
-        return Verdict.REPAIR in plan.verdicts.values() and self.course.point <= plan.point
+        plan = self.worker.plan
+        return Verdict.REPAIR in plan.verdicts.values() and self.position.point <= plan.point
 
     def note_missing(self) -> None:
         """What is reduced again is reduced among those who live."""
-        living = self.crew.plan.members
+        living = self.worker.plan.members
         self.missing = {rank for rank, uid in enumerate(self.members) if uid not in living}
 
     def note_inexact(self, why: str) -> None:
         """The job is no longer exactly what it would have been."""
-        self.tell("inexact", reason=why)
-        if isinstance(self.crew, ElasticWorker):
-            self.crew.client.set(StoreKeys.inexact, why)
+        self.record_event("inexact", reason=why)
+        if isinstance(self.worker, ElasticWorker):
+            self.worker.client.set(StoreKeys.inexact, why)
 
     def note_diverged(self, why: str) -> None:
         """Ranks train different models, and the job must not end well; or, with an empty text, not any more."""
         if why:
             self.note_inexact(why)
-        if isinstance(self.crew, ElasticWorker):
-            self.crew.client.set(StoreKeys.diverged, why)
+        if isinstance(self.worker, ElasticWorker):
+            self.worker.client.set(StoreKeys.diverged, why)
 
     def note_unverified(self, why: str) -> None:
         """Nobody can tell whether the job still is exactly what it would have been."""
-        self.tell("unverified", reason=why)
-        if isinstance(self.crew, ElasticWorker):
-            self.crew.client.set(StoreKeys.unverified, why)
+        self.record_event("unverified", reason=why)
+        if isinstance(self.worker, ElasticWorker):
+            self.worker.client.set(StoreKeys.unverified, why)
 
-    def stop(self, error: UsageError) -> None:
+    def stop_job(self, error: UsageError) -> None:
         """Nobody can survive this mistake: let the launcher end the job and say why."""
         self.is_stopped = True
-        if isinstance(self.crew, ElasticWorker):
-            rank = self.crew.plan.rank_of(self.crew.uid)
-            who = f"spare {self.crew.uid}" if rank is None else f"rank {rank}"
+        if isinstance(self.worker, ElasticWorker):
+            rank = self.worker.plan.rank_of(self.worker.uid)
+            who = f"spare {self.worker.uid}" if rank is None else f"rank {rank}"
             keep_in_log(error, is_said=True)
-            self.crew.client.set(StoreKeys.fatal, f"{who}: {error}")
+            self.worker.client.set(StoreKeys.fatal, f"{who}: {error}")
 
-    def _give_kept(self, group: Group, plan: MembershipPlan, uid: int, rank: int) -> None:
-        kept = self.keeping.of(uid, plan.point - 1)
+    def _send_neighbour_state(self, group: Group, plan: MembershipPlan, uid: int, rank: int) -> None:
+        kept = self.neighbour_state.find(uid, plan.point - 1)
         group.send(torch.tensor([0 if kept is None else kept.numel()]), rank).wait()
         if kept is not None:
             group.send(kept, rank).wait()
 
-    def _receive_kept(self, group: Group, plan: MembershipPlan) -> torch.Tensor | None:
-        keeper = plan.keepers.get(self.crew.uid)
+    def _receive_neighbour_state(self, group: Group, plan: MembershipPlan) -> torch.Tensor | None:
+        keeper = plan.keepers.get(self.worker.uid)
         sender = plan.rank_of(keeper) if keeper is not None else None
         if sender is None:
             return None

@@ -77,7 +77,7 @@ class StoreClient(SignedStore):
         tcp.set_timeout(_FOREVER)
         super().__init__(PrefixStore(prefix, tcp), secret)
 
-    def again(self) -> StoreClient:
+    def reconnect(self) -> StoreClient:
         """Another connection to the same store."""
         return StoreClient(self.host, self.port, secret=self._secret)
 

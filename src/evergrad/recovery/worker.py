@@ -41,7 +41,7 @@ class Worker(ABC):
     """Whether the job goes on, in this process, when a rank is lost."""
 
     @property
-    def wants_change(self) -> bool:
+    def is_change_requested(self) -> bool:
         """Whether everyone is to stop before the next step: somebody waits to join."""
         return False
 
@@ -61,7 +61,7 @@ class Worker(ABC):
         """How many ranks there are."""
         return self.plan.world_size
 
-    def meet(self, here: EpochBoundary) -> None:  # noqa: B027 (a crew that ends with its first loss needs none)
+    def await_boundary(self, here: EpochBoundary) -> None:  # noqa: B027 (a crew that ends with its first loss needs none)
         """Wait for all ranks where an epoch begins or ends; `GroupBroken` if one is lost meanwhile.
 
         `UsageError` if another rank takes this point for one of another kind.
@@ -182,7 +182,7 @@ class ElasticWorker(Worker):
         """Connect. Before `begin` or `await_call` this process is in no generation."""
         self.uid = uid
         self.client = StoreClient(host, port, secret=secret)
-        self._tell, self._transport = tell, transport
+        self._record_event, self._transport = tell, transport
         self._group: Group | None = None
         self._broken: str | None = None
         self.plan = MembershipPlan(-1, ())
@@ -191,7 +191,7 @@ class ElasticWorker(Worker):
         self._is_closed = False
         self._group_of = -1
         self._changing = -2
-        self.position: Callable[[], tuple[int, int, int]] = lambda: (-1, -1, -1)
+        self.read_position: Callable[[], tuple[int, int, int]] = lambda: (-1, -1, -1)
         """The rank's position: its epoch, the next point, the next step. Read by another thread."""
         self._meeting: tuple[int, int] | None = None
         """Generation and point of the last boundary to which this rank has come."""
@@ -199,20 +199,22 @@ class ElasticWorker(Worker):
         """The mistake of the script for which this rank has broken its generation, to be raised by the main thread."""
         self.reported: Callable[[], None] = lambda: None
         """Called when this rank has told what it saw of a broken generation, before it waits for the next one."""
-        self._watch = _BreakListener(uid, self.client.again(), self._heard)
+        self._watch = _BreakListener(uid, self.client.reconnect(), self._on_break)
         self._page = page
-        self._pulse = HeartbeatThreads(page, beat_s, self._ask(self.client.again())) if page is not None else None
-        if self._pulse is not None:
-            self._pulse.start()
+        self._heartbeat = (
+            HeartbeatThreads(page, beat_s, self._ask(self.client.reconnect())) if page is not None else None
+        )
+        if self._heartbeat is not None:
+            self._heartbeat.start()
 
     @property
-    def wants_change(self) -> bool:
+    def is_change_requested(self) -> bool:
         """Whether the launcher wants everyone to stop before the next step."""
         return self._changing == self.plan.generation
 
-    def begin(self, generation: int) -> None:
+    def enter_generation(self, generation: int) -> None:
         """Be a member of this generation from its beginning on."""
-        self._adopt(generation)
+        self._read_plan(generation)
 
     def await_spares(self) -> None:
         """Wait until those spares wait that nobody shall begin without."""
@@ -229,7 +231,7 @@ class ElasticWorker(Worker):
         generation = int(self.client.get(StoreKeys.called(self.uid)))
         if generation < 0:
             return None
-        self._adopt(generation)
+        self._read_plan(generation)
         return self.plan
 
     def group(self) -> Group:
@@ -244,21 +246,21 @@ class ElasticWorker(Worker):
     def next_plan(self, report: SurvivorReport) -> MembershipPlan:
         """Leave the broken generation, say what was seen of it, and wait for the next one."""
         generation = self.plan.generation
-        self._drop(report.reason)
+        self._close_group(report.reason)
         if self._mistake is not None:
             raise UsageError(self._mistake)
         if not self.client.has(StoreKeys.broken(generation)):
             self.client.set(StoreKeys.broken(generation), json.dumps({"uid": self.uid, "reason": report.reason}))
         self.client.set(StoreKeys.report(generation, self.uid), report.to_json())
         self.reported()
-        self._adopt(generation + 1)
+        self._read_plan(generation + 1)
         return self.plan
 
     def is_current(self) -> bool:
         """Whether there is no generation after this one yet."""
         return not self.client.has(StoreKeys.plan(self.plan.generation + 1))
 
-    def meet(self, here: EpochBoundary) -> None:
+    def await_boundary(self, here: EpochBoundary) -> None:
         """Wait for all ranks, by the store and not in the group.
 
         A rank that is in a step instead would take a collective of the group for one of its step: gloo then waits for
@@ -310,7 +312,7 @@ class ElasticWorker(Worker):
         # The main thread goes on meanwhile, so the order counts: the collective was begun at this point or before it,
         # and a boundary at this point that the rank has come to is not hidden by a later one.
         meeting = self._meeting
-        epoch, point, step = self.position()
+        epoch, point, step = self.read_position()
         if (other.generation, other.point) != (generation, point) or num_begun <= other.num_begun:
             return
         if meeting != (generation, point) and self._mistake is None:
@@ -321,16 +323,16 @@ class ElasticWorker(Worker):
 
     def leave_group(self) -> None:
         """Let go of the group: this process is about to be another one, of the same number."""
-        self._fall_silent()
-        self._drop("begins anew")
+        self._stop_heartbeat()
+        self._close_group("begins anew")
 
     def close(self) -> None:
         """Leave: the group first, so that nobody waits for this rank."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._drop("closed")
-        self._fall_silent()
+        self._close_group("closed")
+        self._stop_heartbeat()
         self._watch.close(self.client)
 
     def _ask(self, client: StoreClient) -> Callable[[], None]:
@@ -347,15 +349,17 @@ class ElasticWorker(Worker):
 
         return ask
 
-    def _fall_silent(self) -> None:
+    def _stop_heartbeat(self) -> None:
         """From now on nothing can be said of this process: who has closed may take its time to end."""
-        if self._pulse is not None and self._page is not None:
-            self._pulse.close()
+        if self._heartbeat is not None and self._page is not None:
+            self._heartbeat.close()
             self._page.forget()
 
     def _give_up(self) -> None:
         """This process cannot leave its broken generation. It ends, so that nobody waits for it."""
-        self._tell("process_stuck", generation=self.plan.generation, reason="gloo waits for a connection that is gone")
+        self._record_event(
+            "process_stuck", generation=self.plan.generation, reason="gloo waits for a connection that is gone"
+        )
         os._exit(_STUCK)
 
     def _waiting(self) -> AbstractContextManager[None]:
@@ -369,7 +373,7 @@ class ElasticWorker(Worker):
         generation, reason = self._news
         return self._broken or (reason if generation == self.plan.generation else None)
 
-    def _adopt(self, generation: int) -> None:
+    def _read_plan(self, generation: int) -> None:
         try:
             with self._waiting():
                 plan = MembershipPlan.from_json(self.client.get(StoreKeys.plan(generation)))
@@ -384,14 +388,14 @@ class ElasticWorker(Worker):
         self.plan, self._broken = plan, None
         self._watch.follow(generation)
 
-    def _heard(self, generation: int, reason: str) -> None:
+    def _on_break(self, generation: int, reason: str) -> None:
         """The watch's thread: the generation broke, and this rank may be waiting for someone who will never come."""
         self._news = generation, reason or "it broke"
         group, of = self._group, self._group_of
         if group is not None and of == generation:
             group.interrupt(reason)
 
-    def _drop(self, reason: str) -> None:
+    def _close_group(self, reason: str) -> None:
         self._broken = self._why_broken() or reason
         group, self._group = self._group, None
         if group is not None:
@@ -428,7 +432,7 @@ class ElasticWorker(Worker):
                     # The thread waits in this connection, for one who will never come. Connecting may be slow where
                     # addresses are looked up: only then is another one made.
                     client.cut()
-                    self.client = client.again()
+                    self.client = client.reconnect()
                     raise GroupBroken(why)
         if refused:  # in every generation it would be the same
             client.set(StoreKeys.fatal, str(refused[0]))
@@ -505,18 +509,18 @@ class SigtermHandler:
         self._asked = asked
         self._watches = False
 
-    def watch(self) -> None:
+    def install(self) -> None:
         """Heed the signal from now on; nothing happens where somebody else does, or outside of the main thread."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not self._watches and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._watches = True
-            signal.signal(signal.SIGTERM, self._heed)
+            signal.signal(signal.SIGTERM, self._handle)
             _reset_sigterm_in_forks()
 
     def close(self) -> None:
         """Heed it no more. Twice is fine."""
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self._watches and signal.getsignal(signal.SIGTERM) == self._heed:
+        if is_main and self._watches and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._watches = False
 
@@ -524,16 +528,16 @@ class SigtermHandler:
     def suspended(self) -> Iterator[None]:
         """Inside of this the signal ends the process, as it does by default."""
         is_main = threading.current_thread() is threading.main_thread()
-        if not (is_main and self._watches and signal.getsignal(signal.SIGTERM) == self._heed):
+        if not (is_main and self._watches and signal.getsignal(signal.SIGTERM) == self._handle):
             yield
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, self._heed)
+            signal.signal(signal.SIGTERM, self._handle)
 
-    def _heed(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self._asked(number)
 
 

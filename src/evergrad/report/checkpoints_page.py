@@ -69,9 +69,9 @@ class JobVersions:
 
 def survey_job(catalogue: Catalogue) -> JobVersions:
     """Look at every tier of a job; nothing is made or changed."""
-    seen = catalogue.look()
+    seen = catalogue.survey()
     entries = tuple(catalogue.entries(seen))
-    home = catalogue.home
+    home = catalogue.location
     kinds = tuple(dict.fromkeys(tier.kind for tier in home.tiers))
     if not any(found.copy.tier == "memory" for copies in seen.shards.values() for found in copies):
         kinds = tuple(kind for kind in kinds if kind != "memory")  # it is looked at always, and had by few
@@ -99,7 +99,7 @@ def _holding(seen: Survey, version: Version, kind: str) -> TierContents | None:
         return None
     written = []
     for copy in copies:
-        if not copy.url and copy.generation is None:  # in memory records are written again with every save
+        if not copy.url and copy.use is None:  # in memory records are written again with every save
             with suppress(OSError):
                 written.append(copy.manifest.stat().st_mtime)
     return TierContents(len({copy.rank for copy in copies}), max(written, default=None))

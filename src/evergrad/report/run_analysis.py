@@ -50,8 +50,8 @@ class FailureActions:
     """All of a run; each explains one loss at most."""
 
     def __init__(self, course: EventIndex) -> None:
-        self._course = course
-        self._left: dict[int, list[FailureAction]] = defaultdict(list)
+        self._index = course
+        self._unassigned: dict[int, list[FailureAction]] = defaultdict(list)
         healed: dict[int, list[float]] = defaultdict(list)
         for moment in course.by_event["network_restored"]:
             for uid in _uids(moment):
@@ -60,8 +60,8 @@ class FailureActions:
             for moment in course.by_event[event]:
                 for uid in _uids(moment):
                     over_s = self._over_s(moment, act, uid, healed[uid])
-                    self._left[uid].append(FailureAction(moment.at_s, act, over_s))
-        for found in self._left.values():
+                    self._unassigned[uid].append(FailureAction(moment.at_s, act, over_s))
+        for found in self._unassigned.values():
             found.sort(key=lambda each: each.at_s)
 
     def cause(self, uid: int, generation: int, died_s: float | None, seen_s: float | None) -> FailureAction | None:
@@ -69,20 +69,20 @@ class FailureActions:
 
         It may have been done before the generation's plan, while the one before it was being left.
         """
-        plans = self._course.plans
+        plans = self._index.plans
         plan, before, after = (plans.get(each) for each in (generation, generation - 1, generation + 1))
         assert plan is not None
         since_s = before.at_s if before is not None else plan.at_s
-        if self._course.own("recovered", generation, uid) is not None:
+        if self._index.first_by("recovered", generation, uid) is not None:
             since_s = plan.at_s  # it has outlived what was done to it before
         decided_s = after.at_s if after is not None else float("inf")
         died_s = decided_s if died_s is None else min(died_s, decided_s)
         seen_s = died_s if seen_s is None else min(seen_s, died_s)
         # The generation may have been broken by another rank before. Only across machines is a death before its cause.
-        for until_s in (seen_s, died_s, float("inf")) if self._course.is_spread else (seen_s, died_s):
-            for each in reversed(self._left[uid]):
+        for until_s in (seen_s, died_s, float("inf")) if self._index.is_multinode else (seen_s, died_s):
+            for each in reversed(self._unassigned[uid]):
                 if since_s <= each.at_s <= until_s and each.over_s > seen_s:
-                    self._left[uid].remove(each)
+                    self._unassigned[uid].remove(each)
                     return each
         return None
 
@@ -96,8 +96,8 @@ class FailureActions:
 
     def _is_woken(self, by: int | None, uid: int) -> bool:
         """A stopped process is woken by its own machine alone."""
-        doer, done_to = (self._course.processes.get(-1 if each is None else each) for each in (by, uid))
-        return not self._course.is_spread or (doer is not None and done_to is not None and doer.node == done_to.node)
+        doer, done_to = (self._index.processes.get(-1 if each is None else each) for each in (by, uid))
+        return not self._index.is_multinode or (doer is not None and done_to is not None and doer.node == done_to.node)
 
 
 def _uids(moment: TimedEvent) -> tuple[int, ...]:
@@ -146,18 +146,18 @@ def _end_generation(course: EventIndex, plan: GenerationPlan, ended: Interruptio
         if uid in lost:
             at_s = next((at for at in (lost[uid].failed_s, ended.seen_s, process.exited_s) if at is not None), end_s)
             _add(process, "gone", at_s, end_s, lost[uid].how)
-        elif (reported := course.own("report", plan.generation, uid)) is not None:
+        elif (reported := course.first_by("report", plan.generation, uid)) is not None:
             _add(process, "recovering", reported.at_s, ended.decided_s or end_s, "has reported, waits for the plan")
 
 
 def _first_step_after(course: EventIndex, uid: int, generation: int, before: Interruption) -> float | None:
     """When this rank had applied a step again; else when the first one had, who does not note its own."""
-    own = course.own("recovered", generation, uid)
+    own = course.first_by("recovered", generation, uid)
     return own.at_s if own is not None else before.going_on_s
 
 
 def _reported(course: EventIndex, uid: int, generation: int, plan: GenerationPlan) -> float:
-    reported = course.own("report", generation, uid)
+    reported = course.first_by("report", generation, uid)
     return reported.at_s if reported is not None else plan.at_s
 
 
@@ -240,12 +240,12 @@ def _interruption(course: EventIndex, end: _End, injections: FailureActions) -> 
     until_s = after.at_s if after is not None else float("inf")
     reports = course.by_generation["report", generation]
     seen = _first(reports, list(deaths.values()), end.broken)
-    if seen is not None and seen.at_s > until_s and not course.is_spread:
+    if seen is not None and seen.at_s > until_s and not course.is_multinode:
         seen = None  # noted after the plan that it led to: who knew first is not on record
     seen_s = seen.at_s if seen is not None else None
     lost = tuple(_loss(course, uid, end, injections, seen_s) for uid in gone)
     failed_s = min((loss.failed_s for loss in lost if loss.failed_s is not None), default=None)
-    if failed_s is not None and seen_s is not None and failed_s > seen_s and not course.is_spread:
+    if failed_s is not None and seen_s is not None and failed_s > seen_s and not course.is_multinode:
         failed_s = None  # of another rank, that was lost before, nobody noted the moment
     left = after.left if after is not None else ()
     joined = after.joiners if after is not None else ()
@@ -363,7 +363,7 @@ def _or_interruptions(value: int | None, other: int) -> int:
 def find_anomalies(course: EventIndex) -> Iterator[Anomaly]:
     """In the order of time; what several ranks say alike only once."""
     said: set[tuple[str, str]] = set()
-    for moment in course.moments:
+    for moment in course.events:
         found = _anomaly_of(course, moment)
         if found is None:
             continue
@@ -489,13 +489,13 @@ def analyse(events: Iterable[Event], notes: Sequence[str] = ()) -> RunAnalysis:
         processes=tuple(processes),
         generations=generations,
         interruptions=found,
-        noticed=tuple(find_anomalies(course)),
+        anomalies=tuple(find_anomalies(course)),
         progress=progress,
         samples_lost=_samples_lost(moments),
         inexact=_inexact(course, found),
         unverified=text_field(end.fields, "unverified") if end is not None else "",
-        is_told_exact=end is not None and end.fields.get("exact") is True,
-        is_spread=is_spread,
+        is_recorded_exact=end is not None and end.fields.get("exact") is True,
+        is_multinode=is_spread,
         settings=settings,
         num_events=len(listed),
         notes=tuple(notes),
@@ -573,7 +573,7 @@ def _samples_lost(moments: Sequence[TimedEvent]) -> int:
 
 def _inexact(course: EventIndex, found: Sequence[Interruption]) -> str:
     """The first reason on record: what a joiner did not get, or a plan that says so."""
-    told = next((text_field(moment.fields, "reason") for moment in course.moments if moment.event == "inexact"), "")
+    told = next((text_field(moment.fields, "reason") for moment in course.events if moment.event == "inexact"), "")
     planned = next((each for each in found if not each.exact), None)
     if told or planned is None:
         return told

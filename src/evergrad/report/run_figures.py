@@ -72,7 +72,7 @@ def run_answer(story: RunAnalysis) -> list[str]:
 
 def caveats(story: RunAnalysis) -> list[str]:
     """What a reader has to know of how far durations can be trusted."""
-    if not story.is_spread:
+    if not story.is_multinode:
         return []
     told = "Several machines: durations are differences of their wall clocks, which may not agree."
     wrong = sum(each.clocks_disagree for each in story.failures)
@@ -183,8 +183,8 @@ def _planned(story: RunAnalysis) -> Iterator[str]:
 
 
 def _result(story: RunAnalysis) -> Iterator[str]:
-    bad = sum(each.mark == "bad" for each in story.noticed)
-    healed = sum(each.what.endswith("; healed") for each in story.noticed)
+    bad = sum(each.mark == "bad" for each in story.anomalies)
+    healed = sum(each.what.endswith("; healed") for each in story.anomalies)
     if healed:
         yield f"A guard found ranks whose state differed, and healed {count_of(healed, 'tensor')}."
     if story.inexact:

@@ -220,7 +220,7 @@ class RunAnalysis:
     processes: tuple[ProcessHistory, ...]
     generations: tuple[Generation, ...]
     interruptions: tuple[Interruption, ...]
-    noticed: tuple[Anomaly, ...]
+    anomalies: tuple[Anomaly, ...]
     progress: tuple[tuple[float, int], ...]
     """When how many steps were applied, wherever the timeline says so."""
     samples_lost: int
@@ -229,9 +229,9 @@ class RunAnalysis:
     """Why the result is not what it would have been without failures; empty if nothing says so."""
     unverified: str
     """The reason why that is unknown, as the launcher recorded it; empty if it was compared or not recorded."""
-    is_told_exact: bool
+    is_recorded_exact: bool
     """True if the launcher has compared the ranks, and recorded that the result is exact."""
-    is_spread: bool
+    is_multinode: bool
     """Several machines, each with a clock of its own: durations are differences of wall clocks."""
     settings: Mapping[str, Json]
     num_events: int
@@ -247,9 +247,11 @@ class RunAnalysis:
         """Whether the run went on as it would have without failures, to the last bit; None if that is not told."""
         if self.inexact:
             return False
-        if self.outcome != "finished" or not self.generations or not self.is_told_exact:
+        if self.outcome != "finished" or not self.generations or not self.is_recorded_exact:
             return None
-        is_told = all(each.ranks is not None for each in self.failures) and not any(each.mark for each in self.noticed)
+        is_told = all(each.ranks is not None for each in self.failures) and not any(
+            each.mark for each in self.anomalies
+        )
         return True if is_told else None
 
     def to_json(self) -> dict[str, Json]:
@@ -270,11 +272,11 @@ class RunAnalysis:
             "inexact": self.inexact,
             "unverified": self.unverified,
             "samples_lost": self.samples_lost,
-            "clocks_differ": self.is_spread,
+            "clocks_differ": self.is_multinode,
             "failures": [each.to_json() for each in self.failures],
             "planned": [each.to_json() for each in self.interruptions if each.kind == "planned"],
             "generations": [asdict(each) for each in self.generations],
-            "noticed": [asdict(each) for each in self.noticed],
+            "noticed": [asdict(each) for each in self.anomalies],
             "processes": processes,
             "events": self.num_events,
             "notes": list(self.notes),
@@ -289,28 +291,28 @@ class TimedEvent:
     """An event, and when it was: seconds since the run began."""
 
     at_s: float
-    told: Event
+    source: Event
 
     @property
     def event(self) -> str:
         """What happened."""
-        return self.told.event
+        return self.source.event
 
     @property
     def who(self) -> str:
         """Who saw it."""
-        return self.told.source
+        return self.source.source
 
     @property
     def uid(self) -> int | None:
         """The process that saw it; None for a launcher."""
-        name, _, rest = self.told.source.partition(" ")
+        name, _, rest = self.source.source.partition(" ")
         return int(rest) if name == "uid" and rest.isascii() and rest.isdigit() and len(rest) < 10 else None
 
     @property
     def fields(self) -> Mapping[str, Json]:
         """What else was said of it."""
-        return self.told.fields
+        return self.source.fields
 
 
 def int_field(fields: Mapping[str, Json], name: str) -> int | None:
@@ -380,25 +382,25 @@ class GenerationPlan:
 class EventIndex:
     """The events of a run, sorted into where they belong."""
 
-    moments: Sequence[TimedEvent]
-    is_spread: bool = False
+    events: Sequence[TimedEvent]
+    is_multinode: bool = False
     """Several machines, whose clocks may disagree."""
     plans: dict[int, GenerationPlan] = field(default_factory=dict)
     processes: dict[int, ProcessHistory] = field(default_factory=dict)
     by_generation: dict[tuple[str, int], list[TimedEvent]] = field(default_factory=lambda: defaultdict(list))
     """Those that name a generation: by event and generation."""
     by_event: dict[str, list[TimedEvent]] = field(default_factory=lambda: defaultdict(list))
-    _own: dict[tuple[str, int, int], TimedEvent] = field(default_factory=dict)
+    _first_by: dict[tuple[str, int, int], TimedEvent] = field(default_factory=dict)
     """The first that a process told of itself: by event, generation and process."""
 
     def __post_init__(self) -> None:
-        for moment in self.moments:
+        for moment in self.events:
             self.by_event[moment.event].append(moment)
             generation = int_field(moment.fields, "generation")
             if generation is not None:
                 self.by_generation[moment.event, generation].append(moment)
                 if (uid := moment.uid) is not None:
-                    self._own.setdefault((moment.event, generation, uid), moment)
+                    self._first_by.setdefault((moment.event, generation, uid), moment)
         for moment in self.by_event["plan"]:
             plan = _plan(moment)
             if plan is not None and plan.generation not in self.plans:
@@ -421,9 +423,9 @@ class EventIndex:
         first = bisect_left(moments, since_s, key=lambda moment: moment.at_s)
         return moments[first : bisect_left(moments, until_s, key=lambda moment: moment.at_s)]
 
-    def own(self, event: str, generation: int, uid: int) -> TimedEvent | None:
+    def first_by(self, event: str, generation: int, uid: int) -> TimedEvent | None:
         """What a process told first of a generation, of one kind."""
-        return self._own.get((event, generation, uid))
+        return self._first_by.get((event, generation, uid))
 
     def label(self, uid: int) -> str:
         """What a process was started as."""

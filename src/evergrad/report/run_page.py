@@ -117,15 +117,15 @@ def _failure(number: int, each: Interruption) -> list[TableCell]:
 
 
 def _noticed(story: RunAnalysis) -> list[ReportBlock]:
-    if not story.noticed:
+    if not story.anomalies:
         return []
     columns = [TableColumn("after", "number"), TableColumn("who"), TableColumn("what")]
-    worst = sorted(story.noticed, key=lambda each: each.mark != "bad")[:_ROWS]  # if not all fit, those
+    worst = sorted(story.anomalies, key=lambda each: each.mark != "bad")[:_ROWS]  # if not all fit, those
     rows = [
         [_time(each.at_s), TableCell(each.who), TableCell(each.what[:500], mark=each.mark)]
         for each in sorted(worst, key=lambda each: each.at_s)
     ]
-    return [DataTable(columns, rows, _limited(len(rows), len(story.noticed)))]
+    return [DataTable(columns, rows, _limited(len(rows), len(story.anomalies)))]
 
 
 def _generations(story: RunAnalysis) -> list[ReportBlock]:

@@ -44,7 +44,7 @@ class TrialData:
     """The direction of the metric."""
 
     @property
-    def drop(self) -> float | None:
+    def metric_drop(self) -> float | None:
         """By how much the final metric is worse than the golden run's; None without one, or if it is not a number."""
         if not self.seen.metrics or not self.golden.observation.metrics:
             return None
@@ -59,22 +59,26 @@ class StudyData:
     folder: Path
     plan: Plan
     results: Results
-    tally: StudyProgress
-    courses: Mapping[str, Observation]
+    progress: StudyProgress
+    observations: Mapping[str, Observation]
     """By trial: those that were read step by step."""
 
     def cells(self) -> Iterator[tuple[Cell, CellProgress]]:
         """Cells with what they were counted from."""
-        return zip(self.results.cells, self.tally.cells, strict=True)
+        return zip(self.results.cells, self.progress.cells, strict=True)
 
     def trials(self) -> Iterator[TrialData]:
         """Every trial that counts, in brief."""
-        for cell in self.tally.cells:
+        for cell in self.progress.cells:
             yield from _trials(cell)
 
-    def drawn(self, cell: CellProgress) -> list[TrialData]:
+    def plotted_trials(self, cell: CellProgress) -> list[TrialData]:
         """The trials of a cell that were read step by step."""
-        return [replace(one, seen=self.courses[one.trial.id]) for one in _trials(cell) if one.trial.id in self.courses]
+        return [
+            replace(one, seen=self.observations[one.trial.id])
+            for one in _trials(cell)
+            if one.trial.id in self.observations
+        ]
 
     @property
     def done(self) -> int:

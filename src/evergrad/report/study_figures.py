@@ -388,7 +388,7 @@ def curve_blocks(data: StudyData) -> list[ReportBlock]:
             label = f"{data.results.study} {kind} {name}".strip()
             blocks.append(Figure(label, traces, layout, caption, 320, half=True))
     if blocks:
-        drawn = len(data.courses)
+        drawn = len(data.observations)
         sampled = (
             f"{drawn:,} of {data.done:,} trainings are drawn, evenly over the cells. " if drawn < data.done else ""
         )
@@ -451,7 +451,7 @@ def _panels(data: StudyData) -> list[tuple[str, list[tuple[str, Cell, list[Trial
     for cell, tally in data.cells():
         name = ", ".join(f"{other} {cell.axes.get(other)}" for other in others)
         label = f"{down} {short[str(cell.axes.get(down, ''))]}" if down else "with a fault"
-        panels.setdefault(name, []).append((label, cell, data.drawn(tally)))
+        panels.setdefault(name, []).append((label, cell, data.plotted_trials(tally)))
     return list(panels.items())
 
 

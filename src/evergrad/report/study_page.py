@@ -176,7 +176,7 @@ def worst_trials(data: StudyData) -> list[TrialData]:
     """N-EV first, the fewest flips and the earliest first; then the worst final metrics; a few of each."""
     nev = heapq.nsmallest(_EACH, (one for one in data.trials() if one.outcome is Outcome.NEV), key=_nev_key)
     lost = [one for one in data.trials() if one.outcome in (Outcome.FAILED, Outcome.DEGRADED, Outcome.CHANGED)]
-    lost = [one for one in lost if one.outcome is Outcome.FAILED or (one.drop or 0) > 0]
+    lost = [one for one in lost if one.outcome is Outcome.FAILED or (one.metric_drop or 0) > 0]
     return [*nev, *heapq.nsmallest(_EACH, lost, key=_drop_key)]
 
 
@@ -225,7 +225,7 @@ def _row(one: TrialData) -> list[TableCell]:
         TableCell(where or "–", where or None),
         _number(metrics[0] if metrics else None),
         _number(metrics[-1] if finished else None),
-        _number(one.drop if finished else None),
+        _number(one.metric_drop if finished else None),
     ]
 
 
@@ -239,7 +239,7 @@ def _nev_key(one: TrialData) -> tuple[int, int, str]:
 
 
 def _drop_key(one: TrialData) -> tuple[float, str]:
-    return -(one.drop if one.drop is not None else float("inf")), one.trial.id
+    return -(one.metric_drop if one.metric_drop is not None else float("inf")), one.trial.id
 
 
 # The answer of a study in words: nothing but what its tables and tests say, and first what is missing.

@@ -206,7 +206,7 @@ class _Walker:
         try:
             return encode_scalar(value)
         except TypeError:
-            return self._stranger(value, path, depth)
+            return self._unknown_object(value, path, depth)
 
     def _opaque(self, value: Opaque, path: str | None, depth: int) -> Json:
         if value.value is not None:
@@ -268,7 +268,7 @@ class _Walker:
             self.roles.update((name, Role.OPTIMIZER) for name in mine)
         return node
 
-    def _stranger(self, value: Any, path: str | None, depth: int) -> Json:
+    def _unknown_object(self, value: Any, path: str | None, depth: int) -> Json:
         kind = type(value)
         if not self.live and (opaque := getattr(value, "opaque", None)) is not None:
             return self._opaque(opaque, path, depth)

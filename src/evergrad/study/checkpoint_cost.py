@@ -270,7 +270,7 @@ class TimedSteps:
 class _Loaded:
     key: str
     session: Session
-    take_up: Callable[[], None]
+    reset: Callable[[], None]
 
 
 _loaded: list[_Loaded] = []
@@ -288,7 +288,7 @@ def measure_pair(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
         strategy.save(0)
         strategy.drain()
         for name in work["order"]:
-            loaded.take_up()
+            loaded.reset()
             saves = strategy if name == "with" else NoSaver()
             found[name] = asdict(_block(loaded.session, training, saving, saves, judged=name == "with"))
     finally:
@@ -379,7 +379,7 @@ def _load_training(folder: Path, training: Training, golden: GoldenRun) -> _Load
     _loaded.clear()
     session = make_session(training, make_workload(training))
     session.restore(read_snapshot(golden_folder(folder, training.key), golden, session))
-    found = _Loaded(training.key, session, session.remember())
+    found = _Loaded(training.key, session, session.make_reset())
     again = _block(session, training, Saving(strategy="none"), NoSaver())
     seen = golden.observation
     if session.rank == 0 and (tuple(again.metrics), again.digest) != (seen.metrics, seen.digest):

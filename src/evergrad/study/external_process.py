@@ -34,12 +34,12 @@ class ProgramExit:
     seconds: float
     code: int | None = None
     """Its exit code; below zero, the signal that ended it; None: it was ended by us, or never began."""
-    overtime: bool = False
-    enough: bool = False
+    timed_out: bool = False
+    stopped_early: bool = False
     """Whoever heeded its lines needed no more."""
-    refusal: str = ""
+    start_error: str = ""
     """Why it could not be started."""
-    errors: tuple[str, ...] = ()
+    stderr_lines: tuple[str, ...] = ()
     """The last lines of its stderr, without empty ones."""
 
 
@@ -95,7 +95,9 @@ def run_program(
                 pass_fds=[far_end.fileno()],
             )
         except OSError as error:
-            return ProgramExit(monotonic() - began, refusal=f"{error.filename or words[0]}: {error.strerror or error}")
+            return ProgramExit(
+                monotonic() - began, start_error=f"{error.filename or words[0]}: {error.strerror or error}"
+            )
         far_end.close()
         stack.callback(_wait, reaper)
         stack.callback(line.close)  # comes before the wait, and ends a program that is left in the middle
@@ -103,8 +105,8 @@ def run_program(
         assert reaper.stderr is not None
         out, errors = stack.enter_context(reaper.stdout), stack.enter_context(reaper.stderr)
         hearing = _ProgramMonitor(line, out, errors, heed, began + limit_s if limit_s else None)
-        hearing.listen()
-    return hearing.ending(words[0], monotonic() - began)
+        hearing.run()
+    return hearing.program_exit(words[0], monotonic() - began)
 
 
 class _ProgramMonitor:
@@ -119,14 +121,14 @@ class _ProgramMonitor:
         deadline: float | None,
     ) -> None:
         """`line` is the reaper's: how the program ended comes there, and shutting it down ends the program."""
-        self._line, self._out, self._errors, self._heed, self._deadline = line, out, errors, heed, deadline
-        self._lines, self._complaints, self._told = LineSplitter(), b"", b""
+        self._reaper_socket, self._out, self._errors, self._on_line, self._deadline = line, out, errors, heed, deadline
+        self._lines, self._stderr, self._reaper_status = LineSplitter(), b"", b""
         self._enough = self._overtime = self._closing = False
 
-    def listen(self) -> None:
+    def run(self) -> None:
         """Until all has been heard, or what was killed is not gone in time."""
         with selectors.DefaultSelector() as selector:
-            for stream in (self._out, self._errors, self._line):
+            for stream in (self._out, self._errors, self._reaper_socket):
                 selector.register(stream, selectors.EVENT_READ)
             while selector.get_map():
                 left = None if self._deadline is None else max(0.0, self._deadline - monotonic())
@@ -134,46 +136,46 @@ class _ProgramMonitor:
                     data = _read(key.fd)
                     if not data:
                         selector.unregister(key.fileobj)
-                    self._hear(key.fileobj, data)
+                    self._handle_data(key.fileobj, data)
                 if self._deadline is not None and monotonic() >= self._deadline:
                     if self._closing:
                         break  # something cannot be killed: it is not waited for
                     self._overtime = True
                     self._end()
-        if not self._is_by_us:
-            self._enough = self._heed(self._lines.rest())
+        if not self._ended_by_us:
+            self._enough = self._on_line(self._lines.rest())
 
-    def ending(self, program: str, seconds: float) -> ProgramExit:
+    def program_exit(self, program: str, seconds: float) -> ProgramExit:
         """How it ended, after so long."""
-        word, _, rest = self._told.decode("utf-8", "replace").partition(" ")
-        lines = self._complaints.decode("utf-8", "replace").splitlines()
+        word, _, rest = self._reaper_status.decode("utf-8", "replace").partition(" ")
+        lines = self._stderr.decode("utf-8", "replace").splitlines()
         return ProgramExit(
             seconds=seconds,
-            code=int(rest) if word == "exit" and not self._is_by_us else None,
-            overtime=self._overtime,
-            enough=self._enough,
-            refusal="" if word == "exit" or self._is_by_us else f"{program}: {rest or 'its reaper is lost'}",
-            errors=tuple(text.strip() for text in lines if text.strip()),
+            code=int(rest) if word == "exit" and not self._ended_by_us else None,
+            timed_out=self._overtime,
+            stopped_early=self._enough,
+            start_error="" if word == "exit" or self._ended_by_us else f"{program}: {rest or 'its reaper is lost'}",
+            stderr_lines=tuple(text.strip() for text in lines if text.strip()),
         )
 
     @property
-    def _is_by_us(self) -> bool:
+    def _ended_by_us(self) -> bool:
         return self._enough or self._overtime
 
-    def _hear(self, stream: object, data: bytes) -> None:
-        if stream is self._line:
-            self._told += data
+    def _handle_data(self, stream: object, data: bytes) -> None:
+        if stream is self._reaper_socket:
+            self._reaper_status += data
             self._give_grace()  # it is over, and what it left is being ended
         elif stream is self._errors:
-            self._complaints = (self._complaints + data)[-_ERRORS_KEPT:]
-        elif not self._is_by_us and any(map(self._heed, self._lines.feed(data))):
+            self._stderr = (self._stderr + data)[-_ERRORS_KEPT:]
+        elif not self._ended_by_us and any(map(self._on_line, self._lines.feed(data))):
             self._enough = True
             self._end()
 
     def _end(self) -> None:
         """Have the program ended."""
         with suppress(OSError):
-            self._line.shutdown(socket.SHUT_WR)
+            self._reaper_socket.shutdown(socket.SHUT_WR)
         self._give_grace()
 
     def _give_grace(self) -> None:

@@ -79,7 +79,7 @@ class NumberExtractor:
     def __str__(self) -> str:
         return f"pattern {short_repr(self._pattern.pattern)}" if self._pattern else f"key {short_repr(self._key)}"
 
-    def read(self, line: str, record: dict[str, Any] | None) -> float | None:
+    def extract(self, line: str, record: dict[str, Any] | None) -> float | None:
         """The number that is in a line, or in the object that the line is; None if there is none."""
         if self._pattern is not None:
             found = self._pattern.search(line)
@@ -115,7 +115,7 @@ class ThinnedNumbers:
         """Every so-manyth."""
         return Series(self._every, tuple(self._values))
 
-    def ends(self) -> tuple[float, ...]:
+    def with_last(self) -> tuple[float, ...]:
         """The same, and always the last one."""
         left_out = self.count and (self.count - 1) % self._every
         return (*self._values, self._last) if left_out else tuple(self._values)
@@ -140,20 +140,20 @@ class ProgramReadings:
         """How many there were."""
         return self.losses.count or self.metrics.count
 
-    def heed(self, line: str) -> bool:
+    def read_line(self, line: str) -> bool:
         """Read one line; whether a rule says that this is enough."""
         record = _record(line)
         for source, kept, where in ((self._loss, self.losses, "loss"), (self._metric, self.metrics, "metric")):
-            value = source.read(line, record)
+            value = source.extract(line, record)
             if value is not None:
                 kept.add(value)
                 if not math.isfinite(value):
-                    self.note("non-finite", where, self.steps)
+                    self.note_abnormal("non-finite", where, self.steps)
                 elif abs(value) > self._rules.extreme:
-                    self.note("extreme", where, self.steps)
+                    self.note_abnormal("extreme", where, self.steps)
         return bool(self.reason)
 
-    def note(self, kind: str, where: str, step: int) -> None:
+    def note_abnormal(self, kind: str, where: str, step: int) -> None:
         """That something `non-finite` or `extreme` was seen; the first counts."""
         if kind == "non-finite" and self.nonfinite[0] is None:
             self.nonfinite = (step, where)
@@ -302,7 +302,7 @@ class FileState:
     """Tensor → how many NaN and infinities, where there are some."""
     extreme: Mapping[str, int]
 
-    def gained(self, before: FileState) -> tuple[bool, bool]:
+    def new_abnormal_values(self, before: FileState) -> tuple[bool, bool]:
         """Whether a tensor has more numbers that are none, and more extreme ones, than in another state.
 
         Masks hold infinities, and a best loss begins as one: only what came with the fault counts.
@@ -368,7 +368,7 @@ def new_abnormal_values(log: InjectionLog, extreme: float) -> tuple[bool, bool]:
     nonfinite = far = False
     for column in log.columns:
         if column.dtype.is_float:
-            ends = column.ends()
+            ends = column.net_changes()
             with np.errstate(invalid="ignore"):  # a flip may well make a signalling NaN
                 old, new = (np.abs(values(bits, ends.dtype).astype(np.float64)) for bits in (ends.old, ends.new))
                 nonfinite |= bool(np.any(np.isfinite(old) & ~np.isfinite(new)))
@@ -476,7 +476,7 @@ def run_trial(command: Command, checkpoint: Path, golden: Observation, trial: Tr
         readings = ProgramReadings(command.metric, command.loss, trial.rules)
         _judge_state(readings, new_abnormal_values(log, trial.rules.extreme), step=0)
         if readings.reason:
-            run = _Run(ProgramExit(0.0, enough=True), readings)
+            run = _Run(ProgramExit(0.0, stopped_early=True), readings)
         else:
             run = _run(command, out, place, readings, trial.seed, _limit(command, golden))
         digest, reason = "", run.reason
@@ -484,7 +484,7 @@ def run_trial(command: Command, checkpoint: Path, golden: Observation, trial: Tr
             before = _golden_final(command, checkpoint, trial.rules.extreme)
             try:
                 state = read_state(run.output, trial.rules.extreme)
-                _judge_state(readings, state.gained(before), step=readings.steps)
+                _judge_state(readings, state.new_abnormal_values(before), step=readings.steps)
                 digest = state.digest
             except EvergradError as error:  # the program's doing: whether it finished is told by its metric
                 reason = f"its final state cannot be read: {error}"[:300]
@@ -501,11 +501,11 @@ class _Run:
 
     @property
     def end(self) -> TrialEnd:
-        if self.ending.enough:
+        if self.ending.stopped_early:
             return TrialEnd.ABANDONED
-        if self.ending.overtime:
+        if self.ending.timed_out:
             return TrialEnd.OVERTIME
-        if self.ending.refusal:
+        if self.ending.start_error:
             return TrialEnd.LOST  # the golden run could be started: this is not the fault's doing
         return TrialEnd.CRASHED if self.ending.code else TrialEnd.FINISHED
 
@@ -518,7 +518,7 @@ class _Run:
             return f"ended after {self.ending.seconds:.0f} s"
         if self.end is TrialEnd.CRASHED:
             return f"{describe_exit(self.ending.code or 0)}: {_last_lines(self.ending, 1)}"[:300]
-        return self.ending.refusal or ("" if self.readings.metrics.count else "it printed no metric")
+        return self.ending.start_error or ("" if self.readings.metrics.count else "it printed no metric")
 
 
 def _run(
@@ -531,7 +531,7 @@ def _run(
         output = places["output"] = place / _output_name(command, checkpoint)
     ending = run_program(
         fill_placeholders(words, places),
-        readings.heed,
+        readings.read_line,
         folder=Path(command.base, command.folder).resolve(),
         environment=_environment(seed),
         limit_s=limit_s,
@@ -550,7 +550,7 @@ def _golden_run(
     if run.end is not TrialEnd.FINISHED:
         raise UsageError(f"command: the golden run, without any fault, did not finish: {_failure(run)}")
     if not readings.metrics.count:
-        said = f" Its last error line: {_last_lines(run.ending, 1)}" if run.ending.errors else ""
+        said = f" Its last error line: {_last_lines(run.ending, 1)}" if run.ending.stderr_lines else ""
         raise UsageError(
             f"metric: expected a number on stdout by the {NumberExtractor('metric', command.metric)}, found none in "
             "the golden "
@@ -636,9 +636,9 @@ def _environment(seed: int) -> dict[str, str]:
 def _judge_state(readings: ProgramReadings, found: tuple[bool, bool], step: int) -> None:
     nonfinite, extreme = found
     if nonfinite:
-        readings.note("non-finite", "state", step)
+        readings.note_abnormal("non-finite", "state", step)
     if extreme:
-        readings.note("extreme", "state", step)
+        readings.note_abnormal("extreme", "state", step)
 
 
 def _observation(
@@ -649,7 +649,7 @@ def _observation(
         end=run.end,
         reason=reason,
         steps=readings.steps,
-        metrics=readings.metrics.ends(),
+        metrics=readings.metrics.with_last(),
         losses=readings.losses.series(),
         nonfinite_at=readings.nonfinite[0],
         nonfinite_in=readings.nonfinite[1],
@@ -671,5 +671,5 @@ def _failure(run: _Run) -> str:
 
 
 def _last_lines(ending: ProgramExit, count: int) -> str:
-    text = " / ".join(ending.errors[-count:]) or "no error was printed"
+    text = " / ".join(ending.stderr_lines[-count:]) or "no error was printed"
     return text if len(text) <= 300 else f"…{text[-299:]}"

@@ -133,7 +133,7 @@ class TrialJournal:
             for one in entries
         )
 
-    def note_run(self, facts: Mapping[str, Json]) -> None:
+    def append_run(self, facts: Mapping[str, Json]) -> None:
         """Say who writes from here on."""
         self._write([{"kind": "run", **facts}])
 
@@ -183,7 +183,7 @@ class StudyFolder:
         """The journal's file."""
         return self.path / "journal.jsonl"
 
-    def kept(self, *, brief: bool = False) -> JournalContents:
+    def journal_contents(self, *, brief: bool = False) -> JournalContents:
         """What the journal holds; in brief, without what was seen step by step."""
         return read_journal(self.journal, brief=brief)
 
@@ -250,7 +250,7 @@ class StudyFolder:
             partial.unlink(missing_ok=True)
         return os.listdir(self.path)
 
-    def keep_plan(self, plan: Plan, name: str, overrides: Mapping[str, Json]) -> None:
+    def write_plan(self, plan: Plan, name: str, overrides: Mapping[str, Json]) -> None:
         """Make it the folder's plan. Another study's folder is refused; its own plan may grow and change."""
         path = self.path / "study.json"
         if path.exists():

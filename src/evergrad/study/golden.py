@@ -51,7 +51,7 @@ class GoldenRun:
     """What tables say of model and data."""
 
     @property
-    def mark(self) -> str:
+    def run_id(self) -> str:
         """Which run it is, in a few letters: trials that began with another one do not count."""
         seen = self.observation
         told = [self.key, self.digest, seen.digest, [str(metric) for metric in seen.metrics]]

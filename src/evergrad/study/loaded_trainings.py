@@ -177,22 +177,22 @@ class LoadedTraining:
     """A training that is loaded, proven to repeat its golden run, and ready for trials."""
 
     session: Session
-    take_up: Callable[[], None]
-    course: GoldenTrajectory
+    reset: Callable[[], None]
+    trajectory: GoldenTrajectory
     golden: GoldenRun
-    live: LiveState
-    aims: dict[tuple[str, ...], PreparedFault] = field(default_factory=dict)
+    live_state: LiveState
+    prepared_faults: dict[tuple[str, ...], PreparedFault] = field(default_factory=dict)
 
-    def aim(self, trial: Trial) -> PreparedFault:
+    def prepared_fault(self, trial: Trial) -> PreparedFault:
         """What this trial's faults may hit; the same for all trials of a cell."""
         key = (trial.fault, trial.where, trial.layer, trial.target)
-        if key not in self.aims:
-            self.aims[key] = PreparedFault(self.live, fault_of(trial.fault), self.names(trial))
-        return self.aims[key]
+        if key not in self.prepared_faults:
+            self.prepared_faults[key] = PreparedFault(self.live_state, fault_of(trial.fault), self.target_names(trial))
+        return self.prepared_faults[key]
 
-    def names(self, trial: Trial) -> list[str]:
+    def target_names(self, trial: Trial) -> list[str]:
         """The tensors of the state that this trial's faults may hit."""
-        tensors = self.live.tensors
+        tensors = self.live_state.tensors
         names = select_targets(tensors, trial.where, trial.layer, self.session.parameters())
         if (role := _ROLES.get(trial.target)) is not None:
             names = [name for name in names if tensors[name].role is role]
@@ -229,7 +229,7 @@ def load_training(folder: Path, training: Training, rules: Rules) -> LoadedTrain
         )
     session = make_session(training, workload)
     session.restore(read_snapshot(golden_folder(folder, training.key), golden, session))
-    take_up = session.remember()
+    take_up = session.make_reset()
     course = GoldenTrajectory.empty(session, training.epochs)
     # Twice, the second time as trials do: what is left over from the first would show.
     for number in range(2):

@@ -31,8 +31,8 @@ class GoldenTrajectory:
     every: int = 1
     """Steps between two that are kept: more than one where all would not fit into memory."""
     weights: list[Tensor] = field(default_factory=list)
-    start: Evaluation | None = None
-    before: Tensor | None = None
+    start_evaluation: Evaluation | None = None
+    start_weights: Tensor | None = None
     """The weights at the restart."""
     magnitudes: dict[str, float] = field(default_factory=dict)
     """The largest |number| of each tensor at the restart."""
@@ -65,39 +65,39 @@ class TrainingFailed(Exception):
 
     def __init__(self, seen: Observation) -> None:
         super().__init__("the training has raised an error")
-        self.seen = seen
+        self.observation = seen
 
 
 def _observe_steps(
     session: Session, epochs: int, course: GoldenTrajectory, look: _Recording, watchers: TrialProbes, golden: bool
 ) -> Observation:
-    watchers.begin()
+    watchers.start()
     start = session.evaluate()
     if golden:
-        course.start = start
-        course.before, course.magnitudes = session.weights().clone(), magnitudes(session.state())
-    assert course.start is not None, "the golden run comes first"
-    mismatches = int((start.predictions != course.start.predictions).sum())
+        course.start_evaluation = start
+        course.start_weights, course.magnitudes = session.weights().clone(), magnitudes(session.state())
+    assert course.start_evaluation is not None, "the golden run comes first"
+    mismatches = int((start.predictions != course.start_evaluation.predictions).sum())
     metrics = [start.metric]
-    look.output(start)
-    look.state(session.magnitude())
+    look.check_output(start)
+    look.check_state(session.magnitude())
     try:
         _train(session, epochs, look, watchers, metrics)
     except EvergradError:
         raise
     except Exception as error:
-        told = look.seen
+        told = look.observed_fields
         raise TrainingFailed(
             Observation(end=TrialEnd.CRASHED, metrics=tuple(metrics), mismatches=mismatches, **told)
         ) from error
-    look.read()
-    watched = watchers.found()
-    finished = look.steps == epochs * session.steps_per_epoch and not look.settled
+    look.fetch()
+    watched = watchers.readings()
+    finished = look.steps == epochs * session.steps_per_epoch and not look.should_stop
     return Observation(
         end=TrialEnd.FINISHED if finished else TrialEnd.ABANDONED,
-        reason="" if finished else look.why,
+        reason="" if finished else look.stop_reason,
         metrics=tuple(metrics),
-        **look.seen,
+        **look.observed_fields,
         digest=digest_of(session) if finished else "",
         mismatches=mismatches,
         predictions=start.predictions.numel(),
@@ -109,15 +109,15 @@ def _observe_steps(
 
 def _train(session: Session, epochs: int, look: _Recording, watchers: TrialProbes, metrics: list[float]) -> None:
     for _ in range(epochs):
-        if look.settled:
+        if look.should_stop:
             return
         for number in range(session.steps_per_epoch):
             loss = session.step(number)
-            watchers.after(look.steps + 1, loss)
-            if look.step(loss):
+            watchers.after_step(look.steps + 1, loss)
+            if look.after_step(loss):
                 return
         seen = session.evaluate()
-        look.output(seen)
+        look.check_output(seen)
         metrics.append(seen.metric)
 
 
@@ -137,11 +137,11 @@ class _Recording:
         self.extreme: tuple[int | None, str] = (None, "")
         self.steps = 0
         self._session, self._rules, self._course, self._golden = session, rules, course, golden
-        self._waiting: list[Tensor] = []
+        self._unfetched: list[Tensor] = []
         self._every = 1 if session.weights().device.type == "cpu" else _LOOK_EVERY
 
     @property
-    def seen(self) -> dict[str, Any]:
+    def observed_fields(self) -> dict[str, Any]:
         """As an observation has it."""
         return {
             "steps": self.steps,
@@ -155,53 +155,53 @@ class _Recording:
         }
 
     @property
-    def settled(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a rule says that enough has been seen."""
         abandon = self._rules.abandon
         seen = (self.nonfinite, "non-finite"), (self.extreme, "extreme")
-        return self._session.agree(any(rule in abandon and at is not None for (at, _), rule in seen))
+        return self._session.any_rank(any(rule in abandon and at is not None for (at, _), rule in seen))
 
     @property
-    def why(self) -> str:
+    def stop_reason(self) -> str:
         """The rule that ended it."""
         step, where = self.nonfinite if self.nonfinite[0] is not None else self.extreme
         kind = "non-finite" if self.nonfinite[0] is not None else "extreme"
         return f"{kind} {where} after step {step}"
 
-    def step(self, loss: Tensor) -> bool:
+    def after_step(self, loss: Tensor) -> bool:
         """After one step; whether it was the last that is needed."""
         numbers = [loss.double(), self._session.magnitude().double()]
         if self.steps % self._course.every == 0:
             numbers.append(self._distance())
         self.steps += 1
-        self._waiting.append(torch.stack(numbers))
+        self._unfetched.append(torch.stack(numbers))
         if self.steps % self._every == 0:
-            self.read()
-        return self.settled
+            self.fetch()
+        return self.should_stop
 
-    def read(self) -> None:
+    def fetch(self) -> None:
         """Bring what waits on the device here."""
-        first = self.steps - len(self._waiting) + 1
-        for step, row in enumerate(_fetched(self._waiting), first):
+        first = self.steps - len(self._unfetched) + 1
+        for step, row in enumerate(_fetched(self._unfetched), first):
             loss, magnitude, *distance = row
             self.losses.append(loss)
             self.magnitudes.append(magnitude)
             self.distances.extend(distance)
-            self._judge(loss, "loss", step)
-            self._judge(magnitude, "state", step)
-        self._waiting.clear()
+            self._check_value(loss, "loss", step)
+            self._check_value(magnitude, "state", step)
+        self._unfetched.clear()
 
-    def state(self, magnitude: Tensor) -> None:
+    def check_state(self, magnitude: Tensor) -> None:
         """The state as it is now."""
-        self._judge(float(magnitude), "state", self.steps)
+        self._check_value(float(magnitude), "state", self.steps)
 
-    def output(self, seen: Evaluation) -> None:
+    def check_output(self, seen: Evaluation) -> None:
         """What the model says now."""
-        self.read()
-        self._judge(seen.magnitude, "output", self.steps)
-        self._judge(seen.metric, "metric", self.steps)
+        self.fetch()
+        self._check_value(seen.magnitude, "output", self.steps)
+        self._check_value(seen.metric, "metric", self.steps)
 
-    def _judge(self, value: float, where: str, step: int) -> None:
+    def _check_value(self, value: float, where: str, step: int) -> None:
         if not math.isfinite(value):
             if self.nonfinite[0] is None:
                 self.nonfinite = (step, where)

@@ -79,7 +79,7 @@ class Sampling:
         return "anytime" if self.stop else self.interval
 
     @property
-    def most(self) -> int:
+    def max_trainings(self) -> int:
         """Trainings in a cell, at most."""
         if self.trainings is not None:
             return self.trainings
@@ -135,16 +135,25 @@ class CellPlan:
     def _drawn_from(self) -> str:
         # The same faults on every device: what differs then is what the device makes of them.
         training = replace(self.training, device="cpu") if isinstance(self.training, Training) else self.training
-        cell = [self.seed, training.key, self.fault, self.flips, self.where, self.layer, self.corrupt, *self._moment]
+        cell = [
+            self.seed,
+            training.key,
+            self.fault,
+            self.flips,
+            self.where,
+            self.layer,
+            self.corrupt,
+            *self._seed_extras,
+        ]
         return json.dumps(cell)[:-1]
 
     @cached_property
     def _determined_by(self) -> str:
-        aim = [self.fault, self.flips, self.where, self.layer, self.corrupt, *self._moment]
+        aim = [self.fault, self.flips, self.where, self.layer, self.corrupt, *self._seed_extras]
         return json.dumps([self.training.key, *aim, self.rules.to_json()], sort_keys=True)
 
     @property
-    def _moment(self) -> list[Json]:
+    def _seed_extras(self) -> list[Json]:
         """What else makes the cell what it is; nothing for a fault in a checkpoint, as it was before there was more."""
         found: list[Json] = [] if (self.target, self.step) == ("state", 0) else [self.target, self.step]
         return found if self.saving is None else [*found, self.saving.to_json()]

@@ -60,7 +60,7 @@ class PlanText:
         table: Mapping[str, Any] = found
         return table
 
-    def only(self, place: tuple[str, ...], known: list[str]) -> None:
+    def check_keys(self, place: tuple[str, ...], known: list[str]) -> None:
         """Every key of a table is one of these."""
         for key in self.table(*place):
             if key not in known:

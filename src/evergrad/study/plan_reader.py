@@ -170,9 +170,9 @@ class PlanReader:
     ) -> None:
         self.source, self.overrides, self.check_files = source, overrides, check_files
         scales = [str(name) for name in source.table("scale")]
-        source.only((), [*_TOP, *_TABLES])
+        source.check_keys((), [*_TOP, *_TABLES])
         for name in scales:
-            source.only(
+            source.check_keys(
                 ("scale", name), ["axes", "training", "command", "trial", "rules", "thresholds", "sampling", "when"]
             )
         if scale is None:
@@ -257,9 +257,9 @@ class PlanReader:
         return found
 
     def _only(self, table: str, known: list[str]) -> None:
-        self.source.only((table,), known)
+        self.source.check_keys((table,), known)
         for scale in self.source.table("scale"):
-            self.source.only(("scale", scale, table), known)
+            self.source.check_keys(("scale", scale, table), known)
 
     def _settings(self, table: str, kind: type[Any]) -> Any:
         """A settings object out of a table; its own complaint gets the line of the key that it begins with."""
@@ -326,7 +326,7 @@ class PlanReader:
         self._only(base, settings)
         self._only("trial", TRIAL_KEYS)
         fixed, trial = self._merged(base), self._merged("trial")
-        most, seed = sampling.most, self._seed()
+        most, seed = sampling.max_trainings, self._seed()
         clean: set[str] = set()
         for place in itertools.product(*axes.values()):
             cell = dict(zip(axes, place, strict=True))
@@ -388,7 +388,7 @@ class PlanReader:
                     self.source.fail((*home, axis), f"unknown axis {short_repr(axis)} in [{'.'.join(home)}].{hint}")
                 for value in self.source.table(*home, axis):
                     place = (*home, axis, value)
-                    self.source.only(place, settings)
+                    self.source.check_keys(place, settings)
                     if str(cell.get(axis)) == value:
                         found |= {key: (one, (*place, key)) for key, one in self.source.table(*place).items()}
         return found

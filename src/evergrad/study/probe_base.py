@@ -35,7 +35,7 @@ class ProbeReadings:
     alarms: Mapping[str, int | None] = field(default_factory=dict)
     costs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def plus(self, other: ProbeReadings) -> ProbeReadings:
+    def merge(self, other: ProbeReadings) -> ProbeReadings:
         """Together with what another watcher has seen."""
         return ProbeReadings(
             {**self.spread, **other.spread}, {**self.alarms, **other.alarms}, {**self.costs, **other.costs}
@@ -46,19 +46,19 @@ class TrialProbe(ABC):
     """One rank's eyes. See above."""
 
     @abstractmethod
-    def begin(self) -> None:
+    def start(self) -> None:
         """The fault has happened, if it is one of the checkpoint; no step has been taken."""
 
     @abstractmethod
-    def after(self, step: int, loss: Tensor) -> None:
+    def after_step(self, step: int, loss: Tensor) -> None:
         """That step, counted from 1, is done; its loss is that of the whole batch."""
 
     @abstractmethod
-    def found(self) -> ProbeReadings:
+    def readings(self) -> ProbeReadings:
         """What was seen; no step follows."""
 
     @abstractmethod
-    def end(self) -> None:
+    def remove_hooks(self) -> None:
         """Take off what was hooked in."""
 
 
@@ -66,31 +66,31 @@ class TrialProbes:
     """All watchers of a trial, from `with` to its end."""
 
     def __init__(self, watchers: Sequence[TrialProbe] = ()) -> None:
-        self._watchers = watchers
+        self._probes = watchers
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """As `TrialProbe.begin`."""
-        for one in self._watchers:
-            one.begin()
+        for one in self._probes:
+            one.start()
 
-    def after(self, step: int, loss: Tensor) -> None:
+    def after_step(self, step: int, loss: Tensor) -> None:
         """As `TrialProbe.after`."""
-        for one in self._watchers:
-            one.after(step, loss)
+        for one in self._probes:
+            one.after_step(step, loss)
 
-    def found(self) -> ProbeReadings:
+    def readings(self) -> ProbeReadings:
         """What all of them have seen."""
         found = ProbeReadings()
-        for one in self._watchers:
-            found = found.plus(one.found())
+        for one in self._probes:
+            found = found.merge(one.readings())
         return found
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for one in self._watchers:
-            one.end()
+        for one in self._probes:
+            one.remove_hooks()
 
 
 def gather_rows(session: Session, mine: Tensor) -> Tensor:

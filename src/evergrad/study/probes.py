@@ -188,23 +188,23 @@ class GuardProbe(TrialProbe):
         self._steps: list[float] = []
         self._hooks: list[RemovableHandle] = []
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """From here on the training is hooked."""
         for guard in self._guards:
-            self._ask(guard.name, guard.at_load)
+            self._run_guard(guard.name, guard.at_load)
         session = self._session
         self._hooks = [
-            session.module.register_forward_pre_hook(self._passes),
-            session.optimizer.register_step_pre_hook(self._has_gradients),
-            session.optimizer.register_step_post_hook(self._is_applied),
+            session.module.register_forward_pre_hook(self._before_forward),
+            session.optimizer.register_step_pre_hook(self._before_update),
+            session.optimizer.register_step_post_hook(self._after_update),
         ]
 
-    def after(self, step: int, loss: Tensor) -> None:
+    def after_step(self, step: int, loss: Tensor) -> None:
         """What is looked at between two steps."""
         for guard in self._guards:
-            self._ask(guard.name, lambda guard=guard: guard.after_step(step, loss))  # type: ignore[misc]
+            self._run_guard(guard.name, lambda guard=guard: guard.after_step(step, loss))  # type: ignore[misc]
 
-    def found(self) -> ProbeReadings:
+    def readings(self) -> ProbeReadings:
         """The first alarm of any rank; 0 is at the load. Seconds a step, by guard, and those of the step itself."""
         device = self._session.weights().device
         mine = torch.tensor(list(self._alarms.values()), dtype=torch.int64, device=device)
@@ -218,13 +218,13 @@ class GuardProbe(TrialProbe):
             costs[f"guard {name}"] = (each * len(looks) / len(self._steps),)
         return ProbeReadings(alarms=alarms, costs=costs)
 
-    def end(self) -> None:
+    def remove_hooks(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _ask(self, name: str, question: Callable[[], bool | None]) -> None:
+    def _run_guard(self, name: str, question: Callable[[], bool | None]) -> None:
         began = self._now()
         speaks_up = question()
         took = self._now() - began
@@ -236,19 +236,19 @@ class GuardProbe(TrialProbe):
         if speaks_up:
             self._alarms[name] = min(self._alarms[name], self._step)
 
-    def _passes(self, *_: Any) -> None:
+    def _before_forward(self, *_: Any) -> None:
         """A forward pass begins. The last one before an update is the step's."""
         # Hooks run in the order in which they came: a fault in the gradients that was scheduled since must come first.
         self._hooks[1].remove()
-        self._hooks[1] = self._session.optimizer.register_step_pre_hook(self._has_gradients)
+        self._hooks[1] = self._session.optimizer.register_step_pre_hook(self._before_update)
         self._began, self._asked = self._now(), 0.0
 
-    def _has_gradients(self, *_: Any) -> None:
+    def _before_update(self, *_: Any) -> None:
         self._step += 1
         for guard in self._guards:
-            self._ask(guard.name, guard.at_gradients)
+            self._run_guard(guard.name, guard.at_gradients)
 
-    def _is_applied(self, *_: Any) -> None:
+    def _after_update(self, *_: Any) -> None:
         self._steps.append(self._now() - self._began - self._asked)
 
     def _now(self) -> float:
@@ -290,18 +290,18 @@ class SpreadProbe(TrialProbe):
         self._after: list[int] = []
         self._counts: list[Tensor] = []
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Point 0: a fault in the checkpoint's weights is there, and has not spread."""
-        assert self._course.before is not None, "the golden run comes first"
-        self._look(0, self._course.before)
+        assert self._course.start_weights is not None, "the golden run comes first"
+        self._compare(0, self._course.start_weights)
 
-    def after(self, step: int, loss: Tensor) -> None:
+    def after_step(self, step: int, loss: Tensor) -> None:
         """Look, if the course has that step and it is one of those that are looked at."""
         look, between = divmod(step - 1, self._course.every)
         if between == 0 and (step <= _FIRST or look % self._thin == 0 or look == self._last):
-            self._look(step, self._course.weights[look])
+            self._compare(step, self._course.weights[look])
 
-    def found(self) -> ProbeReadings:
+    def readings(self) -> ProbeReadings:
         """`after` says after how many steps each of the values was taken."""
         rows: list[list[list[int]]] = torch.stack(self._counts).tolist()
         whole, ranks = sum(self._sizes) * self._session.ranks, self._session.ranks
@@ -314,10 +314,10 @@ class SpreadProbe(TrialProbe):
         values = {"after": list(map(float, self._after)), "elements": elements, "layers": layers, "ranks": hit}
         return ProbeReadings(spread={name: Series(1, tuple(numbers)) for name, numbers in values.items()})
 
-    def end(self) -> None:
+    def remove_hooks(self) -> None:
         """Nothing is hooked in."""
 
-    def _look(self, step: int, reference: Tensor) -> None:
+    def _compare(self, step: int, reference: Tensor) -> None:
         weights = self._session.weights()
         kind = _BITS[weights.element_size()]  # as whole numbers: a NaN is the same as itself, and 0 is not -0
         differs = weights.view(kind) != reference.view(kind)

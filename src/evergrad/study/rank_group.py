@@ -81,7 +81,7 @@ class RankGroup:
             folder.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="evergrad-ranks-", dir=folder, ignore_cleanup_errors=True)
         self._links: list[socket.socket] = []
-        self._heard = [bytearray() for _ in range(ranks)]
+        self._buffers = [bytearray() for _ in range(ranks)]
         self._processes: list[ForkserverChild] = []
         self._server = _forkserver()
         try:
@@ -217,7 +217,7 @@ class RankGroup:
 
     def _line(self, rank: int) -> bytes | None:
         """The next line of a rank, if it is whole; `GroupRankLost` if none will come."""
-        heard = self._heard[rank]
+        heard = self._buffers[rank]
         with suppress(BlockingIOError):
             try:
                 part = self._links[rank].recv(_READ)
@@ -229,7 +229,7 @@ class RankGroup:
         line, end, rest = heard.partition(b"\n")
         if not end:
             return None
-        self._heard[rank] = rest
+        self._buffers[rank] = rest
         return bytes(line)
 
 

@@ -80,7 +80,7 @@ def replay_trial(folder: Path, wanted: str) -> TrialReplay:
 def _find(folder: Path, wanted: str) -> JournalEntry:
     """The trial as the plan has it: what a journal says is to be run is never run."""
     study = StudyFolder(folder)
-    plan, entries = study.plan(), study.kept().entries
+    plan, entries = study.plan(), study.journal_contents().entries
     found: dict[str, JournalEntry] = {}
     names = []
     for trial in (cell.trial(number) for cell in plan.cells for number in range(cell.trainings)):

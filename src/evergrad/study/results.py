@@ -114,7 +114,7 @@ class CellProgress:
     enough_at: int | None = None
     """After how many trainings the cell knew enough."""
     _prefix: int = 0
-    _hits: int = 0
+    _nev: int = 0
     _unknown: int = 0
 
     @property
@@ -129,7 +129,7 @@ class CellProgress:
             return self.plan.training.judged_by
         return Direction.HIGHER if self.golden is None else self.golden.direction
 
-    def take(self, entry: JournalEntry, plan: Plan) -> None:
+    def add_trial(self, entry: JournalEntry, plan: Plan) -> None:
         """Count a trial of this cell."""
         assert self.golden is not None, "the golden run comes first"
         number = entry.trial.repetition
@@ -144,18 +144,18 @@ class CellProgress:
         )
         self._unknown += self.outcomes[number] is Outcome.UNKNOWN
         if plan.sampling.stop:
-            self._look(plan)
+            self._check_precision(plan)
 
-    def _look(self, plan: Plan) -> None:
+    def _check_precision(self, plan: Plan) -> None:
         """Only trials without a gap before them count here: what ends early must not be heard first."""
         from evergrad.study.statistics import is_precise_enough
 
         while self.enough_at is None and self.outcomes.get(self._prefix, Outcome.UNKNOWN) is not Outcome.UNKNOWN:
-            self._hits += self.outcomes[self._prefix] is Outcome.NEV
+            self._nev += self.outcomes[self._prefix] is Outcome.NEV
             self._prefix += 1
             at_look = self._prefix % _LOOK_EVERY == 0
             sampling = plan.sampling
-            if at_look and is_precise_enough([(self._hits, self._prefix)], sampling.half_width, sampling.confidence):
+            if at_look and is_precise_enough([(self._nev, self._prefix)], sampling.half_width, sampling.confidence):
                 self.enough_at = self._prefix
 
     def counted(self) -> list[int]:
@@ -185,7 +185,7 @@ class StudyProgress:
     by_axes: dict[str, CellProgress]
     planned: int = 0
     """Trials of the journal that the plan has."""
-    strange: int = 0
+    other_golden: int = 0
     """Of those, trials that began with another golden run."""
 
     @classmethod
@@ -194,15 +194,15 @@ class StudyProgress:
         cells = [CellProgress(cell) for cell in plan.cells]
         return cls(plan, cells, {_key(cell.plan.axes): cell for cell in cells})
 
-    def take_golden(self, golden: GoldenRun) -> None:
+    def add_golden(self, golden: GoldenRun) -> None:
         """The golden run of every cell with these settings."""
         for cell in self.cells:
             if cell.plan.training.key == golden.key:
                 cell.golden = golden
 
-    def take_journal(self, kept: JournalContents) -> None:
+    def add_journal(self, kept: JournalContents) -> None:
         """What is there already; trials that are not (or no longer) planned are passed over."""
-        self.planned = self.strange = 0
+        self.planned = self.other_golden = 0
         for cell in self.cells:
             if cell.golden is None:
                 continue
@@ -212,29 +212,29 @@ class StudyProgress:
                 if entry is None:
                     continue
                 self.planned += 1
-                if entry.golden == cell.golden.mark:
-                    cell.take(JournalEntry(trial, entry.observation, entry.golden), self.plan)
+                if entry.golden == cell.golden.run_id:
+                    cell.add_trial(JournalEntry(trial, entry.observation, entry.golden), self.plan)
                 else:
-                    self.strange += 1
+                    self.other_golden += 1
 
-    def take_up(self, study: StudyFolder, *, brief: bool = True) -> JournalContents:
+    def read_folder(self, study: StudyFolder, *, brief: bool = True) -> JournalContents:
         """Golden runs and journal of a folder; what the journal holds, in brief without what was seen step by step."""
         for key in self.plan.by_training():
             if (golden := read_golden(study.path, key)) is not None:
-                self.take_golden(golden)
-        kept = study.kept(brief=brief)
-        self.take_journal(kept)
+                self.add_golden(golden)
+        kept = study.journal_contents(brief=brief)
+        self.add_journal(kept)
         return kept
 
-    def take(self, entry: JournalEntry) -> None:
+    def add_trial(self, entry: JournalEntry) -> None:
         """A trial that has just ended."""
-        self.by_axes[_key(entry.trial.axes)].take(entry, self.plan)
+        self.by_axes[_key(entry.trial.axes)].add_trial(entry, self.plan)
 
-    def mark(self, trial: Trial) -> str:
+    def golden_run_id(self, trial: Trial) -> str:
         """Of the golden run that a trial begins with."""
         golden = self.by_axes[_key(trial.axes)].golden
         assert golden is not None, "the golden run comes first"
-        return golden.mark
+        return golden.run_id
 
     def missing(self) -> Iterator[Trial]:
         """The trials that are due and not known, lazily: cells in turn, one training after the other."""
@@ -275,7 +275,7 @@ def study_progress(folder: Path, *, brief: bool = True) -> tuple[StudyProgress, 
     """The trials of the study in a folder, counted, and its journal, in brief without what was seen step by step."""
     study = StudyFolder(folder)
     tally = StudyProgress.of(study.plan())
-    return tally, tally.take_up(study, brief=brief)
+    return tally, tally.read_folder(study, brief=brief)
 
 
 def results_from(tally: StudyProgress, kept: JournalContents) -> Results:
@@ -285,8 +285,8 @@ def results_from(tally: StudyProgress, kept: JournalContents) -> Results:
     plan = tally.plan
     open_cells = sum(_is_open(cell) for cell in tally.cells)
     notes = [*kept.damaged]
-    if tally.strange:
-        notes.append(f"{tally.strange} trials began with another golden run: they do not count, and run again")
+    if tally.other_golden:
+        notes.append(f"{tally.other_golden} trials began with another golden run: they do not count, and run again")
     if len(kept.entries) > tally.planned and all(cell.golden for cell in tally.cells):
         notes.append(f"{len(kept.entries) - tally.planned} trials in the journal are not, or no longer, of this plan")
     if open_cells:

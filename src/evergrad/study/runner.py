@@ -179,13 +179,13 @@ def run_study(
     proportion_interval(0, 1)  # a missing library is better known before the work than after it
     folder = StudyFolder(Path(out))
     with folder.locked():
-        folder.keep_plan(plan, plan.name or plan.study, plan.overrides)
+        folder.write_plan(plan, plan.name or plan.study, plan.overrides)
         shutil.rmtree(folder.path / SCRATCH, ignore_errors=True)  # of workers that were killed
         run = _Run(plan, folder, progress or (lambda _: None))
-        if not run.tally.unfinished():
-            return results_from(run.tally, run.kept)
+        if not run.progress.unfinished():
+            return results_from(run.progress, run.kept)
         with TrialJournal(folder.journal) as journal, _opened(executor, plan, folder.path, workers) as opened:
-            journal.note_run(run_facts(command))
+            journal.append_run(run_facts(command))
             run.make_golden(opened)
             run.run_trials(opened, journal)
     return results_of(folder.path)
@@ -218,8 +218,8 @@ class _Run:
     """One run of a study, from what is there to what is missing."""
 
     def __init__(self, plan: Plan, folder: StudyFolder, report: Callable[[StudyRunStatus], object]) -> None:
-        self.folder, self.tally, self.report = folder, StudyProgress.of(plan), report
-        self.kept = self.tally.take_up(folder)  # the journal as this run begins, in brief
+        self.folder, self.progress, self.report = folder, StudyProgress.of(plan), report
+        self.kept = self.progress.read_folder(folder)  # the journal as this run begins, in brief
         self.began = monotonic()
         self.ran = self.lost = self.in_a_row = 0
         self.patience = _LOST_IN_A_ROW
@@ -229,7 +229,7 @@ class _Run:
     def make_golden(self, executor: Executor) -> None:
         """The golden run of every training that trials are missing of; each also tries where its cells aim."""
         waiting: dict[str, Task] = {}
-        for cells in self.tally.unfinished():
+        for cells in self.progress.unfinished():
             aims = [cell.plan.trial(0) for cell in cells]
             key = aims[0].training.key
             waiting[key] = Task(f"golden {key}", golden_work(aims[0], aims), processes=_processes(aims[0]))
@@ -241,22 +241,22 @@ class _Run:
             self.report(StudyRunStatus("golden", due - len(waiting), due, seconds=monotonic() - self.began))
             for ended in executor.collect(_WAIT_S):
                 key = ended.id.removeprefix("golden ")
-                if ended.fate is TaskStatus.DONE and ended.result is not None:
+                if ended.status is TaskStatus.DONE and ended.result is not None:
                     golden = read_golden(self.folder.path, key)
                     assert isinstance(golden, GoldenRun), "a golden run that was made is there"
-                    self.tally.take_golden(golden)
+                    self.progress.add_golden(golden)
                     del waiting[key]
-                elif ended.fate is TaskStatus.BROKEN or tried[key] + 1 >= _ATTEMPTS:
+                elif ended.status is TaskStatus.BROKEN or tried[key] + 1 >= _ATTEMPTS:
                     raise StudyError(f"the golden run cannot be made: {ended.reason}")
                 else:
                     tried[key] += 1
                     executor.submit(waiting[key])
         # A journal may know trials of a golden run that had to be made again.
-        self.tally.take_journal(self.kept)
+        self.progress.add_journal(self.kept)
 
     def run_trials(self, executor: Executor, journal: TrialJournal) -> None:
         """Keep the executor busy until nothing is missing."""
-        missing, running = self.tally.missing(), dict[str, Trial]()
+        missing, running = self.progress.missing(), dict[str, Trial]()
         self.patience = max(_LOST_IN_A_ROW, 3 * executor.slots)  # a machine that goes takes many workers at once
         again: list[Trial] = []
         began = monotonic()
@@ -275,30 +275,30 @@ class _Run:
             for ended in executor.collect(_WAIT_S):
                 trial = running.pop(ended.id)
                 try:
-                    seen = self._seen(ended)
+                    seen = self._observation_of(ended)
                 except StudyError as error:
                     broken = error
                     continue
                 if seen is None:
                     again.append(trial)
                 else:
-                    entries.append(JournalEntry(trial, seen, self.tally.mark(trial)))
+                    entries.append(JournalEntry(trial, seen, self.progress.golden_run_id(trial)))
             if entries:
                 journal.append(entries)
                 for entry in entries:
-                    self.tally.take(entry)
+                    self.progress.add_trial(entry)
                     self.ran += 1
             if broken is not None:  # after what has ended well is safe
                 raise broken
 
-    def _seen(self, ended: TaskResult) -> Observation | None:
+    def _observation_of(self, ended: TaskResult) -> Observation | None:
         """What the end of a task tells of its trial; None: it has to be tried again."""
-        if ended.fate is TaskStatus.DONE and ended.result is not None:
+        if ended.status is TaskStatus.DONE and ended.result is not None:
             self.in_a_row = 0
             return Observation.from_json(ended.result)
-        if ended.fate is TaskStatus.BROKEN:
+        if ended.status is TaskStatus.BROKEN:
             raise StudyError(f"trial {ended.id} cannot be run: {ended.reason}")
-        if ended.fate is TaskStatus.OVERTIME:
+        if ended.status is TaskStatus.OVERTIME:
             return Observation(end=TrialEnd.OVERTIME, reason=ended.reason)
         self.lost += 1
         self.in_a_row += 1
@@ -315,13 +315,13 @@ class _Run:
 
     def _limit(self, trial: Trial) -> float:
         """Far beyond what the golden run took; a first trial also loads model and data."""
-        cell = next(cell for cell in self.tally.cells if cell.plan.training.key == trial.training.key)
+        cell = next(cell for cell in self.progress.cells if cell.plan.training.key == trial.training.key)
         assert cell.golden is not None
         own = trial.training.timeout_s if isinstance(trial.training, Command) else 0.0
         return max(own + 60, 120 + 20 * cell.golden.observation.seconds)
 
     def _progress(self, began: float) -> StudyRunStatus:
-        tally = self.tally
+        tally = self.progress
         return StudyRunStatus("trials", tally.done, tally.due, self.lost, monotonic() - began, self.ran)
 
 

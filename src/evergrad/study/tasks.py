@@ -68,40 +68,40 @@ class TrialInjection:
     rank: int = 0
     places: int = 0
     """Bits that they could have hit, where that is known."""
-    done: InjectionPlan | None = None
+    restart_plan: InjectionPlan | None = None
     live: LiveInjection | None = None
 
     @property
     def injected(self) -> int:
         """Faults that have happened so far."""
-        found = self._found
+        found = self._injected
         return 0 if found is None else found.injected
 
     @property
     def changed(self) -> int:
         """Of those, the ones that changed a bit."""
-        found = self._found
+        found = self._injected
         return 0 if found is None else found.changed
 
     def hits(self) -> list[Json]:
         """Each of them, in words and as data."""
-        found = self._found
+        found = self._injected
         columns = () if found is None else found.columns
         return [{"rank": self.rank, "words": str(hit), **hit.to_json()} for column in columns for hit in column.hits()]
 
-    def check(self) -> None:
+    def check_happened(self) -> None:
         """`StudyError` if the training has ended, and its faults have not happened."""
         if self.live is not None and not self.live.done:
             raise StudyError("the training has ended before its faults happened: choose an earlier step")
 
-    def end(self) -> None:
+    def remove_hooks(self) -> None:
         """Nothing more is scheduled."""
         if self.live is not None:
             self.live.remove()
 
     @property
-    def _found(self) -> InjectionPlan | InjectionLog | None:
-        return self.done if self.live is None else self.live.log
+    def _injected(self) -> InjectionPlan | InjectionLog | None:
+        return self.restart_plan if self.live is None else self.live.log
 
 
 def inject_trial_faults(
@@ -113,13 +113,13 @@ def inject_trial_faults(
     mine = session.rank in draw_faulty_ranks(trial.seed, trial.ranks, session.ranks)
     seed = rank_seed(trial.seed, session.rank, trial.ranks)
     if trial.target in STATE_TARGETS and trial.step == 0:
-        aim = loaded.aim(trial)
+        aim = loaded.prepared_fault(trial)
         struck.places = aim.population.bits
         numbers = int(aim.population.sizes.sum())
         if trial.flips > numbers:
             raise UsageError(f"flips: expected at most {numbers:,}, the numbers that there are, found {trial.flips:,}")
         if mine and not rehearsal:
-            struck.done = aim.hit(trial.flips, seed)
+            struck.restart_plan = aim.inject(trial.flips, seed)
     elif mine or rehearsal:
         from evergrad.injection import inject_live
 
@@ -128,13 +128,13 @@ def inject_trial_faults(
             session.optimizer,
             fault_of(trial.fault),
             target=trial.target,
-            where=loaded.names(trial) if trial.target in STATE_TARGETS else trial.where or None,
+            where=loaded.target_names(trial) if trial.target in STATE_TARGETS else trial.where or None,
             step=trial.step,
             count=trial.flips,
             seed=seed,
         )
         if rehearsal:
-            struck.end()
+            struck.remove_hooks()
 
 
 def _derived_seed(seed: int, rank: int, what: str) -> int:
@@ -235,7 +235,7 @@ def _check_targets(folder: Path, trial: Trial) -> None:
         return  # the injector says so at the first trial
     loaded = load_training(folder, trial.training, trial.rules)
     try:
-        loaded.take_up()
+        loaded.reset()
         steps = trial.training.epochs * loaded.session.steps_per_epoch
         if trial.step >= steps and (trial.step or trial.target not in STATE_TARGETS):
             raise UsageError(f"step: expected less than the {steps} steps after the checkpoint, found {trial.step}")
@@ -264,12 +264,12 @@ def _run_program_trial(folder: Path, trial: Trial, command: Command) -> Observat
 def _run_trial(folder: Path, trial: Trial, training: Training, struck: TrialInjection) -> Observation:
     began = perf_counter()
     loaded = load_training(folder, training, trial.rules)
-    loaded.take_up()
+    loaded.reset()
     inject_trial_faults(loaded, trial, struck)
     try:
         seen = _observe_trial(loaded, trial, training, struck)
     finally:
-        struck.end()
+        struck.remove_hooks()
     return replace(
         seen,
         injected=struck.injected,
@@ -281,7 +281,7 @@ def _run_trial(folder: Path, trial: Trial, training: Training, struck: TrialInje
 
 def _observe_trial(loaded: LoadedTraining, trial: Trial, training: Training, struck: TrialInjection) -> Observation:
     try:
-        seen = observe(loaded.session, training.epochs, trial.rules, loaded.course)
+        seen = observe(loaded.session, training.epochs, trial.rules, loaded.trajectory)
     except MemoryError as error:
         return Observation(end=TrialEnd.LOST, reason=f"out of memory: {error}"[:300])
     except EvergradError:
@@ -289,11 +289,11 @@ def _observe_trial(loaded: LoadedTraining, trial: Trial, training: Training, str
     except TrainingFailed as cut:
         assert cut.__cause__ is not None
         ended = _crashed(cut.__cause__, training)
-        return replace(cut.seen, end=ended.end, reason=ended.reason)
+        return replace(cut.observation, end=ended.end, reason=ended.reason)
     except Exception as error:
         return _crashed(error, training)
     if seen.end is TrialEnd.FINISHED:
-        struck.check()
+        struck.check_happened()
     return seen
 
 

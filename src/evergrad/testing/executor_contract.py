@@ -88,7 +88,7 @@ class ExecutorContract:
         assert self._folder is not None
         for i, value in enumerate(values):
             ended = found[f"t{i}"]
-            assert (ended.fate, ended.reason) == (TaskStatus.DONE, "")
+            assert (ended.status, ended.reason) == (TaskStatus.DONE, "")
             assert ended.result is not None
             assert ended.result["value"] == value
             assert ended.result["folder"] == self._folder.name
@@ -110,27 +110,27 @@ class ExecutorContract:
             Task("fine", {"do": "echo", "value": 1}),
         )
         assert found["ours"] == TaskResult("ours", TaskStatus.BROKEN, None, "no such layer")
-        assert found["other"].fate is TaskStatus.BROKEN
+        assert found["other"].status is TaskStatus.BROKEN
         for part in ("ValueError", "selftest.py:", r"bad\nshape"):
             assert part in found["other"].reason
-        assert found["fine"].fate is TaskStatus.DONE
+        assert found["fine"].status is TaskStatus.DONE
 
     def test_a_worker_that_dies_takes_only_its_own_task_along(self) -> None:
         """Those of others, and those that wait, are done."""
         echoes = [Task(f"t{i}", {"do": "echo", "value": i}) for i in range(4)]
         found = self.ended(*echoes[:2], Task("killed", {"do": "die", "signal": "SIGKILL"}), *echoes[2:])
-        assert found["killed"].fate is TaskStatus.LOST
+        assert found["killed"].status is TaskStatus.LOST
         assert "SIGKILL" in found["killed"].reason
-        assert {found[task.id].fate for task in echoes} == {TaskStatus.DONE}
+        assert {found[task.id].status for task in echoes} == {TaskStatus.DONE}
 
     def test_a_task_over_its_limit_is_ended_with_all_it_has_started(self) -> None:
         """Nothing of it is left, and the next task is done."""
         alive = self._alive()
         stay = {"do": "stay", "pipe": "alive", "inside": "command"}
         found = self.ended(Task("long", stay, 0.2), Task("next", {"do": "echo", "value": 1}))
-        assert found["long"].fate is TaskStatus.OVERTIME
+        assert found["long"].status is TaskStatus.OVERTIME
         assert "0.2 s" in found["long"].reason
-        assert found["next"].fate is TaskStatus.DONE
+        assert found["next"].status is TaskStatus.DONE
         alive.await_end()
 
     def test_closing_ends_every_worker(self) -> None:

@@ -101,9 +101,9 @@ class FormatContract:
         wanted = {file: bytearray(data) for file, data in before.items()}
         for file, changes in noted.files.items():
             data = np.frombuffer(wanted[str(file)], np.uint8)
-            for addresses, rows in changes.rows:
+            for addresses, rows in changes.xors:
                 np.bitwise_xor.at(data, addresses[:, None] + np.arange(rows.shape[1]), rows)
-            for offset, value in changes.puts.items():
+            for offset, value in changes.writes.items():
                 data[offset : offset + len(value)] = np.frombuffer(value, np.uint8)
         with open_checkpoint(path) as ck:
             ck.xor(name, *_change(ck, name))

@@ -94,7 +94,7 @@ class JobRun:
         return [event.fields for event in self.timeline if event.event == kind]
 
     @property
-    def books(self) -> dict[int, SampleCounts]:
+    def sample_counts(self) -> dict[int, SampleCounts]:
         """What became of the samples, by epoch. An epoch that was done again after a restart has its last ones."""
         names = [one.name for one in fields(SampleCounts)]
         return {row["epoch"]: SampleCounts(**{name: row[name] for name in names}) for row in self.events("epoch")}
@@ -125,7 +125,7 @@ class JobRun:
         who = ", ".join(map(str, self.stuck)) or "nobody but the launcher"
         stacks = [f"--- {one.who}, where it was:\n{one.stack}" for one in self.stuck if one.stack]
         expected = f"that the job ends by itself within {self.timeout:g} s"
-        self._fail("a hang", expected, f"still there: {who}", *(stacks or self._told_stacks()))
+        self._fail("a hang", expected, f"still there: {who}", *(stacks or self._recorded_stacks()))
 
     def assert_finished(self) -> None:
         """It trained to its end."""
@@ -141,13 +141,13 @@ class JobRun:
         __tracebackhide__ = True
         self.assert_finished()
         if (found := self.summary["failures_survived"]) != count:
-            self._fail("losses survived", count, found, *self._never())
+            self._fail("losses survived", count, found, *self._failures_left_over())
 
     def assert_failures_happened(self) -> None:
         """Nothing of the schedule was left over: otherwise the test has tested nothing."""
         __tracebackhide__ = True
         self.assert_no_hang()
-        if never := self._never():
+        if never := self._failures_left_over():
             self._fail("the schedule", "every failure happens", never[0])
         if "never_happened" not in self.summary:
             self._fail("the schedule", "every failure happens", "no summary in run.json: nobody knows")
@@ -156,7 +156,7 @@ class JobRun:
         """All ranks that finished ended with the same weights."""
         __tracebackhide__ = True
         self.assert_finished()
-        if not self._told_weights():
+        if not self._has_all_weights():
             self._fail("weights", "a digest of every rank that finished", self._shown_weights(), _ADVICE)
         if len({one.weights for one in self.weights.values()}) != 1:
             self._fail("weights", "the same on all ranks", self._shown_weights())
@@ -175,7 +175,7 @@ class JobRun:
         __tracebackhide__ = True
         self._balance("none repeated", epochs, lambda row: row.twice == 0 and row.uses == row.used_once + row.padding)
 
-    def assert_books_balance(self, *, epochs: int | None = None) -> None:
+    def assert_samples_accounted_for(self, *, epochs: int | None = None) -> None:
         """Every sample is accounted for: used once, lost with a rank, or dropped by the loader; none was just left."""
         __tracebackhide__ = True
         self._balance("every one accounted for", epochs, lambda row: row.is_complete)
@@ -199,7 +199,7 @@ class JobRun:
     def _balance(self, expected: str, epochs: int | None, is_right: Callable[[SampleCounts], bool]) -> None:
         __tracebackhide__ = True
         self.assert_finished()
-        books = self.books
+        books = self.sample_counts
         if not books:
             advice = "books are kept of loaders that are dealt: a map-style dataset, in job.batches, to the epoch's end"
             self._fail("samples", f"{expected}, by the books of every epoch", "no books on the timeline", advice)
@@ -210,7 +210,7 @@ class JobRun:
             if not is_right(row):
                 self._fail("samples", f"{expected} in epoch {epoch}", row)
 
-    def _told_stacks(self) -> list[str]:
+    def _recorded_stacks(self) -> list[str]:
         """What the job itself has recorded of ranks that it found hanging."""
         told: dict[str, Any] = {}
         for event in self.timeline:
@@ -223,14 +223,14 @@ class JobRun:
         one = next(iter(self.weights.values()))
         return one.steps, one.weights
 
-    def _told_weights(self) -> bool:
+    def _has_all_weights(self) -> bool:
         return bool(self.finished) and {one.uid for one in self.weights.values()} == {*self.finished}
 
     def _shown_weights(self) -> str:
         ranks = {rank: f"{one.weights} after {one.steps} steps" for rank, one in sorted(self.weights.items())}
         return f"{ranks} of {len(self.finished)} ranks that finished"
 
-    def _never(self) -> list[str]:
+    def _failures_left_over(self) -> list[str]:
         never = self.summary.get("never_happened", ())
         return [f"never happened: {', '.join(map(repr, never))}"] if never else []
 

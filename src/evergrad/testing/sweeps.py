@@ -106,10 +106,10 @@ class Case:
         if self.failure.kind in _LETHAL:
             ran.assert_survived(1)
         ran.assert_equal_weights()
-        if undisturbed.books:  # a loader that shards itself has none
-            epochs = len(undisturbed.books)
+        if undisturbed.sample_counts:  # a loader that shards itself has none
+            epochs = len(undisturbed.sample_counts)
             ran.assert_no_sample_repeated(epochs=epochs)
-            ran.assert_books_balance(epochs=epochs)
+            ran.assert_samples_accounted_for(epochs=epochs)
             if self.strategy != "forward":
                 ran.assert_no_sample_lost(epochs=epochs)
         if ran.summary["exact"]:

@@ -115,11 +115,11 @@ def capture_shard(
     assert gathered is not None
     header = plan.header(gathered, {})
     assert header is not None
-    arena.begin()
+    arena.mark_empty()
     ArenaWriter(plan, arena.buffer).copy(gathered)
     arena.buffer[: len(header)] = header
     ticket = ArenaTicket(0, True, version.step, version.attempt, rank, 2, plan.layout.size, "2026-01-01T00:00:00Z")
-    arena.captured(ticket)
+    arena.mark_captured(ticket)
     manifest = Manifest(site.job, version, rank, 2, plan.layout.size, 0, ticket.time, "", {}, site.node)
     work = Work(arena.ticket, arena.files, memoryview(arena.buffer), site, manifest)
     DigestModule().run(work)

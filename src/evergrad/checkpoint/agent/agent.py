@@ -167,7 +167,7 @@ def socket_address(folder: Path) -> tuple[int, str]:
 
 class _Agent:
     def __init__(self, job: RunFolder, listener: socket.socket, linger_s: float) -> None:
-        self._job, self._listener, self._linger_s = job, listener, linger_s
+        self._run_folder, self._listener, self._linger_s = job, listener, linger_s
         self._trainers: dict[asyncio.StreamWriter, int] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._leaving = asyncio.Event()
@@ -181,31 +181,31 @@ class _Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)
-        _log.info("agent %d of job %s serves node %s", os.getpid(), self._job.id, self._job.node)
+        _log.info("agent %d of job %s serves node %s", os.getpid(), self._run_folder.id, self._run_folder.node)
         # From 3.13 on asyncio would look the socket up under the name it was bound by, which was a detour.
         kept: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
-        server = await asyncio.start_unix_server(self._talk, sock=self._listener, limit=_MESSAGE_LIMIT, **kept)
+        server = await asyncio.start_unix_server(self._serve_trainer, sock=self._listener, limit=_MESSAGE_LIMIT, **kept)
         alive = asyncio.create_task(self._say_alive())
-        notify = lambda event: _ignore_closed(loop, self._tell, event)  # noqa: E731
-        self._engine = await asyncio.to_thread(Pipeline, self._job, notify)
-        await asyncio.to_thread(self._engine.recover)
+        notify = lambda event: _ignore_closed(loop, self._broadcast, event)  # noqa: E731
+        self._pipeline = await asyncio.to_thread(Pipeline, self._run_folder, notify)
+        await asyncio.to_thread(self._pipeline.resume_unfinished)
         self._recovered.set()  # from here on whoever asks hears of what was found
         while not self._leaving.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), min(0.25, self._linger_s / 4 or 0.01))
-            if self._trainers or self._engine.owed or (self._start_lock and is_locked(self._start_lock)):
+            if self._trainers or self._pipeline.num_pending or (self._start_lock and is_locked(self._start_lock)):
                 self._idle_since = time.monotonic()
             elif time.monotonic() - self._idle_since >= self._patience_s:
                 self._leaving.set()
         server.close()
-        await asyncio.to_thread(self._engine.close)
-        await asyncio.to_thread(self._engine.clean)
+        await asyncio.to_thread(self._pipeline.close)
+        await asyncio.to_thread(self._pipeline.reclaim_arenas)
         alive.cancel()
         for writer in self._trainers:
             writer.close()
         _log.info("agent %d leaves: nothing is owed", os.getpid())
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_trainer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pid, user = _peer(writer.get_extra_info("socket"))
         if user != os.getuid():
             _log.warning("user %d is not served", user)
@@ -217,7 +217,7 @@ class _Agent:
         try:
             await self._recovered.wait()
             while line := await reader.readline():
-                await self._hear(json.loads(line), writer)
+                await self._handle_message(json.loads(line), writer)
         except ConnectionError:
             pass  # killed
         except asyncio.CancelledError:
@@ -227,25 +227,27 @@ class _Agent:
             _log.warning("trainer %d said something that is no message: %s", pid, error)
         finally:
             if not self._leaving.is_set():  # it may have died between capturing and saying so
-                await asyncio.to_thread(self._engine.recover)
+                await asyncio.to_thread(self._pipeline.resume_unfinished)
             del self._trainers[writer]
             self._idle_since = time.monotonic()
             writer.close()
 
-    async def _hear(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _handle_message(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
             if self._has_moved(message.get("run_dir")):
-                _log.warning("%s was moved to %s: another agent serves it there", self._job.run_dir, message["run_dir"])
+                _log.warning(
+                    "%s was moved to %s: another agent serves it there", self._run_folder.run_dir, message["run_dir"]
+                )
                 self._leaving.set()
             elif message["op"] == "attach":
                 self._trainers[writer] = attempt = message["attempt"]
                 modules = [load_module(spec) for spec in message["modules"]]
                 _send_event(writer, Attached(os.getpid()))
-                await asyncio.to_thread(self._engine.attach, attempt, message["tiers"], modules)
+                await asyncio.to_thread(self._pipeline.attach, attempt, message["tiers"], modules)
                 self._supersede(attempt)
             elif message["op"] == "captured":
                 place = message["rank"], message["index"], message["generation"]
-                await asyncio.to_thread(self._engine.submit, *place)
+                await asyncio.to_thread(self._pipeline.submit, *place)
             elif message["op"] == "settle" and message.get("everywhere"):
                 answer = asyncio.create_task(self._settle_everywhere(message["question"], writer))
                 self._answers.add(answer)  # meanwhile what is captured next is heard
@@ -253,16 +255,16 @@ class _Agent:
             elif message["op"] == "settle":
                 slow = message.get("slow", ())
                 if message.get("commit"):
-                    await asyncio.to_thread(self._engine.commit_whole, slow)
+                    await asyncio.to_thread(self._pipeline.commit_complete, slow)
                 else:
-                    await asyncio.to_thread(lambda: self._engine.settle(slow, again=message.get("again")))
+                    await asyncio.to_thread(lambda: self._pipeline.await_finished(slow, again=message.get("again")))
                 _send_event(
-                    writer, CapturesFinished(message["question"], await asyncio.to_thread(self._engine.unfinished))
+                    writer, CapturesFinished(message["question"], await asyncio.to_thread(self._pipeline.unfinished))
                 )
             elif message["op"] == "failed":
                 version = Version(message["step"], message["attempt"])
                 whose = message["rank"], message["world_size"], message["tiers"], message["why"]
-                await asyncio.to_thread(self._engine.fail, version, *whose)
+                await asyncio.to_thread(self._pipeline.fail, version, *whose)
         except SaveRefused as error:
             _log.warning("refused: %s", error)
             _send_event(writer, Refused(self._trainers[writer], str(error)))
@@ -279,14 +281,14 @@ class _Agent:
             await asyncio.sleep(_ALIVE_S)
 
     async def _settle_everywhere(self, question: int, writer: asyncio.StreamWriter) -> None:
-        await asyncio.to_thread(lambda: self._engine.settle(everywhere=True))
+        await asyncio.to_thread(lambda: self._pipeline.await_finished(everywhere=True))
         _send_event(writer, CapturesFinished(question))
 
     def _has_moved(self, run_dir: str | None) -> bool:
         """True if a trainer has the run folder under another path, and the one that this agent writes to is gone."""
-        if run_dir is None or run_dir == str(self._job.run_dir) or self._leaving.is_set():
+        if run_dir is None or run_dir == str(self._run_folder.run_dir) or self._leaving.is_set():
             return self._leaving.is_set()
-        return not self._job.is_there()
+        return not self._run_folder.is_there()
 
     def _supersede(self, attempt: int) -> None:
         for writer, theirs in self._trainers.items():
@@ -295,7 +297,7 @@ class _Agent:
                     writer, Refused(theirs, f"attempt {theirs} of the job is over: attempt {attempt} runs it now")
                 )
 
-    def _tell(self, event: AgentEvent) -> None:
+    def _broadcast(self, event: AgentEvent) -> None:
         for writer in self._trainers:
             _send_event(writer, event)
 

@@ -44,15 +44,17 @@ class PipelineClient(ABC):
         """Begin an attempt as a rank."""
 
     @abstractmethod
-    def captured(self, rank: int, index: int, ticket: ArenaTicket) -> None:
+    def submit(self, rank: int, index: int, ticket: ArenaTicket) -> None:
         """An arena was captured, with that ticket. Returns at once."""
 
     @abstractmethod
-    def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
+    def report_failed_capture(
+        self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str
+    ) -> None:
         """This rank could not capture a version: no other one shall wait for it. Returns at once."""
 
     @abstractmethod
-    def settle(
+    def await_finished(
         self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
     ) -> Sequence[UnfinishedVersion]:
         """Wait until all that was captured on this node can be found in a tier, or could not be put there.
@@ -67,7 +69,7 @@ class PipelineClient(ABC):
         """Let go; what is captured is finished all the same."""
 
     @abstractmethod
-    def tidy(self) -> None:
+    def reclaim_arenas(self) -> None:
         """After the arenas were let go of: give back what nobody needs, if nobody else does."""
 
 
@@ -75,48 +77,50 @@ class ThreadClient(PipelineClient):
     """The same chain in a thread of the trainer: no other process, and nothing goes on when this one dies."""
 
     def __init__(self, job: RunFolder, board: SaveTracker, modules: Sequence[ChainModule]) -> None:
-        self._job, self._board, self._modules = job, board, modules
-        self._engine: Pipeline | None = None
+        self._run_folder, self._tracker, self._modules = job, board, modules
+        self._pipeline: Pipeline | None = None
         self._rank = -1
 
     def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
-        self._engine_of(rank).attach(attempt, tiers, self._modules)
+        self._pipeline_of(rank).attach(attempt, tiers, self._modules)
 
-    def captured(self, rank: int, index: int, ticket: ArenaTicket) -> None:
-        assert self._engine is not None, "attach comes first"
-        self._engine.submit(rank, index, ticket.generation, ticket)
+    def submit(self, rank: int, index: int, ticket: ArenaTicket) -> None:
+        assert self._pipeline is not None, "attach comes first"
+        self._pipeline.submit(rank, index, ticket.generation, ticket)
 
-    def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
-        if self._engine is not None:
-            self._engine.fail(version, rank, world_size, tiers, why)
+    def report_failed_capture(
+        self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str
+    ) -> None:
+        if self._pipeline is not None:
+            self._pipeline.fail(version, rank, world_size, tiers, why)
 
-    def settle(
+    def await_finished(
         self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
     ) -> Sequence[UnfinishedVersion]:
-        is_new = self._engine is None or rank != self._rank  # it tries everything when it is made
-        engine = self._engine_of(rank)
+        is_new = self._pipeline is None or rank != self._rank  # it tries everything when it is made
+        engine = self._pipeline_of(rank)
         if commit:
-            engine.commit_whole(slow)
+            engine.commit_complete(slow)
         else:
-            engine.settle(slow, again=None if is_new else again)
+            engine.await_finished(slow, again=None if is_new else again)
         return engine.unfinished()
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
 
-    def tidy(self) -> None:
-        if self._engine is not None:
-            self._engine.clean()
+    def reclaim_arenas(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.reclaim_arenas()
             remove_orphans()
 
-    def _engine_of(self, rank: int) -> Pipeline:
-        if self._engine is None or rank != self._rank:
+    def _pipeline_of(self, rank: int) -> Pipeline:
+        if self._pipeline is None or rank != self._rank:
             self.close()
-            _kill_stopped_agent(arena_folder(self._job))
-            self._rank, self._engine = rank, Pipeline(self._job, self._board.take, rank=rank)
-            self._engine.recover()
-        return self._engine
+            _kill_stopped_agent(arena_folder(self._run_folder))
+            self._rank, self._pipeline = rank, Pipeline(self._run_folder, self._tracker.handle_event, rank=rank)
+            self._pipeline.resume_unfinished()
+        return self._pipeline
 
 
 def _kill_stopped_agent(folder: Path) -> None:
@@ -136,7 +140,7 @@ class AgentClient(PipelineClient):
     """A connection to the node's agent, which is started if there is none, and again if it dies."""
 
     def __init__(self, job: RunFolder, board: SaveTracker, modules: Sequence[ChainModule], linger_s: float) -> None:
-        self._job, self._board, self._linger_s = job, board, linger_s
+        self._run_folder, self._tracker, self._linger_s = job, board, linger_s
         self._modules = [describe_module(module) for module in modules]
         self._folder = arena_folder(job)
         self._lock = threading.Condition()
@@ -165,7 +169,7 @@ class AgentClient(PipelineClient):
     def attach(self, rank: int, attempt: int, tiers: Sequence[dict[str, Any]]) -> None:
         self._attach = {
             "op": "attach", "attempt": attempt, "tiers": list(tiers), "modules": self._modules,
-            "run_dir": str(self._job.run_dir),
+            "run_dir": str(self._run_folder.run_dir),
         }  # fmt: skip
         self._answered.clear()
         self._send(self._attach)
@@ -173,7 +177,7 @@ class AgentClient(PipelineClient):
         # finished without modules. Capture nothing before it knows of this process; one that is stuck is not awaited.
         self._answered.wait(self._timeout_s)
 
-    def captured(self, rank: int, index: int, ticket: ArenaTicket) -> None:
+    def submit(self, rank: int, index: int, ticket: ArenaTicket) -> None:
         # Never waits: a trainer must not stand still because an agent died. The next one is told, and finds it anyway.
         with self._lock:
             self._captured[index] = {"op": "captured", "rank": rank, "index": index, "generation": ticket.generation}
@@ -181,29 +185,31 @@ class AgentClient(PipelineClient):
                 with suppress(OSError):
                     self._socket.sendall(_line(self._captured[index]))
 
-    def failed(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
+    def report_failed_capture(
+        self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str
+    ) -> None:
         place = {"step": version.step, "attempt": version.attempt, "rank": rank, "world_size": world_size}
         with self._lock, suppress(OSError):
             if self._socket is not None:
                 self._socket.sendall(_line({"op": "failed", **place, "tiers": list(tiers), "why": why}))
 
-    def settle(
+    def await_finished(
         self, rank: int, slow: Sequence[dict[str, Any]] = (), *, commit: bool = False, again: str | None = None
     ) -> Sequence[UnfinishedVersion]:
         self._question += 1
         question = self._question
         asked = {"op": "settle", "question": question, "slow": list(slow), "commit": commit, "again": again}
-        asked["run_dir"] = str(self._job.run_dir)
+        asked["run_dir"] = str(self._run_folder.run_dir)
         self._send(asked)
         waited_s, said_s = 0.0, _SAY_SO_AFTER_S
-        while not self._board.wait(lambda: self._board.is_settled(question), _ASK_AGAIN_S):
+        while not self._tracker.wait(lambda: self._tracker.is_answered(question), _ASK_AGAIN_S):
             self._send(asked)  # the agent that was asked may be gone
             waited_s += _ASK_AGAIN_S
             if waited_s >= said_s:
                 said_s *= 2
                 what = "commits what is whole" if commit else "finishes what was captured"
                 _log.warning("rank %d: waiting for %.0f s while agent %s %s", rank, waited_s, self.pid or "", what)
-        return self._board.unfinished()
+        return self._tracker.unfinished()
 
     def close(self) -> None:
         with self._lock:
@@ -212,7 +218,7 @@ class AgentClient(PipelineClient):
             self._hang_up()
             self._lock.notify_all()
 
-    def tidy(self) -> None:
+    def reclaim_arenas(self) -> None:
         """The agent does, when it leaves."""
 
     def drop(self) -> None:
@@ -243,7 +249,9 @@ class AgentClient(PipelineClient):
                     except OSError:
                         self._hang_up()  # the listener notices too, and starts another agent
                 if not self._lock.wait(_START_PATIENCE_S):
-                    raise AgentError(f"the agent of job {self._job.id} does not come back: see {self._log_path()}")
+                    raise AgentError(
+                        f"the agent of job {self._run_folder.id} does not come back: see {self._log_path()}"
+                    )
             if self._closed.is_set():
                 raise CheckpointError("this Checkpointer is closed")
 
@@ -259,7 +267,7 @@ class AgentClient(PipelineClient):
                     for line in lines:
                         self._heard += 1
                         if silent >= _TOO_MANY or self._unheard:
-                            self._board.break_off(None)
+                            self._tracker.set_unavailable(None)
                         silent, self._unheard = 0, False
                         event = read_event(line)
                         if isinstance(event, Attached | Refused):
@@ -267,24 +275,26 @@ class AgentClient(PipelineClient):
                         if isinstance(event, Attached | Alive):
                             self.pid = event.pid
                             continue
-                        self._board.take(event)
+                        self._tracker.handle_event(event)
                         if (
                             isinstance(event, CapturesFinished)
                             and event.question == self._again
                             and self._attach is not None
                         ):
-                            self._board.give_up([tier["kind"] for tier in self._attach["tiers"]])
+                            self._tracker.fail_retired_versions([tier["kind"] for tier in self._attach["tiers"]])
             if self._closed.is_set():
                 return
             silent += 1
             if self.pid is not None and self.pid != self._ended:
-                self._board.report(f"the agent (process {self.pid}) is gone: starting another")
+                self._tracker.report(f"the agent (process {self.pid}) is gone: starting another")
             elif (
                 self.pid is None and silent >= _TOO_MANY
             ):  # one that never answered was leaving when we came; several cannot all have been
-                why = f"agents of job {self._job.id} start and end again without an answer: see {self._log_path()}"
-                self._board.report(why)
-                self._board.break_off(why)
+                why = (
+                    f"agents of job {self._run_folder.id} start and end again without an answer: see {self._log_path()}"
+                )
+                self._tracker.report(why)
+                self._tracker.set_unavailable(why)
             if time.monotonic() - since < _TOO_SHORT_S and self._closed.wait(_TOO_SHORT_S):
                 return
             self._restart()
@@ -305,7 +315,7 @@ class AgentClient(PipelineClient):
                 try:
                     self._end_silent(connection)
                 except (CheckpointError, OSError) as error:
-                    self._board.report(str(error))
+                    self._tracker.report(str(error))
 
     def _end_silent(self, connection: socket.socket) -> None:
         """End the agent behind a connection, unless that has ended meanwhile."""
@@ -319,11 +329,11 @@ class AgentClient(PipelineClient):
                 who = "the agent" if agent is None else f"the agent (process {agent[0]})"
                 why = f"{who} {silent}, and cannot be ended from here: end it by hand. See {self._log_path()}"
                 self._unheard, self._ended = True, None
-                self._board.report(why)
-                self._board.break_off(why)
+                self._tracker.report(why)
+                self._tracker.set_unavailable(why)
                 return
             stopped = ": it is stopped" if agent.is_stopped else ""
-            self._board.report(f"the agent (process {agent[0]}) {silent}{stopped}. It was ended: starting another")
+            self._tracker.report(f"the agent (process {agent[0]}) {silent}{stopped}. It was ended: starting another")
 
     def _restart(self) -> None:
         """Connect again, however long it takes; whoever waits for a version is told meanwhile why nothing comes."""
@@ -337,8 +347,8 @@ class AgentClient(PipelineClient):
             except (CheckpointError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
-                    self._board.report(said)
-                    self._board.break_off(said)
+                    self._tracker.report(said)
+                    self._tracker.set_unavailable(said)
                 if self._closed.wait(pause):
                     return
                 pause = min(2 * pause, 30.0)
@@ -357,7 +367,7 @@ class AgentClient(PipelineClient):
             self._lock.notify_all()
         if not said:
             return
-        self._board.break_off(None)
+        self._tracker.set_unavailable(None)
 
     def _connect(self) -> socket.socket:
         """A connection to a living agent; one is started if none answers."""
@@ -404,7 +414,15 @@ class AgentClient(PipelineClient):
 
     def _start(self) -> None:
         """Start an agent in a session of its own; returns when it serves. It inherits no descriptor of ours."""
-        command = [sys.executable, "-m", "evergrad", "agent", str(self._job.run_dir), "--node", self._job.node]
+        command = [
+            sys.executable,
+            "-m",
+            "evergrad",
+            "agent",
+            str(self._run_folder.run_dir),
+            "--node",
+            self._run_folder.node,
+        ]
         command += ["--linger", str(self._linger_s), "--detach"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
@@ -416,7 +434,7 @@ class AgentClient(PipelineClient):
             raise AgentError(f"the agent cannot be started: {why or f'exit code {done.returncode}'}")
 
     def _log_path(self) -> str:
-        return str(self._job.run_dir / "agents" / f"{self._job.node_folder}.log")
+        return str(self._run_folder.run_dir / "agents" / f"{self._run_folder.node_folder}.log")
 
 
 def _has_hung_up(connection: socket.socket) -> bool:

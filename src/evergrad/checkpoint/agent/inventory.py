@@ -96,7 +96,7 @@ class CompletionLog:
                 self._say_behind(error)
         self._catch_up()
 
-    def remember(self, version: Version) -> None:
+    def record_committed(self, version: Version) -> None:
         """A version is committed where it survives a reboot: that it existed must not be forgotten with its shards."""
         if self._own is not None and (self._remembered is None or version.age() > self._remembered.age()):
             self._remembered = version
@@ -153,7 +153,7 @@ class CompletionLog:
         shards = self._known.get((version, tier))
         return None if shards is None else next(iter(shards.failures.values()), None)
 
-    def forgive(self, version: Version, tier: str) -> None:
+    def clear_failure(self, version: Version, tier: str) -> None:
         """Forget why shards of a version failed to get there: that is tried again."""
         shards = self._known.get((version, tier))
         failures = list(shards.failures) if shards is not None else []
@@ -308,10 +308,10 @@ class Inventory:
         """What is committed in shared tiers."""
         self._owed: dict[tuple[Version, int], tuple[Copy, Manifest]] = {}
         """Shards that were found in a tier and are still to be flushed to a slow one."""
-        self.needed: set[tuple[Version, int]] = set()
+        self.flush_sources: set[tuple[Version, int]] = set()
         """Version and rank of copies that a flush reads from: they stay, however old."""
 
-    def here(self, ticket: ArenaTicket) -> ArenaTicket:
+    def with_moved_tiers(self, ticket: ArenaTicket) -> ArenaTicket:
         """A ticket with its tiers where they are now: what lay in the run folder was moved with it."""
         if all(spec.get("path") is None and not str(spec.get("url")).startswith("file:") for spec in ticket.tiers):
             return ticket
@@ -334,7 +334,7 @@ class Inventory:
         with self._lock:
             return list({tier.kind: tier for tier, _ in self._stores.values()}.values())
 
-    def survey(self, specs: Sequence[dict[str, Any]]) -> list[Tier]:
+    def scan_new_tiers(self, specs: Sequence[dict[str, Any]]) -> list[Tier]:
         """Note every complete shard in tiers that were not looked at yet; gives the slow ones, to `look` at later."""
         later = []
         for tier in read_tiers(specs):
@@ -346,16 +346,16 @@ class Inventory:
                     self._unseen.add(key)
                     later.append(tier)
             if new and not tier.slow:
-                self.look(tier)
+                self.scan_tier(tier)
         return later
 
-    def look(self, tier: Tier) -> None:
+    def scan_tier(self, tier: Tier) -> None:
         """Note every complete shard in a tier."""
         store = self.store(tier)
         try:
             for copy in store.find(None if tier.shared else self._rank):
                 if self._note(store, copy) and tier.shared:
-                    self.show(copy.version, tier.kind)
+                    self.mark_committed(copy.version, tier.kind)
             for copy in store.begun():
                 self._note(store, copy)
         except EvergradError as error:
@@ -364,12 +364,12 @@ class Inventory:
             with self._lock:
                 self._unseen.discard(json.dumps(tier.to_json()))
 
-    def is_unseen(self, tiers: Sequence[Tier]) -> bool:
+    def is_unscanned(self, tiers: Sequence[Tier]) -> bool:
         """Whether it is not known yet what one of these holds."""
         with self._lock:
             return not self._unseen.isdisjoint(json.dumps(tier.to_json()) for tier in tiers)
 
-    def show(self, version: Version, kind: str) -> None:
+    def mark_committed(self, version: Version, kind: str) -> None:
         """A version was committed in a shared tier."""
         with self._lock:
             self._visible.add((version, kind))
@@ -410,7 +410,7 @@ class Inventory:
     def missing(self, ticket: ArenaTicket) -> list[str]:
         """The tiers that a shard should be in, and is not, as far as can be seen; retired is not missing."""
         missing = []
-        for tier in read_tiers(self.here(ticket).tiers):
+        for tier in read_tiers(self.with_moved_tiers(ticket).tiers):
             there = False
             if tier.shared:  # everything that is there was noted: no need to ask a slow service again
                 with self._lock:
@@ -456,7 +456,7 @@ class Inventory:
                 _log.warning("%s", error)
         return None
 
-    def owed(self) -> Iterator[tuple[Copy, Manifest, list[Tier]]]:
+    def pending_flushes(self) -> Iterator[tuple[Copy, Manifest, list[Tier]]]:
         """What was found in a near tier and has to go to slow ones that are known here; each is given once."""
         with self._lock:
             found = sorted(self._owed.items(), key=lambda item: item[0][0].age())
@@ -464,7 +464,7 @@ class Inventory:
         for (version, rank), (copy, manifest) in found:
             specs = [moved_along(spec, self._homes, self._site.run_dir) for spec in manifest.owed]
             wanted = [tier for spec in specs if (tier := tiers.get(json.dumps(_place(spec)))) is not None]
-            if len(wanted) < len(manifest.owed) or self.is_unseen(wanted):
+            if len(wanted) < len(manifest.owed) or self.is_unscanned(wanted):
                 continue  # its settings come with the next trainer; or it may be there
             with self._lock:
                 self._owed.pop((version, rank), None)
@@ -533,7 +533,7 @@ class Inventory:
         """Whether a flush reads from a copy, or will."""
         key = copy.version, copy.rank
         with self._lock:
-            if key in self.needed:
+            if key in self.flush_sources:
                 return True
             if key not in self._owed:
                 return False

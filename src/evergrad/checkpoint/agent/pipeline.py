@@ -278,17 +278,17 @@ class PipelineContext:
 
     def __init__(self, job: RunFolder, site: Site, writer: str, rank: int | None, evaluate: Callable[[], None]) -> None:
         """For all ranks of a node, or for one; `evaluate` is called when something may have become complete."""
-        self.job, self.site, self.rank, self.evaluate = job, site, rank, evaluate
+        self.run_folder, self.site, self.rank, self.evaluate = job, site, rank, evaluate
         self.lock = threading.RLock()
         self.completion = CompletionLog(job.run_dir, writer)
-        self.holdings = Inventory(site, self.completion, self.lock, rank)
+        self.inventory = Inventory(site, self.completion, self.lock, rank)
         self.maps = ArenaMaps(site.arenas)
         self.modules: Sequence[ChainModule] = ()
         """The user's, as the last trainer has sent them."""
 
     def chain(self, tiers: Sequence[Tier]) -> tuple[list[ChainModule], list[ChainModule]]:
         """What a shard goes through, near and far."""
-        stores = {tier.kind: self.holdings.store(tier) for tier in tiers}
+        stores = {tier.kind: self.inventory.store(tier) for tier in tiers}
         # A shard that does not go to some tier does not go through what follows it either.
         there, modules = {"digest", *stores}, list[ChainModule]()
         for module in self.modules:
@@ -297,7 +297,9 @@ class PipelineContext:
                 there.add(module.name)
         return split_chain(build_chain(stores, modules), {tier.kind for tier in tiers if tier.slow})
 
-    def report(self, ticket: ArenaTicket, tiers: Sequence[Tier], module: ChainModule, error: Exception | None) -> None:
+    def record_result(
+        self, ticket: ArenaTicket, tiers: Sequence[Tier], module: ChainModule, error: Exception | None
+    ) -> None:
         """How a module ended."""
         why = None
         if error is not None:
@@ -342,21 +344,21 @@ class ArenaReclaimer:
     """The arenas of a node, or of one rank, as whoever finishes what is in them knows them. Thread-safe."""
 
     def __init__(self, desk: PipelineContext) -> None:
-        self._desk = desk
+        self._context = desk
         self._ended: dict[tuple[int, int], ArenaTicket] = {}
         """(rank, index) → the ticket of the arena whose chain has ended."""
 
-    def end(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
+    def mark_finished(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
         """Nobody reads the arena any more."""
-        with self._desk.lock:
+        with self._context.lock:
             self._ended[files.rank, files.index] = ticket
 
-    def resume(self, files: ArenaFiles) -> None:
+    def mark_in_use(self, files: ArenaFiles) -> None:
         """The arena is read again."""
-        with self._desk.lock:
+        with self._context.lock:
             self._ended.pop((files.rank, files.index), None)
 
-    def has_ended(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
+    def is_finished(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
         """Whether that was said of what is in it now."""
         ended = self._ended.get((files.rank, files.index))
         return ended is not None and ended.generation == ticket.generation
@@ -368,26 +370,28 @@ class ArenaReclaimer:
         still completing in memory.
         """
         free: dict[str, int] = {}
-        with self._desk.lock:
-            complete = self._desk.holdings.complete()
-            folder = self._desk.site.arenas
+        with self._context.lock:
+            complete = self._context.inventory.complete()
+            folder = self._context.site.arenas
             known = [ArenaFiles(folder, *key) for key in self._ended if key[0] == rank]
             for files in dict.fromkeys((*find_arenas(folder, rank), *known)):
                 # Without a free descriptor no ticket can be read. A generation is used once: an old one does no harm.
                 ticket = files.read_ticket() or self._ended.get((files.rank, files.index))
                 if ticket is None or not ticket.captured:
                     continue  # its trainer knows best
-                if self.has_ended(files, ticket) and not self._is_needed(ticket, complete, attempt):
+                if self.is_finished(files, ticket) and not self._is_needed(ticket, complete, attempt):
                     free[str(files.index)] = ticket.generation
         return free
 
-    def clean(self) -> None:
+    def reclaim(self) -> None:
         """Give back the memory of arenas that nobody needs: unlocked, finished, and not a rank's newest version."""
-        with self._desk.lock:
-            self._desk.completion.refresh()
-            complete = self._desk.completion.complete("memory")
+        with self._context.lock:
+            self._context.completion.refresh()
+            complete = self._context.completion.complete("memory")
             newest: dict[int, Version] = {}
-            tickets = [(files, files.read_ticket()) for files in find_arenas(self._desk.site.arenas, self._desk.rank)]
+            tickets = [
+                (files, files.read_ticket()) for files in find_arenas(self._context.site.arenas, self._context.rank)
+            ]
             for files, ticket in tickets:
                 if ticket is not None and ticket.captured and any(tier["kind"] == "memory" for tier in ticket.tiers):
                     newest[files.rank] = max(ticket.version, newest.get(files.rank, ticket.version), key=Version.age)
@@ -395,7 +399,7 @@ class ArenaReclaimer:
                 if ticket is not None and ticket.captured:
                     kept = {newest.get(files.rank), complete[-1] if complete else None}
                     flushed = any(tier.survives_reboot for tier in read_tiers(ticket.tiers))
-                    if ticket.version in kept or not flushed or self._desk.holdings.missing(ticket):
+                    if ticket.version in kept or not flushed or self._context.inventory.missing(ticket):
                         continue
                 elif ticket is None and self.lost(files) is not None:
                     continue  # a rest: without it the next restore would find nothing, and begin anew
@@ -403,8 +407,8 @@ class ArenaReclaimer:
 
     def lost(self, files: ArenaFiles) -> ArenaContent | None:
         """Return the newest version's remains in an arena without a sound ticket; None if a newer one is complete."""
-        held = read_arena_content(files, self._desk.job.id)
-        complete = self._desk.holdings.complete()  # itself, too, if another process once noted it
+        held = read_arena_content(files, self._context.run_folder.id)
+        complete = self._context.inventory.complete()  # itself, too, if another process once noted it
         is_newest = held is not None and not any(each.age() > held.version.age() for each in complete)
         return held if is_newest else None
 
@@ -413,11 +417,11 @@ class ArenaReclaimer:
         kinds = [tier["kind"] for tier in ticket.tiers]
         if "memory" not in kinds:
             return False
-        elsewhere = any(version in self._desk.holdings.complete(kind) for kind in kinds if kind != "memory")
-        if self._desk.completion.is_complete(version, "memory"):
+        elsewhere = any(version in self._context.inventory.complete(kind) for kind in kinds if kind != "memory")
+        if self._context.completion.is_complete(version, "memory"):
             return bool(complete) and version == complete[-1] and not elsewhere
         overtaken = bool(complete) and complete[-1].age() > version.age()
-        failed = self._desk.completion.failure(version, "memory") is not None
+        failed = self._context.completion.failure(version, "memory") is not None
         return not (overtaken or failed or version.attempt < attempt)
 
 
@@ -436,9 +440,9 @@ class Flusher:
         forget: Callable[[Version, str], None],
     ) -> None:
         """`end` is called when an arena is not read any more, `forget` when a version was retired."""
-        self._desk, self._end, self._forget = desk, end, forget
+        self._context, self._end, self._forget = desk, end, forget
         self.workers = RankThreads("evergrad-flush")
-        self.shares = UploadDeduplication(desk.job.run_dir)
+        self.shares = UploadDeduplication(desk.run_folder.run_dir)
         self._flushing: set[tuple[Version, int]] = set()
         self._away: set[int] = set()
         """Ranks whose last flush failed."""
@@ -446,23 +450,23 @@ class Flusher:
         self.gone: set[tuple[Version, str]] = set()
         """Versions that somebody has noted in a shared tier where nothing of them is left."""
 
-    def later(
+    def submit(
         self, ticket: ArenaTicket, manifest: Manifest, source: Copy | None, files: ArenaFiles | None = None
     ) -> bool:
         """Have a shard flushed from a copy, or from its arena; False if it is being flushed already."""
         key = ticket.version, ticket.rank
-        with self._desk.lock:
+        with self._context.lock:
             if key in self._flushing:
                 return False
             self._flushing.add(key)
             if source is not None:
-                self._desk.holdings.needed.add(key)
-            arena = files or ArenaFiles(self._desk.site.arenas, ticket.rank, 0)
+                self._context.inventory.flush_sources.add(key)
+            arena = files or ArenaFiles(self._context.site.arenas, ticket.rank, 0)
             return self.workers.submit(ticket.rank, self._flush, ticket, manifest, source, arena)
 
-    def try_again(self) -> None:
+    def clear_failures(self) -> None:
         """Leave nothing out because a flush before it has failed."""
-        with self._desk.lock:
+        with self._context.lock:
             self._away.clear()
 
     def _flush(self, ticket: ArenaTicket, manifest: Manifest, source: Copy | None, files: ArenaFiles) -> None:
@@ -472,53 +476,55 @@ class Flusher:
         try:
             self._check_worth(ticket)
             if source is not None:
-                shard = Shard(source, self._desk.job.id)
+                shard = Shard(source, self._context.run_folder.id)
                 if wrong := shard.verify():
                     raise TierError(f"{source.shard}: {wrong[0]} is not what was captured: it is not flushed")
                 view, manifest = shard.view, shard.manifest  # one that was found in passing has no digests
             else:
-                view = self._desk.maps.view(files, ticket.size)
+                view = self._context.maps.view(files, ticket.size)
             plain = replace(manifest, owed=(), generation=0)
             given_up = lambda: any(self._failure(ticket, tier.kind) for tier in slow)  # noqa: E731
-            work = self.shares.divide(Work(ticket, files, view, self._desk.site, plain), given_up)
-            run_chain(self._desk.chain(tiers)[1], work, lambda *ended: self._desk.report(ticket, tiers, *ended))
+            work = self.shares.without_duplicates(Work(ticket, files, view, self._context.site, plain), given_up)
+            run_chain(
+                self._context.chain(tiers)[1], work, lambda *ended: self._context.record_result(ticket, tiers, *ended)
+            )
         except Exception as error:
             why = failure_text(error)
             _log.error("%s: not flushed: %s", shard_label(ticket), why)
             for tier in slow:
-                self._desk.note(ticket, tier.kind, why)
+                self._context.note(ticket, tier.kind, why)
         finally:
             if shard is not None:
                 shard.close()
-            with self._desk.lock:
-                failed = any(self._desk.completion.failure(ticket.version, tier.kind) for tier in slow)
+            with self._context.lock:
+                failed = any(self._context.completion.failure(ticket.version, tier.kind) for tier in slow)
                 (self._away.add if failed else self._away.discard)(ticket.rank)
                 self._flushing.discard((ticket.version, ticket.rank))
-                self._desk.holdings.needed.discard((ticket.version, ticket.rank))
+                self._context.inventory.flush_sources.discard((ticket.version, ticket.rank))
             if source is None:
                 self._end(files, ticket)
-            self._desk.evaluate()
+            self._context.evaluate()
 
     def _check_worth(self, ticket: ArenaTicket) -> None:
         """While a service is away only the newest version waits for it: the disk must not fill with all of them."""
-        with self._desk.lock:
+        with self._context.lock:
             waiting = [version for version, rank in self._flushing if rank == ticket.rank]
             newest = max(waiting, key=Version.age, default=ticket.version)
             if ticket.rank in self._away and newest.age() > ticket.version.age():
                 raise TierError(f"left out: the one before failed there, and {newest} waits for it")
 
     def _failure(self, ticket: ArenaTicket, kind: str) -> str | None:
-        with self._desk.lock:
-            return self._desk.completion.failure(ticket.version, kind)
+        with self._context.lock:
+            return self._context.completion.failure(ticket.version, kind)
 
     @property
     def is_committing(self) -> bool:
         """True if a version is about to be made visible."""
         return bool(self._committing)
 
-    def commit_later(self, version: Version, tier: Tier) -> None:
+    def submit_commit(self, version: Version, tier: Tier) -> None:
         """Have a version made visible that is complete in a shared tier."""
-        with self._desk.lock:
+        with self._context.lock:
             if (version, tier.kind) not in self._committing:
                 self._committing.add((version, tier.kind))
                 if not self.workers.submit(-1, self._commit, version, tier):
@@ -526,28 +532,28 @@ class Flusher:
 
     def _commit(self, version: Version, tier: Tier) -> None:
         """Make a version visible in a tier that all nodes share; every node does, and all say the same."""
-        world_size = self._desk.completion.world_size(version, tier.kind)
+        world_size = self._context.completion.world_size(version, tier.kind)
         self.gone.discard((version, tier.kind))
         try:
-            self._desk.holdings.store(tier).commit(version, world_size)
-            self._desk.holdings.show(version, tier.kind)
-            for old in self._desk.holdings.retain(shared=True):
-                with self._desk.lock:
+            self._context.inventory.store(tier).commit(version, world_size)
+            self._context.inventory.mark_committed(version, tier.kind)
+            for old in self._context.inventory.retain(shared=True):
+                with self._context.lock:
                     self._forget(*old)
             self.shares.tidy(version)
         except Exception as error:  # noted as failed, whatever it is: it would be tried again without end
             why = failure_text(error)
             _log.error("%s: not committed in tier %s: %s", version, tier.kind, why)
-            with self._desk.lock:
+            with self._context.lock:
                 if isinstance(error, Gone):
                     self.gone.add((version, tier.kind))
-                self._desk.completion.note(
-                    version, tier.kind, self._desk.rank or 0, world_size, f"not committed: {why}"
+                self._context.completion.note(
+                    version, tier.kind, self._context.rank or 0, world_size, f"not committed: {why}"
                 )
         finally:
-            with self._desk.lock:
+            with self._context.lock:
                 self._committing.discard((version, tier.kind))
-            self._desk.evaluate()
+            self._context.evaluate()
 
 
 _QUICK_S, _SLOW_S = 0.02, 1.0
@@ -557,14 +563,18 @@ class Pipeline:
     """Everything that happens to a version after it was captured. Methods may be called from any thread."""
 
     def __init__(self, job: RunFolder, notify: Callable[[AgentEvent], None], *, rank: int | None = None) -> None:
-        self._job, self._notify, self._rank = job, notify, rank
+        self._run_folder, self._notify, self._rank = job, notify, rank
         self._site = Site(job.id, job.node_folder, arena_folder(job), job.run_dir)
         writer = job.node_folder if rank is None else f"{job.node_folder}.{shard_name(rank)}"
-        self._desk = PipelineContext(job, self._site, writer, rank, self._evaluate)
-        self._lock, self._completion, self._holdings = self._desk.lock, self._desk.completion, self._desk.holdings
+        self._context = PipelineContext(job, self._site, writer, rank, self._evaluate)
+        self._lock, self._completion, self._inventory = (
+            self._context.lock,
+            self._context.completion,
+            self._context.inventory,
+        )
         self._near = RankThreads("evergrad")
-        self._freeing = ArenaReclaimer(self._desk)
-        self._flushing = Flusher(self._desk, self._end, self._forget)
+        self._reclaimer = ArenaReclaimer(self._context)
+        self._flusher = Flusher(self._context, self._end, self._forget)
         self._journal, self._writer = CatalogueJournal(job.run_dir), writer
         self._noted: set[tuple[Version, int]] = set()
         """Version and rank of shards that the catalogue knows of."""
@@ -582,7 +592,7 @@ class Pipeline:
         """Reports that were already made about requests to try again."""
         self._looking = 0
         """Slow tiers that are being looked at."""
-        self._settled = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._taken: dict[tuple[int, int], int] = {}
         """(rank, index) → the generation of the arena that was last taken up."""
         self._before = {
@@ -598,15 +608,17 @@ class Pipeline:
         threading.Thread(target=self._watch, name="evergrad-watch", daemon=True).start()
 
     @property
-    def owed(self) -> int:
+    def num_pending(self) -> int:
         """Captured shards whose chain has not ended."""
-        return self._near.owed + self._flushing.workers.owed
+        return self._near.owed + self._flusher.workers.owed
 
-    def recover(self) -> None:
+    def resume_unfinished(self) -> None:
         """Take up what was captured and not finished: after a crash of the trainer, of an agent, or of both."""
         tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
         captured = [
-            (files, self._holdings.here(ticket)) for files, ticket in tickets if ticket is not None and ticket.captured
+            (files, self._inventory.with_moved_tiers(ticket))
+            for files, ticket in tickets
+            if ticket is not None and ticket.captured
         ]
         # Oldest first: what comes after a newer version is there has been overtaken.
         for files, ticket in sorted(captured, key=lambda found: found[1].version.age()):
@@ -614,16 +626,16 @@ class Pipeline:
                 continue
             try:
                 self._survey(ticket.tiers)
-                missing = self._holdings.missing(ticket)
+                missing = self._inventory.missing(ticket)
             except EvergradError as error:  # such as a tier that this Evergrad does not know
                 _log.error("%s: found in memory, and left there: %s", shard_label(ticket), error)
                 self._left[_arena_use(files, ticket)] = f"rank {ticket.rank}: {error}"
                 continue
             slow = [tier for tier in read_tiers(ticket.tiers) if tier.slow]
             if missing and {tier.kind for tier in slow}.issuperset(missing):
-                if self._holdings.lasting(ticket.version, ticket.rank):
+                if self._inventory.lasting(ticket.version, ticket.rank):
                     missing = []  # flushed from there, below
-                elif self._holdings.is_unseen(slow):
+                elif self._inventory.is_unscanned(slow):
                     continue  # until it has been looked whether it is there
             if missing and files.shard.exists():  # if not, the arena was being removed
                 if self._queue(files, ticket):
@@ -631,10 +643,10 @@ class Pipeline:
             else:
                 with self._lock:
                     self._taken[files.rank, files.index] = ticket.generation
-                    self._freeing.end(files, ticket)
-        for copy, manifest, tiers in self._holdings.owed():
+                    self._reclaimer.mark_finished(files, ticket)
+        for copy, manifest, tiers in self._inventory.pending_flushes():
             _log.info("%s, rank %d: not in tier %s yet, going on", copy.version, copy.rank, tiers[0].kind)
-            self._flushing.later(_ticket(manifest, tiers), replace(manifest, owed=()), copy)
+            self._flusher.submit(_ticket(manifest, tiers), replace(manifest, owed=()), copy)
         self._evaluate()
 
     def attach(self, attempt: int, tiers: Sequence[dict[str, Any]], modules: Sequence[ChainModule] = ()) -> None:
@@ -642,7 +654,7 @@ class Pipeline:
         with self._lock:
             self._check_attempt(attempt)
             self._attempt = attempt
-            self._desk.modules = tuple(modules)
+            self._context.modules = tuple(modules)
             build_chain(
                 {tier.kind: tier.store(self._site) for tier in read_tiers(tiers)}, modules
             )  # says what is wrong now
@@ -650,8 +662,8 @@ class Pipeline:
         with self._lock:
             self._completion.refresh()
             self._told.clear()  # the newcomer has been told nothing
-            self._desk.maps.drop_replaced()
-        self.recover()  # what the trainer before it captured, and was killed before it could say so
+            self._context.maps.drop_replaced()
+        self.resume_unfinished()  # what the trainer before it captured, and was killed before it could say so
 
     def submit(self, rank: int, index: int, generation: int, known: ArenaTicket | None = None) -> None:
         """An arena was captured; its ticket is `known` to a trainer of this process, whether it can be read or not."""
@@ -669,7 +681,7 @@ class Pipeline:
             self._end(files, ticket)
             self._evaluate()
             return
-        self._queue(files, self._holdings.here(ticket))
+        self._queue(files, self._inventory.with_moved_tiers(ticket))
 
     def fail(self, version: Version, rank: int, world_size: int, tiers: Sequence[str], why: str) -> None:
         """A rank could not capture a version: it will not be complete in any tier, and nobody shall wait for it."""
@@ -680,28 +692,28 @@ class Pipeline:
 
     def _survey(self, specs: Sequence[dict[str, Any]]) -> None:
         """Look at near tiers now, at slow ones in the background: no save shall wait for a service that is away."""
-        for tier in self._holdings.survey(specs):
+        for tier in self._inventory.scan_new_tiers(specs):
             with self._lock:
-                self._looking += self._flushing.workers.submit(-1, self._look, tier)
+                self._looking += self._flusher.workers.submit(-1, self._look, tier)
 
     def _look(self, tier: Tier) -> None:
         try:
-            self._holdings.look(tier)
-            self.recover()
+            self._inventory.scan_tier(tier)
+            self.resume_unfinished()
         except Exception:
             _log.exception("tier %s: what it holds is not known", tier.kind)
         finally:
-            with self._settled:
+            with self._changed:
                 self._looking -= 1
-                self._settled.notify_all()
+                self._changed.notify_all()
 
     def _check_attempt(self, attempt: int) -> None:
         # The run folder knows of attempts on other nodes, and of those before this process began.
-        latest = max(self._attempt, self._job.latest_attempt())
+        latest = max(self._attempt, self._run_folder.latest_attempt())
         if attempt < latest:
             raise SaveRefused(f"attempt {attempt} of the job is over: attempt {latest} runs it now")
 
-    def settle(
+    def await_finished(
         self, slow: Sequence[dict[str, Any]] = (), *, everywhere: bool = False, again: str | None = None
     ) -> None:
         """Wait until all that has been captured is in a tier, or has failed.
@@ -712,11 +724,11 @@ class Pipeline:
         self._survey(slow)
         if again is not None:
             self._retry(again)
-        self.recover()
-        with self._settled:
-            self._settled.wait_for(lambda: not self._unsettled and not ((everywhere or slow) and self._looking))
+        self.resume_unfinished()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unsettled and not ((everywhere or slow) and self._looking))
 
-    def commit_whole(self, slow: Sequence[dict[str, Any]]) -> None:
+    def commit_complete(self, slow: Sequence[dict[str, Any]]) -> None:
         """Commit what is whole in tiers that all nodes share, once every node has settled; wait until it is done."""
         shared = [tier for tier in read_tiers(slow) if tier.shared]
         with self._lock:
@@ -724,10 +736,10 @@ class Pipeline:
             begun = {kind for _, kind in self._completion.incomplete()}
         for tier in shared:
             if tier.kind in begun:  # another node may have put a shard there whose news did not get here
-                self._holdings.look(tier)
+                self._inventory.scan_tier(tier)
         self._evaluate()
-        with self._settled:
-            self._settled.wait_for(lambda: not self._flushing.is_committing)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._flusher.is_committing)
 
     def unfinished(self) -> list[UnfinishedVersion]:
         """Return the versions in arenas, or begun in a tier shared by all nodes, each with its failures.
@@ -738,7 +750,7 @@ class Pipeline:
         tickets = [(files, files.read_ticket()) for files in find_arenas(self._site.arenas, self._rank)]
         found: dict[Version, UnfinishedVersion] = {}
         with self._lock:
-            tiers = self._holdings.tiers()
+            tiers = self._inventory.tiers()
             shared = [tier.kind for tier in tiers if tier.shared]
             for files, ticket in tickets:
                 if ticket is None or not ticket.captured:
@@ -749,12 +761,12 @@ class Pipeline:
                 if _arena_use(files, ticket) in self._unreadable:
                     known.unreadable.append(ticket.rank)
             for kind in shared:
-                visible = {*self._holdings.complete(kind)}
+                visible = {*self._inventory.complete(kind)}
                 for version in self._completion.begun(kind):
-                    if version not in visible and not self._holdings.is_retired(version, kind):
+                    if version not in visible and not self._inventory.is_retired(version, kind):
                         size = self._completion.world_size(version, kind)
                         known = found.setdefault(version, UnfinishedVersion(*_place(version), size, [], [], ""))
-                        is_gone = (version, kind) in self._flushing.gone
+                        is_gone = (version, kind) in self._flusher.gone
                         (known.damaged if is_gone else known.ranks).extend(self._completion.ranks(version, kind))
             left = {
                 ticket.version: self._left[_arena_use(files, ticket)]
@@ -782,27 +794,27 @@ class Pipeline:
         """Yield arenas whose ticket is damaged or gone and that hold a version newer than all complete ones."""
         for files in find_arenas(self._site.arenas, self._rank, rests=True):
             with suppress(OSError):  # a ticket that cannot be opened may be sound
-                if files.read_ticket(strict=True) is None and (held := self._freeing.lost(files)) is not None:
+                if files.read_ticket(strict=True) is None and (held := self._reclaimer.lost(files)) is not None:
                     yield files, held
 
     def close(self) -> None:
         """Finish what is owed, and stop."""
         self._near.close()
-        self._flushing.workers.drain()
+        self._flusher.workers.drain()
         with self._lock:
             self._completion.refresh()
         self._evaluate()  # the last one to come finds everybody else's shards, and commits
-        self._flushing.workers.close()
+        self._flusher.workers.close()
         self._closed.set()
         self._news.set()
 
     def free_arenas(self, rank: int) -> dict[str, int]:
         """The arenas of a rank that may be overwritten, each with the generation that is done with."""
-        return self._freeing.free(rank, self._attempt)
+        return self._reclaimer.free(rank, self._attempt)
 
-    def clean(self) -> None:
+    def reclaim_arenas(self) -> None:
         """Give back the memory of arenas that nobody needs."""
-        self._freeing.clean()
+        self._reclaimer.reclaim()
 
     def _retry(self, again: str) -> None:
         """Take up again what was captured and got into no tier, and what could not be committed; once a value."""
@@ -810,17 +822,17 @@ class Pipeline:
             if again in self._again:
                 return
             self._again.add(again)
-            for version, tier in self._holdings.uncommitted():
+            for version, tier in self._inventory.uncommitted():
                 self._forgive(version, tier.kind)
-        self._flushing.try_again()
+        self._flusher.clear_failures()
         for files in find_arenas(self._site.arenas, self._rank):
             ticket = files.read_ticket()
             if ticket is None or not ticket.captured or not self._is_taken(files, ticket):
                 continue
-            if not self._freeing.has_ended(files, ticket):
+            if not self._reclaimer.is_finished(files, ticket):
                 continue  # it is on its way
             try:
-                missing = self._holdings.missing(ticket)
+                missing = self._inventory.missing(ticket)
             except EvergradError:
                 continue
             # What lies in a tier can be restored from there: its arena may be free, and is left alone.
@@ -832,10 +844,10 @@ class Pipeline:
                     self._unreadable.discard(_arena_use(files, ticket))
                     self._unread.add(_arena_use(files, ticket))
                     self._taken.pop((files.rank, files.index), None)
-                    self._freeing.resume(files)
+                    self._reclaimer.mark_in_use(files)
 
     def _forgive(self, version: Version, tier: str) -> None:
-        self._completion.forgive(version, tier)
+        self._completion.clear_failure(version, tier)
         self._told.discard((Failed, version, tier))
 
     def _is_taken(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
@@ -850,7 +862,7 @@ class Pipeline:
             self._taken[files.rank, files.index] = ticket.generation
             self._unsettled.add(_arena_use(files, ticket))
             if not self._near.submit(files.rank, self._finish, files, ticket):
-                self._settle(files, ticket)
+                self._mark_stored(files, ticket)
                 return False
             return True
 
@@ -859,8 +871,8 @@ class Pipeline:
         flushed_from_here = False
         try:
             # What was captured later is announced later; an arena is never reused before its chain has ended.
-            if not self._freeing.has_ended(files, ticket):
-                with files.worked_on():  # another process may have found it too
+            if not self._reclaimer.is_finished(files, ticket):
+                with files.finishing_lock():  # another process may have found it too
                     now = files.read_ticket(strict=True)
                     if now is not None and now.generation == ticket.generation:
                         flushed_from_here = self._run(files, ticket)
@@ -889,41 +901,41 @@ class Pipeline:
 
     def _end(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
         """The arena is not read any more: its shard is in tiers, or will not get there."""
-        self._freeing.end(files, ticket)
+        self._reclaimer.mark_finished(files, ticket)
         self._unread.discard(_arena_use(files, ticket))
-        self._settle(files, ticket)
+        self._mark_stored(files, ticket)
 
-    def _settle(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
-        with self._settled:
+    def _mark_stored(self, files: ArenaFiles, ticket: ArenaTicket) -> None:
+        with self._changed:
             if _arena_use(files, ticket) not in self._unread:
                 self._unsettled.discard(_arena_use(files, ticket))
-            self._settled.notify_all()
+            self._changed.notify_all()
 
     def _run(self, files: ArenaFiles, ticket: ArenaTicket) -> bool:
         """Digest, near tiers; True if the arena is still needed, because slow tiers are flushed from it."""
         tiers = read_tiers(ticket.tiers)
         owed = [without_secrets(tier.to_json()) for tier in tiers if tier.slow]
         manifest = Manifest(
-            job=self._job.id, version=ticket.version, rank=ticket.rank, world_size=ticket.world_size,
-            size=ticket.size, data_start=0, time=ticket.time, header="", digests={}, node=self._job.node,
+            job=self._run_folder.id, version=ticket.version, rank=ticket.rank, world_size=ticket.world_size,
+            size=ticket.size, data_start=0, time=ticket.time, header="", digests={}, node=self._run_folder.node,
             parent=ticket.parent, meta=ticket.meta, owed=owed,
         )  # fmt: skip
         earlier = _earlier(files, ticket)
-        work = Work(ticket, files, self._desk.maps.view(files, ticket.size), self._site, earlier or manifest)
-        near, far = self._desk.chain(tiers)
+        work = Work(ticket, files, self._context.maps.view(files, ticket.size), self._site, earlier or manifest)
+        near, far = self._context.chain(tiers)
         in_memory = any(tier.kind == "memory" for tier in tiers)
 
         def report(module: ChainModule, error: Exception | None) -> None:
             if isinstance(module, DigestModule) and error is None and not in_memory and earlier is None:
                 _keep_digests(files, ticket, work.manifest)
             if isinstance(module, DigestModule) and error is None and far and ticket.world_size > 1:
-                self._flushing.shares.publish(work.manifest, parse_header(work.shard, files.shard).layout.entries)
+                self._flusher.shares.publish(work.manifest, parse_header(work.shard, files.shard).layout.entries)
             if isinstance(module, StoreModule) and error is None:
                 self._record(work.manifest)
-                self._settle(files, ticket)
+                self._mark_stored(files, ticket)
             if isinstance(error, DamagedCapture):
                 self._unreadable.add(_arena_use(files, ticket))
-            self._desk.report(ticket, tiers, module, error)
+            self._context.record_result(ticket, tiers, module, error)
 
         try:
             if earlier is None and self._before.get((files.rank, files.index)) == ticket.generation:
@@ -932,8 +944,8 @@ class Pipeline:
             run_chain(near, work, report)
             if not far or not work.manifest.header:
                 return False
-            source = self._holdings.lasting(ticket.version, ticket.rank)
-            return self._flushing.later(ticket, work.manifest, source, files) and source is None
+            source = self._inventory.lasting(ticket.version, ticket.rank)
+            return self._flusher.submit(ticket, work.manifest, source, files) and source is None
         finally:
             work.shard.release()
 
@@ -942,7 +954,7 @@ class Pipeline:
 
         Those are in the manifests of other copies. Without one the manifest is marked as unverified.
         """
-        for copy, original in self._holdings.originals(ticket):
+        for copy, original in self._inventory.originals(ticket):
             if wrong := _differing(original, manifest):
                 by = f"by the manifest in tier {copy.tier}"
                 raise _Altered(f"{files.shard}: {wrong} is not what was captured, {by}: this arena is left aside")
@@ -959,11 +971,11 @@ class Pipeline:
     def _fail(self, ticket: ArenaTicket, why: str) -> None:
         """A shard does not get into the tiers that it is not in yet."""
         try:
-            kinds = self._holdings.missing(ticket)
+            kinds = self._inventory.missing(ticket)
         except EvergradError:
             kinds = [tier["kind"] for tier in ticket.tiers]
         for kind in kinds:
-            self._desk.note(ticket, kind, why)
+            self._context.note(ticket, kind, why)
 
     def _record(self, manifest: Manifest) -> None:
         """Tell the catalogue of a shard, once."""
@@ -977,9 +989,9 @@ class Pipeline:
         """Tell what is complete now or never will be, retire what is no longer needed, say which arenas are free."""
         news: list[AgentEvent] = []
         with self._lock:
-            tiers = self._holdings.tiers()
+            tiers = self._inventory.tiers()
             for kind in (tier.kind for tier in tiers):
-                complete = self._holdings.complete(kind)
+                complete = self._inventory.complete(kind)
                 for version in complete:
                     self._tell(news, Committed(version.step, version.attempt, kind))
                 if complete:
@@ -990,19 +1002,19 @@ class Pipeline:
             found = find_arenas(self._site.arenas) if self._rank is None else ()
             ranks = {files.rank for files in found} | ({self._rank} if self._rank is not None else set())
             if any(isinstance(event, Committed) for event in news):
-                for version, name in self._holdings.retain(shared=False):
+                for version, name in self._inventory.retain(shared=False):
                     self._forget(version, name)
-            for version, tier in self._holdings.uncommitted():
+            for version, tier in self._inventory.uncommitted():
                 if self._completion.failure(version, tier.kind) is None:
-                    self._flushing.commit_later(version, tier)
+                    self._flusher.submit_commit(version, tier)
             lasting = {tier.kind for tier in tiers if tier.survives_reboot}
             for event in news:
                 if isinstance(event, Committed) and event.tier in lasting:
-                    self._completion.remember(event.version)
+                    self._completion.record_committed(event.version)
         for event in (*news, *(ArenasFree(rank, self.free_arenas(rank)) for rank in sorted(ranks))):
             self._notify(event)
-        with self._settled:
-            self._settled.notify_all()
+        with self._changed:
+            self._changed.notify_all()
         self._news.set()
 
     def _overtake(self, news: list[AgentEvent], kind: str, newest: Version) -> None:

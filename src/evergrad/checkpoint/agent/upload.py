@@ -49,7 +49,7 @@ class UploadDeduplication:
             _files.make_folder(path)
         _files.publish(folder / f"{shard_name(manifest.rank)}.json", json.dumps(mine).encode())
 
-    def divide(self, work: Work, given_up: Callable[[], bool]) -> Work:
+    def without_duplicates(self, work: Work, given_up: Callable[[], bool]) -> Work:
         """The work without what others upload; waits for them a little, or until it is given up."""
         manifest = work.manifest
         if manifest.world_size == 1:

@@ -273,7 +273,7 @@ class GatheredState:
 
     tensors: list[torch.Tensor]
     values: list[bytes]
-    settled: frozenset[int] = frozenset()
+    step_only: frozenset[int] = frozenset()
     """The tensors, by number, on a GPU that nothing but `optimizer.step()` changes."""
 
 
@@ -356,7 +356,7 @@ class CapturePlan:
         if tensors is None:
             return None
         stored = [tensors[n] for n in self._stored]
-        settled = self._settled.choose(state, stored) if self._settled is not None else frozenset()
+        settled = self._settled.find(state, stored) if self._settled is not None else frozenset()
         return GatheredState(stored, values, settled)
 
     def _pieces(self, leaves: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -423,7 +423,7 @@ class ArenaWriter:
         tensors = gathered.tensors
         with torch.no_grad():
             # First what goes on by itself.
-            copying = self._device_copies.start(tensors, gathered.settled) if self._device_copies else None
+            copying = self._device_copies.start(tensors, gathered.step_only) if self._device_copies else None
             try:
                 self._bulk.copy(tensors)
                 for part, place in self._runs:
@@ -485,7 +485,7 @@ class CaptureInFlight:
         try:
             if self.copying is not None:
                 self.copying.wait()
-            self.arena.captured(self.ticket)
+            self.arena.mark_captured(self.ticket)
         except Exception as error:  # a failed device, a full ticket: whoever waits for this version must hear of it
             failure = error
         try:
@@ -509,7 +509,7 @@ class StateCapture:
     """What a trainer has of shared memory. Not for several threads at once."""
 
     def __init__(self, folder: Path, board: SaveTracker, when_busy: Literal["wait", "refuse"]) -> None:
-        self._folder, self._board, self._when_busy = folder, board, when_busy
+        self._folder, self._tracker, self._when_busy = folder, board, when_busy
         self._plan: CapturePlan | None = None
         self._arenas: list[Arena] = []
         self._targets: dict[int, tuple[CapturePlan, ArenaWriter]] = {}
@@ -531,7 +531,7 @@ class StateCapture:
         """Two arenas of this rank: those that were left, if no living trainer holds them."""
         if rank == self.rank:
             return
-        self.let_go()
+        self.release_arenas()
         index = 0
         while len(self._arenas) < _ARENAS:
             arena = Arena.lease(self._folder, rank, index)
@@ -540,9 +540,9 @@ class StateCapture:
             index += 1
         self.rank = rank
 
-    def let_go(self) -> None:
+    def release_arenas(self) -> None:
         """Give the arenas up; what is in them stays."""
-        self.settle()
+        self.await_copies()
         if self._queue is not None:
             self._queue.put(None)
             self._queue = None
@@ -554,7 +554,7 @@ class StateCapture:
             arena.close()
         self._arenas, self.rank = [], -1
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         """Wait until nothing is on its way into an arena."""
         for flight in list(self._in_flight.values()):
             flight.ended.wait()
@@ -594,7 +594,7 @@ class StateCapture:
         chosen, gathered, header = self._gather(state, plan, record)
         size = chosen.layout.size
         arena = self._free_arena()
-        arena.begin()
+        arena.mark_empty()
         if arena.size != size:  # nothing may keep the old memory while the new is reserved
             self._targets.pop(arena.files.index, None)
             if (pinned := self._pinned.pop(arena.files.index, None)) is not None:
@@ -605,7 +605,7 @@ class StateCapture:
         arena.buffer[: len(header)] = header
         flight = CaptureInFlight(arena, ticket(size), copying, lambda error: announce(arena, error))
         if copying is None:
-            arena.captured(flight.ticket)
+            arena.mark_captured(flight.ticket)
             flight.ended.set()
             announce(arena, None)
         else:
@@ -658,12 +658,12 @@ class StateCapture:
             flight = self._in_flight.get(arena.files.index)
             if not arena.ticket.captured and (flight is None or flight.ended.is_set()):
                 return arena
-        self._board.wait(self._board.knows_free, None)
+        self._tracker.wait(self._tracker.knows_free, None)
         oldest_first = sorted(self._arenas, key=lambda arena: arena.ticket.version.age())
 
         def free() -> Arena | None:
             for arena in oldest_first:
-                if arena.ticket.captured and self._board.is_free(arena.files.index, arena.ticket.generation):
+                if arena.ticket.captured and self._tracker.is_free(arena.files.index, arena.ticket.generation):
                     return arena
             return None
 
@@ -671,7 +671,7 @@ class StateCapture:
             versions = " and ".join(str(arena.ticket.version) for arena in oldest_first)
             raise SaveRefused(f"both arenas are in use: {versions} are not finished. Save less often, or wait.")
         start = time.monotonic()
-        while not self._board.wait(lambda: free() is not None, _SAY_SO_AFTER_S):
+        while not self._tracker.wait(lambda: free() is not None, _SAY_SO_AFTER_S):
             waited = time.monotonic() - start
             _log.warning("rank %d: a save has waited %.0f s for an arena: storage or a rank is slow", self.rank, waited)
         found = free()

@@ -50,14 +50,14 @@ class CudaDevice:
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._side
 
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Where a stream is now."""
         # Who waits for it sleeps, and leaves the core to others.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
-    def follow(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
+    def wait_event(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
         """What is put on the stream from here on runs after the mark; nobody waits on the host."""
         stream.wait_event(mark)
 
@@ -74,18 +74,18 @@ class CudaDevice:
             with torch.cuda.stream(stream):
                 torch._foreach_copy_(list(places), list(sources), non_blocking=not wait)
 
-    def keep_for(self, stream: torch.cuda.Stream, buffers: Sequence[torch.Tensor]) -> None:
+    def record_stream(self, stream: torch.cuda.Stream, buffers: Sequence[torch.Tensor]) -> None:
         """The memory of these is not used for anything else before the stream has passed what is on it now."""
         for buffer in buffers:
             buffer.record_stream(stream)
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def synchronize_event(self, mark: torch.cuda.Event) -> None:
         """Return when the mark was passed; other threads run meanwhile."""
         # Without its device a new thread would set up the first one, and take memory there.
         with torch.cuda.device(self.device):
             mark.synchronize()
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Return when everything that was ever put on the device has ended."""
         torch.cuda.synchronize(self.device)
 
@@ -221,17 +221,17 @@ class OptimizerFence:
                 register_optimizer_step_pre_hook(_before_step)
                 self._installed = True
 
-    def hold(self, device: CudaDevice, mark: Any) -> None:
+    def add(self, device: CudaDevice, mark: Any) -> None:
         """From now on steps come after this mark."""
         with self._lock:
             self.held = (*self.held, (device, mark))
 
-    def release(self, marks: Sequence[Any]) -> None:
+    def remove(self, marks: Sequence[Any]) -> None:
         """These marks were passed."""
         with self._lock:
             self.held = tuple(held for held in self.held if not any(held[1] is mark for mark in marks))
 
-    def pass_through(self) -> None:
+    def before_step(self) -> None:
         """Called before a step: the streams that it will use wait, the host does not."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # nor is it in a forked child
             return
@@ -239,14 +239,14 @@ class OptimizerFence:
             self.replayed = True
             return
         for device, mark in self.held:
-            device.follow(device.current(), mark)
+            device.wait_event(device.current(), mark)
 
 
 optimizer_fence = OptimizerFence()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    optimizer_fence.pass_through()
+    optimizer_fence.before_step()
 
 
 # As torch.compiler.disable does, which would import the compiler: a compiled step calls this, and never traces it.
@@ -263,7 +263,7 @@ class StepOnlyTensors:
         self._chosen: list[int] = []
         self._addresses: list[int] = []
 
-    def choose(self, state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    def find(self, state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The numbers of those of the tensors that only a step of an optimizer in the state will change."""
         if optimizer_fence.replayed:
             return frozenset()
@@ -410,14 +410,14 @@ class DeviceCopyInFlight:
         """Return when all bytes are in the arena; raises what CUDA says if they never will be."""
         try:
             for device, mark in self._ends:
-                device.wait(mark)
+                device.synchronize_event(mark)
         except Exception:
             self._let_go()
             raise
         self._let_go()
 
     def _let_go(self) -> None:
-        optimizer_fence.release([mark for _, mark in self._ends])
+        optimizer_fence.remove([mark for _, mark in self._ends])
         self._kept = []
 
 
@@ -450,7 +450,7 @@ class DeviceCopies:
             # Nothing may write to the arena once nobody knows of it.
             for share in self._shares:
                 with suppress(Exception):
-                    share.device.drain()
+                    share.device.synchronize()
             flight._let_go()
             raise
         return flight if self._pinned and self._shares else None
@@ -496,16 +496,16 @@ def _begin(share: _Share, tensors: Sequence[torch.Tensor], settled: frozenset[in
         _add(later if n in settled else direct, tensors[n], pieces, place)
     flight.keep([*direct.sources, *later.sources, *staged.sources])
     device.copy(now, *direct)
-    end = device.mark(now)
+    end = device.record_event(now)
     if staged.places or later.places:
-        device.follow(beside, end)
-        device.keep_for(beside, staged.sources)
+        device.wait_event(beside, end)
+        device.record_stream(beside, staged.sources)
         device.copy(beside, *staged)
         device.copy(beside, *later)
-        end = device.mark(beside)
+        end = device.record_event(beside)
     flight.ends(device, end)
     if later.places:
-        optimizer_fence.hold(device, end)
+        optimizer_fence.add(device, end)
 
 
 def _copy(share: _Share, tensors: Sequence[torch.Tensor]) -> None:

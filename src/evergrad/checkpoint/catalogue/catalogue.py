@@ -116,7 +116,7 @@ class Catalogue:
         self._tiers = tuple(tiers)
 
     @cached_property
-    def home(self) -> JobLocation:
+    def location(self) -> JobLocation:
         """The job, and its tiers."""
         return find_job(self.where, self._tiers)
 
@@ -127,22 +127,22 @@ class Catalogue:
 
     def note_verified(self, version: Version, tier: str, *, ok: bool, why: str = "", writer: str = "verify") -> None:
         """Every digest of a version in a tier was checked. With a URL there is no place to note that."""
-        if self.home.run_dir is not None:
+        if self.location.run_dir is not None:
             self._journal.note_verified(version, tier, ok=ok, why=why, writer=writer)
 
     def note_guarded(self, version: Version, *, writer: str = "guard") -> None:
         """The state that a version was saved of was alike on all ranks. With a URL there is no place to note that."""
-        if self.home.run_dir is not None:
+        if self.location.run_dir is not None:
             self._journal.note_guarded(version, writer=writer)
 
-    def look(self) -> Survey:
+    def survey(self) -> Survey:
         """What the tiers hold now."""
-        return survey(self.home)
+        return survey(self.location)
 
     def entries(self, seen: Survey | None = None) -> list[CatalogueEntry]:
         """Every version, newest first. One listing a tier, and one manifest of each rank, without its digests."""
-        seen = self.look() if seen is None else seen
-        run_dir = self.home.run_dir
+        seen = self.survey() if seen is None else seen
+        run_dir = self.location.run_dir
         history = CatalogueJournal(run_dir).read() if run_dir is not None else History()
         known = Pins(run_dir).tags() if run_dir is not None else {}
         pinned = Pins(run_dir).pinned(known) if run_dir is not None else set()
@@ -159,7 +159,7 @@ class Catalogue:
             noted = history.verdicts.get(version, {}).values()
             verdicts = tuple(verdict for verdict in noted if not _is_outdated(verdict, found))
             entry = _entry(
-                self.home.job, version, notes, seen, origin, verdicts, version in pinned, tags.get(version, [])
+                self.location.job, version, notes, seen, origin, verdicts, version in pinned, tags.get(version, [])
             )
             entries.append(replace(entry, guarded_at=history.guarded.get(version, "")))
         return entries[::-1]
@@ -177,7 +177,7 @@ class Catalogue:
 
     def origin(self, attempt: int, notes: Mapping[int, ShardNote] | None = None) -> str | None:
         """What an attempt was restored from: a version's name, after `<job>/` if it is another job's."""
-        recorded = self.home.attempts.get(attempt, {}).get("parent")
+        recorded = self.location.attempts.get(attempt, {}).get("parent")
         if isinstance(recorded, str) and recorded:
             return recorded
         return next((note.parent for note in (notes or {}).values() if note.parent), None)
@@ -187,9 +187,9 @@ class Catalogue:
         return CatalogueJournal(Path(self.where).absolute())
 
     def _run_dir(self) -> Path:
-        if self.home.run_dir is None:
+        if self.location.run_dir is None:
             raise UsageError(f"{self.label}: pins are kept in the run folder of a job: name that instead of the URL")
-        return self.home.run_dir
+        return self.location.run_dir
 
 
 def _noted(version: Version, found: Sequence[FoundShard], history: Mapping[int, ShardNote]) -> dict[int, ShardNote]:
@@ -347,4 +347,4 @@ def plan_removal(
 
 def _is_held(found: FoundShard) -> bool:
     """Whether a running trainer may write to the copy at any moment, with a manifest of something newer."""
-    return found.copy.generation is not None and is_locked(found.copy.shard.with_suffix(".ticket"))
+    return found.copy.use is not None and is_locked(found.copy.shard.with_suffix(".ticket"))

@@ -41,7 +41,7 @@ class LineageNode:
         return self.job, self.version
 
     @property
-    def look(self) -> Literal["restorable", "gone", "unknown"]:
+    def appearance(self) -> Literal["restorable", "gone", "unknown"]:
         """How it is drawn: filled, hollow, or dashed because nobody could say."""
         if self.entry is None or self.entry.state == "unknown":
             return "unknown"
@@ -109,7 +109,7 @@ def trace_lineage(catalogue: Catalogue) -> Lineage:
     nodes: dict[Key, LineageNode] = {node.key: node for node in own}
     notes: list[str] = []
     wanted = _foreign(catalogue, own)
-    jobs: dict[str, tuple[Catalogue, list[LineageNode]] | None] = {catalogue.home.job: (catalogue, own)}
+    jobs: dict[str, tuple[Catalogue, list[LineageNode]] | None] = {catalogue.location.job: (catalogue, own)}
     while wanted:
         (job, version), source = wanted.popitem()
         if job not in jobs:
@@ -125,11 +125,11 @@ def trace_lineage(catalogue: Catalogue) -> Lineage:
     for node in list(nodes.values()):  # a parent that nobody remembers
         if node.parent is not None and node.parent not in nodes:
             nodes[node.parent] = LineageNode(*node.parent, None)
-    return Lineage(catalogue.home.job, tuple(_newest_first(nodes, catalogue.home.job)), tuple(notes))
+    return Lineage(catalogue.location.job, tuple(_newest_first(nodes, catalogue.location.job)), tuple(notes))
 
 
 def _nodes_of(catalogue: Catalogue, entries: list[CatalogueEntry]) -> list[LineageNode]:
-    job = catalogue.home.job
+    job = catalogue.location.job
     return [LineageNode(job, entry.version, _key(entry.parent, job), entry) for entry in entries]
 
 
@@ -146,7 +146,7 @@ def _foreign(catalogue: Catalogue, nodes: list[LineageNode]) -> dict[Key, str | 
     found: dict[Key, str | None] = {}
     for node in nodes:
         if node.parent is not None and node.parent[0] != node.job:
-            source = catalogue.home.attempts.get(node.version.attempt, {}).get("source")
+            source = catalogue.location.attempts.get(node.version.attempt, {}).get("source")
             found[node.parent] = source if isinstance(source, str) and source else None
     return found
 
@@ -158,8 +158,8 @@ def _follow(job: str, source: str | None, notes: list[str]) -> tuple[Catalogue, 
         return None
     try:
         catalogue = Catalogue(source)
-        if catalogue.home.job != job:
-            notes.append(f"job {job}: {catalogue.label} is job {catalogue.home.job} now")
+        if catalogue.location.job != job:
+            notes.append(f"job {job}: {catalogue.label} is job {catalogue.location.job} now")
             return None
         return catalogue, _nodes_of(catalogue, catalogue.entries())
     except (EvergradError, OSError) as error:
@@ -232,9 +232,9 @@ def draw(lineage: Lineage) -> Iterator[tuple[str, LineageNode | None]]:
 
 def mark(node: LineageNode) -> str:
     """Filled: can be restored; hollow: gone; dashed: only its name is known. With a ring: pinned."""
-    if node.look == "unknown":
+    if node.appearance == "unknown":
         return "◌"
-    if node.look == "restorable":
+    if node.appearance == "restorable":
         return "◉" if node.pinned else "●"
     return "◎" if node.pinned else "○"
 
@@ -333,7 +333,7 @@ def _summary(lineage: Lineage) -> str:
     attempts = len({node.version.attempt for node in own})
     told = [
         _count(len(own), "version"),
-        f"{sum(node.look == 'restorable' for node in own)} can be restored",
+        f"{sum(node.appearance == 'restorable' for node in own)} can be restored",
         f"{sum(node.pinned for node in own)} pinned",
         _count(attempts, "attempt"),
     ]
@@ -368,14 +368,14 @@ def _edge(child: LineageNode, parent: LineageNode, plan: _Plan) -> str:
 def _mark(node: LineageNode, plan: _Plan) -> str:
     x, y, r = plan.x(node.key), plan.y(node.key), plan.radius
     colour = _colour(plan, node.job, node.version.attempt)
-    dash = ' stroke-dasharray="2 2"' if node.look == "unknown" else ""
+    dash = ' stroke-dasharray="2 2"' if node.appearance == "unknown" else ""
     ring = ""
     if node.pinned:
         ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r + 3:.1f}" fill="none" stroke="{_RING}" stroke-width="2"/>'
-    fill = f'fill="{colour}"' if node.look == "restorable" else 'class="back" fill="#ffffff"'
+    fill = f'fill="{colour}"' if node.appearance == "restorable" else 'class="back" fill="#ffffff"'
     dot = (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}" {fill} '
-        f'stroke="{colour if node.look != "unknown" else _LINE}" stroke-width="1.6"{dash}/>'
+        f'stroke="{colour if node.appearance != "unknown" else _LINE}" stroke-width="1.6"{dash}/>'
     )
     return f"<g><title>{_text(_hover(node))}</title>{ring}{dot}</g>"
 

@@ -93,7 +93,7 @@ def open_intact(entry: CatalogueEntry, seen: Survey, ranks: Sequence[int], folde
 def _open_one(entry: CatalogueEntry, seen: Survey, rank: int, folder: Path) -> Shard:
     copies = [found for found in seen.shards.get(entry.version, []) if found.copy.rank == rank]
     # Files first: nobody writes over them. What has to be fetched comes last.
-    copies.sort(key=lambda found: (bool(found.copy.url), found.copy.generation is not None))
+    copies.sort(key=lambda found: (bool(found.copy.url), found.copy.use is not None))
     complaints = []
     for found in copies:
         try:

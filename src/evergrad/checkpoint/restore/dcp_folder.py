@@ -288,8 +288,8 @@ def restore_dcp(folder: Path, state: object, *, strict: bool = True, where: Wher
         return loading
 
     try:
-        loading = ranks.together(plan)
-        ranks.together(loading.apply)
+        loading = ranks.run_on_all(plan)
+        ranks.run_on_all(loading.apply)
     finally:
         for source in opened:
             source.close()

@@ -71,7 +71,7 @@ class VisibleCopies:
     """Every copy that this rank sees, by version and rank, nearest first; and what it tells of that."""
 
     copies: dict[Version, dict[int, list[Copy]]] = field(default_factory=dict)
-    offers: dict[Version, RankAvailability] = field(default_factory=dict)
+    availability: dict[Version, RankAvailability] = field(default_factory=dict)
     damaged: dict[Version, str] = field(default_factory=dict)
     """Of this rank's own shards: complete once, and not any more."""
     torn: dict[Version, str] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def find_copies(job: str, stores: Mapping[str, Store], rank: int, world_size: in
     for version, by_rank in shelf.copies.items():
         for copies in by_rank.values():  # first those that still have the digests of their capture
             copies.sort(key=unverified.__contains__)
-        shelf.offers[version] = RankAvailability(sizes[version], version in own, frozenset(by_rank))
+        shelf.availability[version] = RankAvailability(sizes[version], version in own, frozenset(by_rank))
     return shelf
 
 
@@ -446,7 +446,7 @@ class Restored:
 class _RankReport:
     """What a rank tells all others."""
 
-    offers: Mapping[Version, RankAvailability]
+    availability: Mapping[Version, RankAvailability]
     damaged: Mapping[Version, str]
     torn: Mapping[Version, str]
     committed: Version | None
@@ -468,11 +468,11 @@ def restore(
     `committed` is the newest version that is known to have been complete where it survives a reboot; the `journal` of
     the job tells which ones were complete in any tier. `unfinished` is what this node knows of captured versions.
     """
-    shelf = ranks.together(lambda: find_copies(job, stores, ranks.rank, ranks.world_size))
-    news = ranks.gather(_RankReport(shelf.offers, shelf.damaged, shelf.torn, committed, unfinished))
+    shelf = ranks.run_on_all(lambda: find_copies(job, stores, ranks.rank, ranks.world_size))
+    news = ranks.gather(_RankReport(shelf.availability, shelf.damaged, shelf.torn, committed, unfinished))
     size = ranks.world_size
-    seen = {version for each in news for version in each.offers}
-    common = {v for v in seen if all(v in each.offers and each.offers[v].obtainable(size) for each in news)}
+    seen = {version for each in news for version in each.availability}
+    common = {v for v in seen if all(v in each.availability and each.availability[v].obtainable(size) for each in news)}
     candidates = [version for version in sorted(common, key=Version.age, reverse=True) if _asked(request, version)]
     complaints: dict[Version, list[str]] = _incomplete(common, news, size)
     for version in common:
@@ -484,7 +484,7 @@ def restore(
     for version in candidates:
         _refuse_older(request, waiting, hopeless, version)
         restored = _try_version(
-            request, version, shelf, [each.offers[version] for each in news], ranks, obtaining, complaints
+            request, version, shelf, [each.availability[version] for each in news], ranks, obtaining, complaints
         )
         if restored is not None:
             for newer in sorted(complaints, key=Version.age, reverse=True):
@@ -541,11 +541,11 @@ def _asked(request: RestoreRequest, version: Version) -> bool:
 def _incomplete(common: set[Version], news: Sequence[_RankReport], world_size: int) -> dict[Version, list[str]]:
     """Versions that some rank has at least a part of, and not every rank can obtain, in words."""
     found: dict[Version, list[str]] = {}
-    begun = {version for each in news for version in (*each.offers, *each.damaged, *each.torn)}
+    begun = {version for each in news for version in (*each.availability, *each.damaged, *each.torn)}
     for version in begun - common:
         reasons = []
         for rank, each in enumerate(news):
-            offer = each.offers.get(version)
+            offer = each.availability.get(version)
             if offer is not None and offer.obtainable(world_size):
                 continue
             why = each.damaged.get(version) or each.torn.get(version) or "no shard"
@@ -575,7 +575,7 @@ def _unfinished(
         of_all = set(range(max(each.world_size for each in parts)))
         there = {rank for each in parts for rank in each.ranks}
         for rank, told in enumerate(news):
-            offer = told.offers.get(version)
+            offer = told.availability.get(version)
             if offer is not None and offer.world_size == len(of_all):
                 there |= offer.seen | ({rank} if offer.own else set())
         damaged = {rank for each in parts for rank in each.damaged} - there
@@ -677,12 +677,12 @@ def _obtain_together(
 
 
 def _load_together(request: RestoreRequest, obtained: OpenVersion, ranks: Ranks) -> Restored:
-    loading = ranks.together(
+    loading = ranks.run_on_all(
         lambda: prepare(request.state, obtained.source, strict=request.strict, where=request.where)
     )
     mine = [(shard.manifest.rank, shard.copy.tier) for shard in obtained.shards if shard.manifest.unverified]
     unverified = sorted({each for told in ranks.gather(mine) for each in told})
-    return ranks.together(lambda: _load(loading, obtained, ranks.rank, unverified))
+    return ranks.run_on_all(lambda: _load(loading, obtained, ranks.rank, unverified))
 
 
 def _load(loading: PreparedLoad, obtained: OpenVersion, rank: int, unverified: Sequence[tuple[int, str]]) -> Restored:
@@ -716,16 +716,16 @@ def _refuse_if_lost(
     lost_captures: Mapping[Version, list[str]],
 ) -> None:
     """There is nothing to restore; an error, if there should have been."""
-    ranks.together(check_open_files)  # what could not be opened was taken for missing
+    ranks.run_on_all(check_open_files)  # what could not be opened was taken for missing
     told = ranks.gather([line for version in sorted(complaints, key=Version.age) for line in complaints[version]])
     reasons = "; ".join(dict.fromkeys(line for lines in told for line in lines))
-    known = sorted({version for each in news for version in each.offers}, key=Version.age, reverse=True)
+    known = sorted({version for each in news for version in each.availability}, key=Version.age, reverse=True)
     if request.version is not None and any(_asked(request, version) for version in (*known, *complaints)):
         raise RestoreError(f"version {request.version} cannot be restored: {reasons}. Nothing was touched.")
     if request.version is not None:
         steps = ", ".join(str(version.step) for version in known[:8])
         raise UsageError(f"there is no version {request.version}. There are {steps or 'none'}.")
-    other_size = any(offer.world_size != ranks.world_size for each in news for offer in each.offers.values())
+    other_size = any(offer.world_size != ranks.world_size for each in news for offer in each.availability.values())
     not_intact = RestoreError(
         f"none of the versions is intact: {reasons}. Nothing was touched. To start anew, choose another run folder."
     )

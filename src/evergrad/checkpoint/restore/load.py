@@ -342,7 +342,7 @@ def prepare(state: object, source: ShardSource, *, strict: bool = True, where: W
     plan = match_state(state, source, strict=strict)
     if where is not None:
         plan.restrict(frozenset(select(_selectable(source, plan), where)))
-    plan.settle_shared_memory(source)
+    plan.resolve_shared_memory(source)
     if not plan.mismatches:
         return PreparedLoad(source, plan, ())
     if strict:

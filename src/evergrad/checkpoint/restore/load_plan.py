@@ -126,7 +126,7 @@ class LoadPlan:
                 call.leave_out(others, values=False)
             self.calls.append(call)
 
-    def settle_shared_memory(self, source: ShardSource) -> None:
+    def resolve_shared_memory(self, source: ShardSource) -> None:
         """Write memory that several elements or several tensors share once, if the checkpoint agrees on its value."""
         owners: dict[int, tuple[str, torch.Tensor]] = {}
         fills, self.fills = self.fills, []

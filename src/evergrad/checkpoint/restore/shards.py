@@ -106,11 +106,11 @@ class Shard:
 
     def is_current(self) -> bool:
         """Whether an arena still holds what was mapped; a file is not written over while it is locked."""
-        if self.copy.generation is None:
+        if self.copy.use is None:
             return True
         with suppress(OSError):
             ticket = ArenaTicket.from_bytes(read_small(self.copy.shard.with_suffix(".ticket")))
-            return ticket is not None and ticket.captured and ticket.generation == self.copy.generation
+            return ticket is not None and ticket.captured and ticket.generation == self.copy.use
         return False
 
     @cached_property
@@ -211,7 +211,7 @@ def fetch_intact(
 
 def _lock(fd: int, copy: Copy) -> None:
     """Keep a file from being written over as a spare while it is read; a file system without locks cannot."""
-    if copy.generation is None:
+    if copy.use is None:
         try:
             take_lock(fd, shared=True)
         except BlockingIOError:

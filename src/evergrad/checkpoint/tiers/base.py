@@ -81,7 +81,7 @@ class Copy:
     rank: int
     shard: Path
     manifest: Path
-    generation: int | None = None
+    use: int | None = None
     """In memory: the use of the arena that it is good for."""
     url: str = ""
     """Where it lies, if not in a file system: `Store.fetch` then brings it to `shard` and `manifest`."""

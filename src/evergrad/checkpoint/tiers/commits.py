@@ -150,7 +150,7 @@ class CommitIndex:
             else:
                 self._commits.pop(version, None)
 
-    def survey(self) -> dict[Version, CommitRecord | FormatError | None]:
+    def read_all(self) -> dict[Version, CommitRecord | FormatError | None]:
         """Every version, with its record, what is wrong with that, or None: one listing, one read for each new one."""
         versions = self.versions()
         with self._lock:

@@ -143,7 +143,7 @@ class Throttle:
         self._free_at = clock()
         self._lock = threading.Lock()
 
-    def take(self, size_bytes: int) -> None:
+    def acquire(self, size_bytes: int) -> None:
         """Wait until the bytes before these are paid for; what comes next will wait for these."""
         with self._lock:
             now = self._clock()
@@ -248,10 +248,10 @@ class ObjectBucket(ABC):
         """The file that an object is, if it is one."""
         return None
 
-    def pay(self, size_bytes: int) -> None:
+    def await_bandwidth(self, size_bytes: int) -> None:
         """Wait until so many bytes may be sent."""
         if self.access.throttle is not None:
-            self.access.throttle.take(size_bytes)
+            self.access.throttle.acquire(size_bytes)
 
     def label(self, name: str) -> str:
         """An object's URL, as messages may show it."""
@@ -317,7 +317,7 @@ class FsspecBucket(ObjectBucket):
             file = fs.open(f"{root}/{name}", "wb")
             try:
                 for part in rechunk(source(), min(self.access.part_bytes, 16 << 20)):
-                    self.pay(len(part))
+                    self.await_bandwidth(len(part))
                     file.write(part)
                     total += len(part)
             except BaseException:
@@ -465,7 +465,7 @@ class PosixBucket(ObjectBucket):
                 total = 0
                 try:
                     for part in rechunk(source(), _CHUNK):
-                        self.pay(len(part))
+                        self.await_bandwidth(len(part))
                         _files.write(fd, part, total)
                         total += len(part)
                     _files.resize(fd, total)  # what was there before may have been longer

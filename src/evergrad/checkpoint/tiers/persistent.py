@@ -193,7 +193,7 @@ class PersistentStore(Store):
             return None, True
         except (ValueError, KeyError, TypeError, FileAccessError) as error:
             why = said(error)
-        commits = [commit for commit in self._ledger.survey().values() if isinstance(commit, CommitRecord)]
+        commits = [commit for commit in self._ledger.read_all().values() if isinstance(commit, CommitRecord)]
         owner = commits[-1].job if commits else None  # oldest first
         found = f"by its newest version it is job {owner}'s" if owner is not None else "no version says it either"
         _log.warning("%s: does not say whose this is (%s): %s", self._bucket.label(JOB_NAME), why, found)
@@ -228,7 +228,7 @@ class PersistentStore(Store):
 
     def find(self, rank: int | None = None) -> list[Copy]:
         found = []
-        for version, commit in self._ledger.survey().items():
+        for version, commit in self._ledger.read_all().items():
             if isinstance(commit, CommitRecord):
                 shards = commit.shards if rank is None else commit.shards[rank : rank + 1]
                 found += [self._copy(version, shard.rank, shard.name) for shard in shards]
@@ -236,7 +236,7 @@ class PersistentStore(Store):
 
     def begun(self, rank: int | None = None) -> list[Copy]:
         found = []
-        for version, commit in self._ledger.survey().items():
+        for version, commit in self._ledger.read_all().items():
             if commit is None or isinstance(
                 commit, DamagedFile
             ):  # a damaged record is written again, as all agree on it
@@ -251,7 +251,7 @@ class PersistentStore(Store):
 
     def torn(self, rank: int) -> dict[Version, Torn]:
         found = {}
-        for version, commit in self._ledger.survey().items():
+        for version, commit in self._ledger.read_all().items():
             if commit is None:
                 found[version] = Torn(f"{self._bucket.label(version.name)}: no {COMMIT_NAME}")
             elif isinstance(commit, FormatError):
@@ -285,7 +285,7 @@ class PersistentStore(Store):
                     raise
             self._ledger.remember(record)
         try:
-            self.tidy(version)
+            self.remove_leftovers(version)
         except TierError as error:
             _log.warning("%s", error)
 
@@ -294,7 +294,7 @@ class PersistentStore(Store):
             return self._ledger.commit(record.version) == record
         return False
 
-    def tidy(self, newest: Version) -> None:
+    def remove_leftovers(self, newest: Version) -> None:
         """Remove what crashes have left of this job's versions before a committed one."""
         over, left_alone = [], set()
         for version in self._ledger.versions():

@@ -48,7 +48,7 @@ class S3Calls(Protocol):
         """The whole name of an object."""
         ...
 
-    def pay(self, size_bytes: int) -> None:
+    def await_bandwidth(self, size_bytes: int) -> None:
         """Wait until so many bytes may be sent."""
         ...
 
@@ -126,7 +126,7 @@ class MultipartUpload:
             digest = hashlib.md5(part, usedforsecurity=False).hexdigest()
             if self.there.get(number) == (digest, len(part)):
                 return f'"{digest}"', len(part)
-            self.bucket.pay(len(part))
+            self.bucket.await_bandwidth(len(part))
             done = self.bucket.call(
                 f"uploading part {number} of {self.name}", "upload_part", self.name,
                 UploadId=self.id, PartNumber=number, Body=part,
@@ -302,7 +302,7 @@ class S3Bucket(FsspecBucket):
         with self._slots:
             first = next(parts, b"")
             if len(first) < part_bytes:
-                self.pay(len(first))
+                self.await_bandwidth(len(first))
                 self.call(f"uploading {name}", "put_object", name, Body=first)
                 return len(first)
         upload = MultipartUpload.resume(self, name) or MultipartUpload.begin(self, name)

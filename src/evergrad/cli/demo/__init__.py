@@ -29,7 +29,7 @@ class Chapter:
 
     name: str
     title: str
-    tell: Callable[[Path, Callable[[str], None], Callable[..., None]], dict[str, Json]]
+    show: Callable[[Path, Callable[[str], None], Callable[..., None]], dict[str, Json]]
     """Does it in a folder, says what is to be seen, and runs verbs of the command line; gives the facts back."""
     num_processes: int = 0
     """How many processes of its own it starts: see `demo_forks`."""
@@ -141,6 +141,6 @@ def _tell(chapters: list[Chapter], folder: Path, as_json: bool) -> None:
     for place, chapter in enumerate(chapters):
         if place:
             say("")
-        facts.update(chapter.tell(folder, say, run))
+        facts.update(chapter.show(folder, say, run))
     if as_json:
         print_json(facts)

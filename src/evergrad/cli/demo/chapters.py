@@ -570,7 +570,7 @@ def _replay(out: Path, run: Callable[..., None]) -> dict[str, Json]:
     from evergrad.study.folder import StudyFolder
     from evergrad.study.replay import replay_trial
 
-    hit = [entry for entry in StudyFolder(out).kept().entries.values() if _is_nev(entry)]
+    hit = [entry for entry in StudyFolder(out).journal_contents().entries.values() if _is_nev(entry)]
     if not hit:
         raise EvergradError(f"{out}: none of the demo's trials met an extreme value, which 100 flips bring about")
     trial = min(hit, key=lambda entry: (entry.trial.flips, entry.trial.repetition)).trial

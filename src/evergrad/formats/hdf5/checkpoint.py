@@ -313,7 +313,7 @@ class Hdf5(Format):
 class Hdf5Checkpoint(Checkpoint):
     """The data sets of an HDF5 file by path; in our own files, by the path they had in the state."""
 
-    rehearses = True
+    supports_dry_run = True
 
     def __init__(
         self,

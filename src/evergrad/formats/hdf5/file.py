@@ -35,7 +35,7 @@ class EmbeddedFile:
     source: ByteSource
     offset: int
     size: int
-    seal: Callable[[], StoredChecksum | None]
+    stored_checksum: Callable[[], StoredChecksum | None]
     extract: Callable[[], Path]
     """Copy it to a file of its own, which stands for it from now on."""
 
@@ -45,7 +45,7 @@ class Hdf5File:
 
     def __init__(self, path: Path, place: EmbeddedFile | None = None) -> None:
         self.path = path
-        self.place = place
+        self.embedded = place
         self._h5 = import_h5py(path)
         self._own = path if place is None else None  # the file that the library can open by name
         self._data = DataFile(path) if place is None else None
@@ -63,20 +63,20 @@ class Hdf5File:
     @property
     def data(self) -> ByteSource:
         """The bytes in which offsets of the file count, beyond `base`."""
-        if self.place is not None:
-            return self.place.source
+        if self.embedded is not None:
+            return self.embedded.source
         assert self._data is not None
         return self._data
 
     @property
     def base(self) -> int:
         """Where the HDF5 file begins in `data`."""
-        return self.place.offset if self.place is not None else 0
+        return self.embedded.offset if self.embedded is not None else 0
 
     @property
     def size(self) -> int:
         """Bytes of the HDF5 file."""
-        return self.place.size if self.place is not None else self.data.size
+        return self.embedded.size if self.embedded is not None else self.data.size
 
     @property
     def limit(self) -> int:
@@ -90,22 +90,22 @@ class Hdf5File:
             raise FileAccessError(self.path, "is closed")
         return self._handle
 
-    def seal(self) -> StoredChecksum | None:
+    def stored_checksum(self) -> StoredChecksum | None:
         """The checksum that the enclosing container has over this file."""
-        return self.place.seal() if self.place is not None else None
+        return self.embedded.stored_checksum() if self.embedded is not None else None
 
     def dataset(self, where: bytes, *, cache_bytes: int = 0) -> Any:
         """The library's low-level handle on a data set; the last one is kept, so that its chunk cache is of use."""
         handle = self.root
         if self._current is None or self._current[0] != where:
-            self.let_go()
+            self.release_dataset()
             with hdf5_errors(self.path, where.decode("utf-8", "replace")):
                 access = self._h5.h5p.create(self._h5.h5p.DATASET_ACCESS)
                 access.set_chunk_cache(4099, cache_bytes, 0.75)
                 self._current = (where, self._h5.h5d.open(handle.id, where, access))
         return self._current[1]
 
-    def let_go(self) -> None:
+    def release_dataset(self) -> None:
         """Drop the data set in use: what the library had cached of it goes to the file."""
         if self._current is not None:
             self._current = None
@@ -120,10 +120,10 @@ class Hdf5File:
             raise NeedsRewrite
         if self._altered:
             return handle
-        self.let_go()
-        if self.place is not None:
-            self._own = self.place.extract()
-            self._data, self.place = DataFile(self._own), None
+        self.release_dataset()
+        if self.embedded is not None:
+            self._own = self.embedded.extract()
+            self._data, self.embedded = DataFile(self._own), None
         assert self._own is not None
         if not os.access(self._own, os.W_OK, effective_ids=True):
             raise FileAccessError(self.path, "cannot be altered: permission denied")
@@ -143,7 +143,7 @@ class Hdf5File:
 
     def refresh(self) -> None:
         """The library has made the file longer: see its bytes anew."""
-        self.let_go()
+        self.release_dataset()
         self._claims.clear()
         if self._data is not None and self._own is not None:
             self._data.close()
@@ -169,8 +169,8 @@ class Hdf5File:
     def _open(self, mode: str) -> None:
         with hdf5_errors(self.path, "is damaged"):
             if self._own is None:
-                assert self.place is not None
-                self._handle = self._h5.File(_EmbeddedReader(self.place), mode, locking=False)
+                assert self.embedded is not None
+                self._handle = self._h5.File(_EmbeddedReader(self.embedded), mode, locking=False)
                 return
             now = self._own.stat()
             if self._identity not in (None, (now.st_dev, now.st_ino)):

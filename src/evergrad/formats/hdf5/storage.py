@@ -439,8 +439,8 @@ class DataSet:
         These cover what is in the chunks: the chunk index is checked first, and what it leaves open is `doubt`.
         """
         if not self._filters:
-            return check_stored_checksum(self._file.seal())
-        self._file.let_go()  # a chunk in the cache has been checked already
+            return check_stored_checksum(self._file.stored_checksum())
+        self._file.release_dataset()  # a chunk in the cache has been checked already
         try:
             claimed = self._file.claim(self._entry.address, self._checked_index().starts.tolist())
             if claimed is not None:
@@ -452,7 +452,7 @@ class DataSet:
         except DamagedFile:
             return Check.FAILED
         if self.doubt():
-            return check_stored_checksum(self._file.seal())
+            return check_stored_checksum(self._file.stored_checksum())
         return Check.OK if {FLETCHER32, DEFLATE} & set(self._filters) else Check.UNKNOWN
 
     def doubt(self) -> str:
@@ -479,7 +479,7 @@ class DataSet:
             layout = creation.get_layout()
             filters = [creation.get_filter(i)[0] for i in range(creation.get_nfilters())]
             chunk = tuple(int(n) for n in creation.get_chunk()) if layout == self._h5.h5d.CHUNKED else ()
-        self._file.let_go()  # to be opened again with a cache of the right size
+        self._file.release_dataset()  # to be opened again with a cache of the right size
         return layout, filters, chunk
 
     def _locate(self) -> Region | None:
@@ -495,7 +495,9 @@ class DataSet:
                     offset = self._open().get_offset()
             if offset is not None and 0 not in entry.shape:
                 where = file.base + int(offset)
-                self._region = Region(file.data, where, entry.shape, entry.dtype, None, entry.big_endian, file.seal())
+                self._region = Region(
+                    file.data, where, entry.shape, entry.dtype, None, entry.big_endian, file.stored_checksum()
+                )
                 self._check_end(where + self._region.nbytes)
         elif self._layout == self._h5.h5d.CHUNKED and not self._filters and self._offsets_are_right():
             self._region = self._chunks()
@@ -538,7 +540,7 @@ class DataSet:
             entry.dtype,
             None,
             entry.big_endian,
-            file.seal(),
+            file.stored_checksum(),
             self._chunk,
             numbers,
             offsets,

@@ -157,8 +157,8 @@ class VisibleShards:
     def of(cls, checkpointer: Checkpointer, ranks: Ranks) -> VisibleShards:
         """Look into every tier; what the agent is still finishing is waited for."""
         checkpointer._check_usable()
-        checkpointer._settle(ranks)
-        sight = cls(checkpointer._job.id, checkpointer._recorder.mapped())
+        checkpointer._finish_captures(ranks)
+        sight = cls(checkpointer._run_folder.id, checkpointer._state_capture.mapped())
         for store in checkpointer._stores.values():
             try:
                 copies = store.find()
@@ -337,7 +337,7 @@ def _nothing(
     if known:
         what = f"version {asked} cannot be loaded" if asked is not None else "none of the versions is intact"
         return RestoreError(f"{what}: {reasons}. Nothing was touched.")
-    return RestoreError(f"{checkpointer._job.run_dir}: there is no version to load")
+    return RestoreError(f"{checkpointer._run_folder.run_dir}: there is no version to load")
 
 
 class TierReader(StorageReader):

@@ -33,7 +33,7 @@ class WaitingWriter(Protocol):
         """The step that it writes; None if that is not known yet."""
         ...
 
-    def take(self) -> int:
+    def claim_step(self) -> int:
         """Use it: its step, or an error if it has none."""
         ...
 
@@ -98,7 +98,7 @@ class ArenaStager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state into an arena, as the step of the `TierWriter` that waits for it."""
-        pending = stage(self._checkpointer, self._writer().take(), state_dict)
+        pending = stage(self._checkpointer, self._writer().claim_step(), state_dict)
         self._last = weakref.ref(pending)
         return {STAGED: StagedState(pending)}
 
@@ -153,7 +153,7 @@ class TierWriter(StorageWriter, AsyncStager):
         """The step that is written; None while it is not known."""
         return self._step
 
-    def take(self) -> int:
+    def claim_step(self) -> int:
         """Stop waiting for a stager; the step."""
         if self._step is None:
             raise UsageError("TierWriter: the step has to be known when the state is staged: TierWriter(ck, step=…)")
@@ -162,7 +162,7 @@ class TierWriter(StorageWriter, AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state into an arena."""
-        self._pending = stage(self._checkpointer, self.take(), state_dict)
+        self._pending = stage(self._checkpointer, self.claim_step(), state_dict)
         return {STAGED: StagedState(self._pending)}
 
     def synchronize_staging(self) -> None:

@@ -83,7 +83,7 @@ class ProcessFailureEffects:
 
         Without `send_signal` all that is found is on this machine.
         """
-        self._tell, self._find, self._send, self.live = tell, find, send, live
+        self._record_event, self._find, self._send, self.live = tell, find, send, live
         self.flipped: Callable[[str], None] = lambda _: None
         """Called with a sentence after bits were flipped."""
         self.pace: Slowdown | None = None
@@ -99,7 +99,7 @@ class ProcessFailureEffects:
         found = self._find(ranks) if self._find is not None else [(-1, os.getpid())]
         pids = [pid for _, pid in found if pid is not None]
         more: dict[str, Any] = {} if for_s is None else {"for_s": for_s}
-        self._tell(_EVENTS[kind], ranks=list(ranks), uids=[uid for uid, _ in found if uid >= 0], **more)
+        self._record_event(_EVENTS[kind], ranks=list(ranks), uids=[uid for uid, _ in found if uid >= 0], **more)
         waker = _waker(pids, for_s) if kind == "stop" and for_s is not None else None
         try:
             if self._send is not None:
@@ -117,13 +117,13 @@ class ProcessFailureEffects:
 
     def slow(self, rank: int, by: float, for_s: float | None) -> None:
         """From now on, at every batch."""
-        self._tell("slowdown_injected", rank=rank, by=by, for_s=for_s)
+        self._record_event("slowdown_injected", rank=rank, by=by, for_s=for_s)
         self.pace = Slowdown(by, for_s)
 
     def cut(self, rank: int, for_s: float | None) -> None:
         """All TCP connections of this process, without a word to anyone."""
-        self._tell("network_cut_injected", rank=rank, for_s=for_s)
-        network.cut(for_s, healed=lambda: self._tell("network_restored", rank=rank))
+        self._record_event("network_cut_injected", rank=rank, for_s=for_s)
+        network.cut(for_s, healed=lambda: self._record_event("network_restored", rank=rank))
 
     def flip(self, rank: int, failure: Failure, seed: int) -> None:
         """What the injector does to a file, in memory."""
@@ -138,7 +138,9 @@ class ProcessFailureEffects:
             told = hit.to_json()
             bit = hit.bits[0] if len(hit.bits) == 1 else list(hit.bits)
             values = {"before": told["old_value"], "after": told["new_value"]}
-            self._tell("bit_flip_injected", rank=rank, path=hit.tensor, index=hit.index, bit=bit, **values, seed=seed)
+            self._record_event(
+                "bit_flip_injected", rank=rank, path=hit.tensor, index=hit.index, bit=bit, **values, seed=seed
+            )
         if hits:
             self.flipped(f"bits of {hits[0].tensor} were flipped on rank {rank} by the failure '{failure}'")
 
@@ -425,7 +427,7 @@ def _ask(client: SignedStore, number: int, uids: Sequence[int]) -> None:
     """Ask the head, under the first name that is free."""
     mine = json.dumps({"number": int(number), "uids": [*uids], "token": secrets.token_hex(8)})
     turn = 0
-    while client.claim(NodeKeys.doom(turn), mine) != mine:
+    while client.claim(NodeKeys.signal_request(turn), mine) != mine:
         turn += 1
 
 
@@ -443,13 +445,13 @@ class FailureSites:
             def claim(key: str, text: str) -> str:
                 return crew.client.claim(key, text)  # whichever connection it has by then
 
-            self._crew = crew
+            self._worker = crew
             self._acts = ProcessFailureEffects(
                 tell, find=lambda ranks: _find(crew, ranks), send=lambda *how: _send(crew, *how)
             )
             self._trigger = FailureTrigger(failures, claim=claim, acts=self._acts)
 
-    def expose(self, live: LiveTensors, flipped: Callable[[str], None]) -> None:
+    def set_state(self, live: LiveTensors, flipped: Callable[[str], None]) -> None:
         """The state that soft errors hit: path → tensor, the tensors themselves, asked for when one is due.
 
         `flipped` is called with a sentence after each.
@@ -461,13 +463,13 @@ class FailureSites:
         """Whether anything might happen now, in this step; cheap enough to be asked at every site."""
         if self._trigger is None or self._acts is None:
             return False
-        return self._acts.pace is not None or self._trigger.is_armed(step, self._crew.plan.generation)
+        return self._acts.pace is not None or self._trigger.is_armed(step, self._worker.plan.generation)
 
     def reach(self, phase: Phase, step: int, bucket: int | None = None, at: BucketMoment | None = None) -> None:
         """This rank is at a site; it may not come back from there."""
         assert self._trigger is not None
         assert self._acts is not None
-        crew = self._crew
+        crew = self._worker
         generation = crew.plan.generation
         if self._trigger.is_armed(step, generation):
             nodes = [self._node_of(crew, uid) for uid in crew.plan.members]

@@ -45,7 +45,7 @@ class LocalStateGuard:
 
     buffers: Mapping[str, torch.Tensor]
     """By name, in the order in which `Own` takes them."""
-    tell: Callable[..., None] = lambda *_, **__: None
+    record_event: Callable[..., None] = lambda *_, **__: None
     _noted: _PointRecord | None = field(default=None, init=False)
 
     def note(self, point: int, taken: torch.Tensor) -> None:
@@ -76,14 +76,14 @@ class LocalStateGuard:
         if self._noted is None or len({*everyone}) > 1:
             return GuardResult(Check.UNKNOWN, step, why="buffers: no point that all ranks have noted")
         noted = self._noted
-        kept = keeping.of(before_uid, noted.point) if group.size > 1 else None
+        kept = keeping.find(before_uid, noted.point) if group.size > 1 else None
         theirs = self._swap_digests(group, kept)
         actions, mine = self._judge(group.rank, theirs)
         mine += self._mend(group, kept, actions, self._swap_actions(group, actions))
         rows = [row for rows in gather_json(group, [record_to_json(each) for each in mine]) for row in rows]
         differences = tuple(record_from_json(ReplicaDifference, row) for row in rows)
         for each in mine:
-            self.tell("corruption_found", step=step, **each.to_json())
+            self.record_event("corruption_found", step=step, **each.to_json())
         if not differences:
             return GuardResult(Check.OK, step)
         status = Check.DEGRADED if all(each.healed for each in differences) else Check.FAILED

@@ -33,13 +33,13 @@ class JobGuard:
     """One rank's guard."""
 
     settings: GuardSettings
-    engine: StepBarrier
+    barrier: StepBarrier
     model: nn.Module | None
-    tell: Callable[..., None]
+    record_event: Callable[..., None]
     is_sound: bool = False
     """Whether the last check found the state, as it is now, alike on all ranks."""
-    _guard: ReplicaCheck = field(init=False)
-    _own: LocalStateGuard = field(init=False)
+    _replica_check: ReplicaCheck = field(init=False)
+    _local_guard: LocalStateGuard = field(init=False)
     _norms: GradientNorms = field(init=False)
     _reading: NormReading | None = field(default=None, init=False)
     _checked: tuple[int, int] = field(default=(-1, -1), init=False)
@@ -48,38 +48,42 @@ class JobGuard:
     """The generation in which a step was found suspicious, and its state has yet to be checked."""
 
     def __post_init__(self) -> None:
-        self._guard = ReplicaCheck(self.settings, self.tell)
+        self._replica_check = ReplicaCheck(self.settings, self.record_event)
         buffers = dict(self.model.named_buffers()) if self.model is not None else {}
-        self._own = LocalStateGuard({f"model/{name}": buffer for name, buffer in buffers.items()}, self.tell)
+        self._local_guard = LocalStateGuard(
+            {f"model/{name}": buffer for name, buffer in buffers.items()}, self.record_event
+        )
         self._norms = GradientNorms(self.settings.norm_factor)
-        self.engine.guards = True
-        self.engine.notes = self._note
-        self.engine.exchanges_at = self._guard.is_due
+        self.barrier.guards = True
+        self.barrier.on_exchange = self._note
+        self.barrier.exchanges_at = self._replica_check.is_due
         for module in self.model.modules() if self.model is not None else ():
             if next(module.buffers(recurse=False), None) is not None:
                 module.register_forward_pre_hook(self._runs)
 
     def read(self, buckets: Iterable[torch.Tensor], scale: float | None) -> None:
         """The gradients of a step are reduced: tell the engine what this rank thinks of them, before the point."""
-        engine, self._reading = self.engine, self._norms.read(buckets, scale)
+        engine, self._reading = self.barrier, self._norms.read(buckets, scale)
         is_odd = self._reading.is_suspicious
         engine.suspicious = is_odd and engine.tries == 0
-        if engine.suspicious or (is_odd and engine.crew.rank == 0):
+        if engine.suspicious or (is_odd and engine.worker.rank == 0):
             again = "" if engine.suspicious else "; it is so the second time too, and goes on"
-            _log.warning("rank %d, step %d: %s%s", engine.crew.rank, engine.course.step, self._reading.why, again)
-            self.tell("step_suspicious", step=engine.course.step, tries=engine.tries, reason=self._reading.why + again)
+            _log.warning("rank %d, step %d: %s%s", engine.worker.rank, engine.position.step, self._reading.why, again)
+            self.record_event(
+                "step_suspicious", step=engine.position.step, tries=engine.tries, reason=self._reading.why + again
+            )
 
     @property
     def must_stop(self) -> str:
         """Why the job shall not go on with these gradients; empty if it may."""
         reading = self._reading
         is_bad = self.settings.stop and reading is not None and reading.is_suspicious and not reading.is_finite
-        return reading.why if is_bad and reading is not None and self.engine.tries else ""
+        return reading.why if is_bad and reading is not None and self.barrier.tries else ""
 
-    def suspected(self) -> None:
+    def mark_suspected(self) -> None:
         """Some rank was suspicious: the state is checked before the step is done again."""
-        self._suspected_in = self.engine.crew.plan.generation
-        self.engine.tries += 1
+        self._suspected_in = self.barrier.worker.plan.generation
+        self.barrier.tries += 1
 
     def applied(self) -> None:
         """The step was applied."""
@@ -90,32 +94,32 @@ class JobGuard:
     def forget(self) -> None:
         """The job has gone back, or this process has just got its state."""
         self._norms.forget()
-        self._own.forget()
-        self.is_sound = self.engine.suspicious = False
-        self.engine.tries = 0
+        self._local_guard.forget()
+        self.is_sound = self.barrier.suspicious = False
+        self.barrier.tries = 0
 
     def is_due(self, *, saves: bool) -> bool:
         """Whether all ranks are to compare what they have, before the next step."""
-        engine, step = self.engine, self.engine.course.step
-        now = step, engine.crew.plan.generation
+        engine, step = self.barrier, self.barrier.position.step
+        now = step, engine.worker.plan.generation
         if self._suspected_in == now[1]:
             return True
         if engine.stepped_in != now[1]:
             return False  # somebody may have joined, and knows its optimizers only when it has stepped once
         # Where others repair this step they do not come by here.
-        return not engine.is_repairing and now != self._checked and (saves or self._guard.is_due(step))
+        return not engine.is_repairing and now != self._checked and (saves or self._replica_check.is_due(step))
 
     def check(self, optimizers: Sequence[Optimizer]) -> GuardResult:
         """Compare, and heal; `GroupBroken` if the group breaks."""
-        engine, group = self.engine, self.engine.crew.group()
-        step, members = engine.course.step, engine.crew.plan.members
-        checked = self._guard.check(group, replica_of(self.model, optimizers), step=step)
-        if self._suspected_in != engine.crew.plan.generation and checked.status is not Check.FAILED:
-            own = self._own.check(group, engine.keeping, members[group.before], step=step)
+        engine, group = self.barrier, self.barrier.worker.group()
+        step, members = engine.position.step, engine.worker.plan.members
+        checked = self._replica_check.check(group, replica_of(self.model, optimizers), step=step)
+        if self._suspected_in != engine.worker.plan.generation and checked.status is not Check.FAILED:
+            own = self._local_guard.check(group, engine.neighbour_state, members[group.before], step=step)
             if own.status in (Check.DEGRADED, Check.FAILED):
                 checked = own
                 if group.rank == 0:
-                    self.tell("guard_check", step=step, status=str(own.status), reason=own.why, what="buffers")
+                    self.record_event("guard_check", step=step, status=str(own.status), reason=own.why, what="buffers")
         for each in [each for each in checked.differences if each.rank == group.rank][:_SAID]:
             done = "healed" if each.healed else "not healed"
             _log.warning("rank %d, step %d: %s: %s; %s", each.rank, step, each.path, each.what, done)
@@ -124,7 +128,7 @@ class JobGuard:
             engine.note_inexact(f"step {step}: the guard {checked.why}")
             engine.note_diverged("")
         self._suspected_in = -1
-        self._checked = step, engine.crew.plan.generation
+        self._checked = step, engine.worker.plan.generation
         doubts = torch.tensor([float(not checked.is_verified)])
         group.all_reduce(doubts, "max").wait()  # what is out of range is known only to who was there before
         self.is_sound = not doubts.item()
@@ -133,8 +137,8 @@ class JobGuard:
     def _runs(self, module: nn.Module, _: object) -> None:
         """A forward pass after the point changes buffers by right, and torch does not count all such changes."""
         if module.training:
-            self._own.forget()
+            self._local_guard.forget()
 
     def _note(self, point: int, taken: torch.Tensor) -> None:
         """What only this rank has is on its way to the next one."""
-        self._own.note(point, taken)
+        self._local_guard.note(point, taken)

@@ -360,7 +360,7 @@ class ReplicaCheck:
 
     def __init__(self, settings: GuardSettings, tell: Callable[..., None] = lambda *_, **__: None) -> None:
         self.settings = settings
-        self._tell = tell
+        self._record_event = tell
         self._ranges = MagnitudeHistory(settings.range_factor)
 
     def is_due(self, step: int) -> bool:
@@ -428,9 +428,9 @@ class ReplicaCheck:
 
     def _say(self, group: Group, checked: GuardResult) -> None:
         for each in [each for each in checked.differences if each.rank == group.rank][:_TOLD]:
-            self._tell("corruption_found", step=checked.step, **each.to_json())
+            self._record_event("corruption_found", step=checked.step, **each.to_json())
         if group.rank == 0:
-            self._tell("guard_check", step=checked.step, status=str(checked.status), reason=checked.why,
+            self._record_event("guard_check", step=checked.step, status=str(checked.status), reason=checked.why,
                        differences=len(checked.differences), suspects=len(checked.suspects),
                        bytes=checked.nbytes, seconds=checked.seconds)  # fmt: skip
 

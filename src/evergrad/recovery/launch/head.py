@@ -109,7 +109,7 @@ class RemoteNodes(ProcessSet):
         """Begin."""
         self._thread.start()
 
-    def take(self) -> list[NodeArrival | NodeDeparture | ProcessExit | SignalRequest]:
+    def take_events(self) -> list[NodeArrival | NodeDeparture | ProcessExit | SignalRequest]:
         """What has happened since, in order."""
         found = []
         while self._news:
@@ -126,7 +126,7 @@ class RemoteNodes(ProcessSet):
         with self._lock:
             return self._nodes[index].orders is not None
 
-    def welcome(
+    def accept(
         self, arrival: NodeArrival, places: Sequence[ProcessPlacement], nodes: Sequence[int], running_s: float
     ) -> None:
         """Tell a launcher what to start; `running_s` is how long the job has been running."""
@@ -177,7 +177,7 @@ class RemoteNodes(ProcessSet):
             if meant and node.orders is not None:
                 node.orders.send(do="signal", number=number, uids=meant, for_all=uids is None)
 
-    def vitals(self) -> dict[int, ProcessHealth]:
+    def health(self) -> dict[int, ProcessHealth]:
         """As their launchers saw them last; they come a beat late, and so does what is found in them."""
         return {uid: vital for node in self._present() for uid, vital in node.vitals.items()}
 
@@ -231,7 +231,7 @@ class RemoteNodes(ProcessSet):
             for word in node.words.take():
                 self._hear(node, word)
         if node.orders is not None and is_time:
-            self._feel(node, now)
+            self._check_heartbeat(node, now)
         if is_time:
             self._look_for_hello(node, now)
 
@@ -253,7 +253,7 @@ class RemoteNodes(ProcessSet):
             assert kind == "leaves", kind
             self._depart(node, "")
 
-    def _feel(self, node: _Node, now: float) -> None:
+    def _check_heartbeat(self, node: _Node, now: float) -> None:
         text = self._ear.find(NodeKeys.beat(node.index, node.attempt))
         beat = NodeHeartbeat.from_json(text) if text is not None else None
         if beat is not None and beat.number > node.beat:  # an older one, brought back by somebody, is none
@@ -298,7 +298,7 @@ class RemoteNodes(ProcessSet):
         self._report(NodeArrival(node.index, node.attempt, node.machine, is_first))
 
     def _look_for_doom(self) -> None:
-        while (text := self._ear.find(NodeKeys.doom(self._dooms))) is not None:
+        while (text := self._ear.find(NodeKeys.signal_request(self._dooms))) is not None:
             self._dooms += 1
             asked = json.loads(text)
             self._report(SignalRequest(signal.Signals(asked["number"]), tuple(asked["uids"])))
@@ -334,21 +334,21 @@ class NodeMembership:
         begun_mono: float,
     ) -> None:
         self._settings, self._nodes, self._places, self._store = settings, nodes, places, store
-        self._coordinator, self._crowd, self._relay, self._recorder = coordinator, crowd, relay, recorder
-        self._announcer, self._begun_mono = announcer, begun_mono
+        self._coordinator, self._processes, self._relay, self._recorder = coordinator, crowd, relay, recorder
+        self._event_log, self._begun_mono = announcer, begun_mono
         self._until_s: float | None = time.monotonic() + settings.rendezvous_timeout_s
         """How long those that have not come yet are waited for; None: all have, or the job is given up."""
 
-    def hear(self, *, is_open: bool) -> list[ProcessExit]:
+    def handle_events(self, *, is_open: bool) -> list[ProcessExit]:
         """See to all that has happened since, but for exits, which are returned. Is it not open, nobody may come."""
         exits = []
-        for news in self._nodes.take():
+        for news in self._nodes.take_events():
             if isinstance(news, ProcessExit):
                 exits.append(news)
             elif isinstance(news, NodeDeparture):
-                self._part_with(news)
+                self._handle_departure(news)
             elif not isinstance(news, NodeArrival):
-                self._crowd.send(news.number, news.uids)
+                self._processes.send(news.number, news.uids)
             elif is_open:
                 self._welcome(news)
             else:
@@ -376,17 +376,17 @@ class NodeMembership:
         if not arrival.is_first:
             own = [self._places.add(place.node, place.device) for place in own]
             for place in own:
-                self._coordinator.started(place.uid)
-            self._relay.say(f"node {name} is back, on {arrival.machine}: {count_of(len(own), 'spare')}")
+                self._coordinator.add_spare(place.uid)
+            self._relay.print_line(f"node {name} is back, on {arrival.machine}: {count_of(len(own), 'spare')}")
         self._recorder.record("node_joined", node=name, machine=arrival.machine, uids=[place.uid for place in own])
-        self._nodes.welcome(arrival, own, self._places.nodes, time.monotonic() - self._begun_mono)
+        self._nodes.accept(arrival, own, self._places.nodes, time.monotonic() - self._begun_mono)
 
-    def _part_with(self, gone: NodeDeparture) -> None:
+    def _handle_departure(self, gone: NodeDeparture) -> None:
         name, count = self._settings.names[gone.node], count_of(len(gone.uids), "process", "processes")
         self._recorder.record("node_left", node=name, reason=gone.why, uids=list(gone.uids))
         why = gone.why or f"is on node {name}, which has left"
         for uid in gone.uids:
-            self._announcer.foretell(uid, self._coordinator.rank_of(uid), why)
+            self._event_log.expect_loss(uid, self._coordinator.rank_of(uid), why)
         for uid in gone.uids:
-            self._coordinator.lost(uid, why)
-        self._relay.say(f"node {name} {'is lost' if gone.why else 'has left'}, with {count}")
+            self._coordinator.process_lost(uid, why)
+        self._relay.print_line(f"node {name} {'is lost' if gone.why else 'has left'}, with {count}")

@@ -91,17 +91,17 @@ class Respawner:
             return
         before = self._places[uid]
         if not store.has(StoreKeys.joined(uid)):
-            self._relay.say(f"{before.label} is not started again: it ended before it joined the job")
+            self._relay.print_line(f"{before.label} is not started again: it ended before it joined the job")
             return
         step = coordinator.step
         times = self._count(before, step)
         if times >= _DEATHS_IN_PLACE:
-            self._relay.say(f"{before.label} is not started again: {times} died in its place at step {step}")
+            self._relay.print_line(f"{before.label} is not started again: {times} died in its place at step {step}")
             return
         if not self._is_here(before.node):  # it may come back, and bring its own
             return
         place = self._places.add(before.node, before.device)
-        coordinator.started(place.uid)
+        coordinator.add_spare(place.uid)
         self._start(place)
 
     def _count(self, place: ProcessPlacement, step: int) -> int:
@@ -161,13 +161,13 @@ class LivenessMonitor:
         forsake: Callable[[int], None],
     ) -> None:
         """`forsake` is told of a process that is lost and that nobody kills."""
-        self._settings, self._crowd, self._relay, self._recorder = settings, crowd, relay, recorder
+        self._settings, self._processes, self._relay, self._recorder = settings, crowd, relay, recorder
         self._label_of, self._forsake = label_of, forsake
-        self._vigil, self._questions = LivenessRules(settings.patience), StoreQueries()
+        self._rules, self._store_queries = LivenessRules(settings.patience), StoreQueries()
         self._next_s = 0.0
         self._last_s = time.monotonic()
 
-    def look(self, coordinator: Coordinator | None) -> None:
+    def check(self, coordinator: Coordinator | None) -> None:
         """Once a beat, while the job goes on."""
         now = time.monotonic()
         if coordinator is None or coordinator.outcome is not None or now < self._next_s:
@@ -180,33 +180,33 @@ class LivenessMonitor:
             self._last_s = self._next_s
             return
         generation, members = coordinator.membership
-        vitals = {uid: vital for uid, vital in self._crowd.vitals().items() if not coordinator.is_out(uid)}
-        vitals = self._questions.unanswered(vitals, coordinator.await_store)
-        for finding in self._vigil.judge(vitals, members, generation, now):
+        vitals = {uid: vital for uid, vital in self._processes.health().items() if not coordinator.is_out(uid)}
+        vitals = self._store_queries.unanswered(vitals, coordinator.await_store)
+        for finding in self._rules.judge(vitals, members, generation, now):
             self._act_on(finding, coordinator)
 
     def _act_on(self, finding: LivenessFinding, coordinator: Coordinator) -> None:
         uid, why, label = finding.uid, finding.why, self._label_of(finding.uid)
         if finding.kind == "deadlock":
             self._recorder.record("deadlock", generation=coordinator.generation, reason=why)
-            coordinator.interrupt(why)
+            coordinator.break_generation(why)
             return
-        stack = self._crowd.stack(uid)
+        stack = self._processes.stack(uid)
         if not finding.is_lost:
             rank = coordinator.rank_of(uid)
             who = label if rank is None else f"rank {rank}"
             generation = coordinator.generation
             event = "rank_late" if finding.kind == "late" else finding.kind
             self._recorder.record(event, uid=uid, rank=rank, reason=why, stack=stack, generation=generation)
-            self._relay.say(f"{who} {why}; it is in\n{innermost(stack)}")
+            self._relay.print_line(f"{who} {why}; it is in\n{innermost(stack)}")
             return
-        coordinator.lost(uid, why, stack=stack)
+        coordinator.process_lost(uid, why, stack=stack)
         if self._settings.keep_stopped:
-            pid = next((child.pid for child in self._crowd.living if child.uid == uid), 0)
-            self._relay.say(f"{label} (process {pid}) is left as it is: if it goes on it ends by itself")
+            pid = next((child.pid for child in self._processes.living if child.uid == uid), 0)
+            self._relay.print_line(f"{label} (process {pid}) is left as it is: if it goes on it ends by itself")
             self._forsake(uid)
         else:
-            self._crowd.send(signal.SIGKILL, {uid})
+            self._processes.send(signal.SIGKILL, {uid})
 
 
 _LOOK_S = 0.5
@@ -237,11 +237,11 @@ class _JobLauncher:
 
     _children: Children
     _relay: OutputRelay
-    _household: NodeProcesses
-    _crowd: ProcessSet
-    _announcer: EventLog
-    _lookout: LivenessMonitor
-    _respawning: Respawner
+    _node_processes: NodeProcesses
+    _processes: ProcessSet
+    _event_log: EventLog
+    _liveness_monitor: LivenessMonitor
+    _respawner: Respawner
 
     def __init__(self, settings: LaunchSettings, run: Path, recorder: Recorder) -> None:
         self._settings, self._run, self._recorder = settings, run, recorder
@@ -259,11 +259,11 @@ class _JobLauncher:
         self._secret = Secret.make(run / "secret")
         self._nodes: RemoteNodes | None = None
         """The others, if there are any, once they can come."""
-        self._reception: NodeMembership | None = None
+        self._node_membership: NodeMembership | None = None
         self._coordinator: Coordinator | None = None
         self._gone_early: list[ProcessExit] = []
         self._outcome: JobOutcome | None = None
-        self._asked: tuple[int, float] | None = None
+        self._leave_signal: tuple[int, float] | None = None
         """The signal that asked the job to leave, and when."""
         self._due: list[tuple[float, int]] = []
         """Signals that are sent to whoever lives then."""
@@ -273,7 +273,7 @@ class _JobLauncher:
         """Start everyone, and see them off."""
         self._children, self._relay = children, relay
         settings, recorder = self._settings, self._recorder
-        self._household = NodeProcesses(
+        self._node_processes = NodeProcesses(
             settings,
             children,
             relay,
@@ -283,18 +283,20 @@ class _JobLauncher:
             port=self._port,
             begun_mono=self._begun_mono,
         )
-        self._crowd = JobProcesses(self._household, lambda: self._nodes, 0) if self._is_spread else self._household
-        self._announcer = EventLog(recorder, relay, self._places.label_of, settings.strategy)
-        self._lookout = LivenessMonitor(
-            settings, self._crowd, relay, recorder, label_of=self._places.label_of, forsake=self._respawn_if_wanted
+        self._processes = (
+            JobProcesses(self._node_processes, lambda: self._nodes, 0) if self._is_spread else self._node_processes
         )
-        self._respawning = Respawner(settings, self._places, relay, is_here=self._is_here, start=self._start_late)
+        self._event_log = EventLog(recorder, relay, self._places.label_of, settings.strategy)
+        self._liveness_monitor = LivenessMonitor(
+            settings, self._processes, relay, recorder, label_of=self._places.label_of, forsake=self._respawn_if_wanted
+        )
+        self._respawner = Respawner(settings, self._places, relay, is_here=self._is_here, start=self._start_late)
         command = shlex.join([os.path.basename(sys.executable), *self._settings.command[1:]])
         self._recorder.record("launcher_started", command=command, settings=self._settings.to_json(), pid=os.getpid())
         num_ranks, num_spares = self._settings.num_ranks, self._settings.num_spares
         who = count_of(num_ranks, "rank") + (f" and {count_of(num_spares, 'spare')}" if num_spares else "")
         threads = "" if "OMP_NUM_THREADS" in os.environ else "; OMP_NUM_THREADS is 1, set it to change that"
-        relay.say(f"{who}, logs and timeline in {self._run}{threads}")
+        relay.print_line(f"{who}, logs and timeline in {self._run}{threads}")
         if self._settings.preload:
             preload("evergrad.recovery.joining")
         for place in self._places:
@@ -302,27 +304,27 @@ class _JobLauncher:
                 self._start(place, forked=self._settings.preload)
         relay.begin()  # a thread: no forks any more
         self._opening.start()  # importing torch takes as long as it takes them, so all do it at the same time
-        with closing(self._household):
+        with closing(self._node_processes):
             while not self._is_over():
-                self._live(self._household.wait(self._patience()))
+                self._handle_events(self._node_processes.wait(self._patience()))
             return self._end()
 
-    def _live(self, happened: WaitResult) -> None:
+    def _handle_events(self, happened: WaitResult) -> None:
         """See to what has happened."""
         for number in happened.signals:
-            self._heed(number)
+            self._handle_signal(number)
         for gone in happened.exits:
-            self._miss(gone)
-            self._household.bury(gone)
+            self._handle_exit(gone)
+            self._node_processes.record_exit(gone)
         while self._wishes:
             self._wishes.popleft()()
-        if self._reception is not None:
-            is_open = self._asked is None and self._outcome is None
-            for gone in self._reception.hear(is_open=is_open):
-                self._miss(gone)
-        self._lookout.look(self._coordinator)
+        if self._node_membership is not None:
+            is_open = self._leave_signal is None and self._outcome is None
+            for gone in self._node_membership.handle_events(is_open=is_open):
+                self._handle_exit(gone)
+        self._liveness_monitor.check(self._coordinator)
         self._look_for_outcome()
-        self._press()
+        self._send_due_signals()
 
     def status(self) -> JobStatus:
         """How the job stands; from any thread."""
@@ -348,7 +350,7 @@ class _JobLauncher:
             self._nodes.close()
         if self._coordinator is not None:
             self._coordinator.close()
-        self._coordinator = self._store = self._nodes = self._reception = None
+        self._coordinator = self._store = self._nodes = self._node_membership = None
         self._listener.close()
         (self._run / "secret").unlink(missing_ok=True)
 
@@ -372,7 +374,7 @@ class _JobLauncher:
                 max_ranks=self._settings.max_ranks,
                 secret=self._secret,
                 max_restarts=self._settings.max_restarts,
-                tell=self._tell,
+                tell=self._record_event,
                 spawn=self._spawn,
             )
             coordinator.begin([place.uid for place in self._settings.places()])
@@ -392,7 +394,7 @@ class _JobLauncher:
 
         ear = TCPStore(LOOPBACK, self._port, None, False, timedelta(seconds=60), False)
         nodes = RemoteNodes(
-            self._settings, store, SignedStore(PrefixStore(PREFIX, ear), self._secret), self._children.poke
+            self._settings, store, SignedStore(PrefixStore(PREFIX, ear), self._secret), self._children.wake
         )
         nodes.listen()
         machine, settings = socket.gethostname(), self._settings.to_json()
@@ -404,16 +406,16 @@ class _JobLauncher:
         if nodes is not None:
             from evergrad.recovery.launch.head import NodeMembership
 
-            self._reception = NodeMembership(
+            self._node_membership = NodeMembership(
                 self._settings,
                 nodes,
                 self._places,
                 store,
                 coordinator,
-                crowd=self._crowd,
+                crowd=self._processes,
                 relay=self._relay,
                 recorder=self._recorder,
-                announcer=self._announcer,
+                announcer=self._event_log,
                 begun_mono=self._begun_mono,
             )
         gone, self._gone_early = self._gone_early, []
@@ -422,12 +424,12 @@ class _JobLauncher:
 
     def _wish(self, act: Callable[[], None]) -> None:
         self._wishes.append(act)
-        self._children.poke()
+        self._children.wake()
 
-    def _tell(self, event: str, /, **fields: Any) -> None:
+    def _record_event(self, event: str, /, **fields: Any) -> None:
         """The coordinator's events: to the timeline, and what people should know to them."""
-        self._announcer.tell(event, **fields)
-        self._children.poke()
+        self._event_log.record(event, **fields)
+        self._children.wake()
 
     def _spawn(self, request: SpawnRequest) -> int:
         """Start what a relaunch lacks; called in the coordinator's thread, and done in the main one.
@@ -435,27 +437,27 @@ class _JobLauncher:
         The kernel ties a process to the thread that started it, and that must be one that stays.
         """
         before = self._places[request.rank if request.replaces is None else request.replaces]
-        living = [child.uid for child in self._crowd.living]
+        living = [child.uid for child in self._processes.living]
         place = self._places.add(*self._places.instead_of(before, self._is_here, living), request.rank)
         self._wish(partial(self._start_late, place, request.generation))
         return place.uid
 
     def _start(self, place: ProcessPlacement, *, forked: bool = False, generation: int | None = None) -> None:
-        self._crowd.start(place, generation, self._places.nodes, forked=forked)
+        self._processes.start(place, generation, self._places.nodes, forked=forked)
 
     def _start_late(self, place: ProcessPlacement, generation: int | None = None) -> None:
-        if self._asked is not None or self._outcome is not None:
+        if self._leave_signal is not None or self._outcome is not None:
             return
         try:
             self._start(place, generation=generation)
         except UsageError as error:
-            self._relay.say(str(error))
+            self._relay.print_line(str(error))
             if self._coordinator is not None:
-                self._coordinator.exited(place.uid, 1)
+                self._coordinator.process_exited(place.uid, 1)
 
-    def _miss(self, gone: ProcessExit) -> None:
+    def _handle_exit(self, gone: ProcessExit) -> None:
         """Somebody is gone: the coordinator first, everything else can wait."""
-        if self._asked is None:
+        if self._leave_signal is None:
             if self._coordinator is not None:
                 self._tell_gone(gone)
             else:
@@ -464,42 +466,42 @@ class _JobLauncher:
     def _tell_gone(self, gone: ProcessExit) -> None:
         assert self._coordinator is not None
         uid = gone.child.uid
-        self._coordinator.exited(uid, gone.code)
+        self._coordinator.process_exited(uid, gone.code)
         if gone.code != 0 or self._coordinator.has_left(uid):
             self._respawn_if_wanted(uid)
 
     def _respawn_if_wanted(self, uid: int) -> None:
-        if self._asked is None and self._coordinator is not None and self._store is not None:
-            self._respawning.replace(uid, self._coordinator, self._store)
+        if self._leave_signal is None and self._coordinator is not None and self._store is not None:
+            self._respawner.replace(uid, self._coordinator, self._store)
 
     def _is_here(self, node: int) -> bool:
         """Whether processes can be started on a node."""
         return not self._is_spread or node == 0 or (self._nodes is not None and self._nodes.is_here(node))
 
-    def _heed(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         """A signal that we were sent is meant for everyone."""
         name, now = signal.Signals(number).name, time.monotonic()
         self._recorder.record("signal_received", signal=name)
         if number not in LEAVE_SIGNALS:
-            self._crowd.send(number)
-        elif self._asked is None:
-            self._asked = number, now
+            self._processes.send(number)
+        elif self._leave_signal is None:
+            self._leave_signal = number, now
             self._due = [(now + self._settings.grace_period_s, signal.SIGKILL)]
-            self._crowd.send(number)
-            count = count_of(len(self._crowd.living), "process", "processes")
+            self._processes.send(number)
+            count = count_of(len(self._processes.living), "process", "processes")
             grace = f"{self._settings.grace_period_s:g} s"
-            self._relay.say(f"{name}: passed on to {count}; those that still run in {grace} are killed")
-        elif now - self._asked[1] >= SAME_NOTICE_S:  # not the same notice by another way: somebody insists
-            self._crowd.send(signal.SIGKILL)
+            self._relay.print_line(f"{name}: passed on to {count}; those that still run in {grace} are killed")
+        elif now - self._leave_signal[1] >= SAME_NOTICE_S:  # not the same notice by another way: somebody insists
+            self._processes.send(signal.SIGKILL)
 
     def _look_for_outcome(self) -> None:
         """Once the job has ended, whoever is left shall leave too."""
-        if self._outcome is not None or self._asked is not None or self._coordinator is None:
+        if self._outcome is not None or self._leave_signal is not None or self._coordinator is None:
             return
         self._outcome = self._coordinator.outcome
         now, grace_s = time.monotonic(), self._settings.grace_period_s
         if self._outcome is None:
-            living = bool(self._crowd.living)
+            living = bool(self._processes.living)
             self._forsaken_s = None if living else self._forsaken_s or now
             if self._forsaken_s is not None and now - self._forsaken_s > _DECIDES_WITHIN_S:
                 raise RuntimeError("every process has ended, and the coordinator does not say how the job did")
@@ -507,20 +509,20 @@ class _JobLauncher:
             "finished",
             "diverged",
         ):  # spares were told, and leave by themselves, but who is not yet there
-            late = {child.uid for child in self._crowd.living if not self._find(StoreKeys.joined(child.uid))}
-            self._crowd.send(signal.SIGTERM, late)
+            late = {child.uid for child in self._processes.living if not self._find(StoreKeys.joined(child.uid))}
+            self._processes.send(signal.SIGTERM, late)
             self._due = [(now + grace_s, signal.SIGTERM), (now + 2 * grace_s, signal.SIGKILL)]
         else:
             self._due = [(now, signal.SIGTERM), (now + grace_s, signal.SIGKILL)]
 
-    def _press(self) -> None:
+    def _send_due_signals(self) -> None:
         while self._due and self._due[0][0] <= time.monotonic():
             _, number = self._due.pop(0)
-            for child in self._crowd.living:
+            for child in self._processes.living:
                 self._recorder.record(
                     "signal_sent", uid=child.uid, label=child.label, signal=signal.Signals(number).name
                 )
-            self._crowd.send(number)
+            self._processes.send(number)
 
     def _patience(self) -> float:
         return min([_LOOK_S, self._settings.patience.beat_s, *(at - time.monotonic() for at, _ in self._due)])
@@ -546,7 +548,7 @@ class _JobLauncher:
         return self._find(StoreKeys.unverified) or outcome.uncompared
 
     def _is_over(self) -> bool:
-        return (self._outcome is not None or self._asked is not None) and not self._crowd.living
+        return (self._outcome is not None or self._leave_signal is not None) and not self._processes.living
 
     def _end(self) -> Summary:
         status, outcome = self.status(), self._outcome
@@ -554,8 +556,8 @@ class _JobLauncher:
         if outcome is not None:
             kind, code, message = outcome.kind, outcome.exit_code, outcome.message
         else:
-            assert self._asked is not None
-            kind, code, message = "interrupted", 128 + self._asked[0], signal.Signals(self._asked[0]).name
+            assert self._leave_signal is not None
+            kind, code, message = "interrupted", 128 + self._leave_signal[0], signal.Signals(self._leave_signal[0]).name
         joined = any(self._find(StoreKeys.joined(place.uid)) for place in self._places)
         summary = Summary(
             kind,
@@ -566,22 +568,22 @@ class _JobLauncher:
             generations=status.generation + 1,
             seconds=time.monotonic() - self._begun_mono,
             run=self._run,
-            inexact=(message if kind == "diverged" else "") or self._find(StoreKeys.inexact) or self._announcer.inexact,
+            inexact=(message if kind == "diverged" else "") or self._find(StoreKeys.inexact) or self._event_log.inexact,
             unverified=self._unverified(outcome, joined),
             never=self._never(),
             joined=joined,
-            ended_spares=tuple(self._announcer.ended_spares.values()),
+            ended_spares=tuple(self._event_log.ended_spares.values()),
         )
         hint = "is there such a step, such a bucket, a save at that step?"
         if not summary.joined:
             hint = "no rank called eg.join: failures happen at places of a job's loop, and there was none"
         for text in summary.never if kind == "finished" else ():
-            self._relay.say(f"never happened: '{text}' ({hint})")
+            self._relay.print_line(f"never happened: '{text}' ({hint})")
         self._opening.join()
         try:
             write_record(self._run, self._settings, self._begun_s, summary)
         except EvergradError as error:  # the job is over all the same
-            self._relay.say(str(error))
+            self._relay.print_line(str(error))
         if self._nodes is not None:
             self._nodes.end(summary.to_json(), self._settings.grace_period_s)
             merge_timelines(self._run)

@@ -78,14 +78,14 @@ class NodeProcesses(ProcessSet):
         """Until somebody exits, a signal comes, somebody pokes, or the time is over."""
         return self._children.wait(timeout_s)
 
-    def bury(self, gone: ProcessExit) -> None:
+    def record_exit(self, gone: ProcessExit) -> None:
         """Somebody has exited, and whoever must know at once does."""
         child = gone.child
         self._recorder.record("process_exited", uid=child.uid, label=child.label, code=gone.code)
         page, _ = self._pages.pop(child.uid)
         page.close()
 
-    def vitals(self) -> dict[int, ProcessHealth]:
+    def health(self) -> dict[int, ProcessHealth]:
         """What each shows of itself, now."""
         return {uid: page.read(uid, child.pid) for uid, (page, child) in self._pages.items()}
 

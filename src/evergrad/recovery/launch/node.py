@@ -90,7 +90,7 @@ def run_node(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
                 with closing(household):
                     ended = partial(_summary, begun_s=begun_s, run=run)
                     post = _NodeLauncher(settings, head, name, client, attempt, household, relay, recorder, ended)
-                    summary = post.stay(answer, children.poke)
+                    summary = post.stay(answer, children.wake)
                 relay.close("" if as_json else f"{name}: {post.last or summary.outcome}")
         post.leave()
         return summary
@@ -117,7 +117,7 @@ class _NodeLauncher:
         assert settings.node_rank is not None
         self._settings, self._head, self._name, self._client = settings, head, name, client
         self._node, self._attempt = settings.node_rank, attempt
-        self._household, self._relay, self._recorder, self._ended = household, relay, recorder, ended
+        self._node_processes, self._relay, self._recorder, self._ended = household, relay, recorder, ended
         self._words = Outbox(client, NodeKeys.words(self._node, attempt))
         self._lease_s = lease_s(settings.patience)
         self._orders: deque[dict[str, Any]] = deque()
@@ -143,7 +143,9 @@ class _NodeLauncher:
 
         starts = [StartOrder.from_json(one) for one in answer["starts"]]
         count = count_of(len(starts), "process", "processes")
-        self._relay.say(f"{self._name}: {count} on {socket.gethostname()}, head at {self._head.host}:{self._head.port}")
+        self._relay.print_line(
+            f"{self._name}: {count} on {socket.gethostname()}, head at {self._head.host}:{self._head.port}"
+        )
         for start in starts:
             self._start(start, answer["nodes"], forked=self._settings.preload)
         self._relay.begin()  # threads: no forks any more
@@ -151,12 +153,12 @@ class _NodeLauncher:
         try:
             while self._summary is None:
                 left_s = self._answered_s + self._lease_s - time.monotonic()
-                happened = self._household.wait(min(self._settings.patience.beat_s, left_s))
+                happened = self._node_processes.wait(min(self._settings.patience.beat_s, left_s))
                 for number in happened.signals:
-                    self._heed(number)
+                    self._handle_signal(number)
                 for gone in happened.exits:
-                    self._say(what="exit", uid=gone.child.uid, code=gone.code)
-                    self._household.bury(gone)
+                    self._send_message(what="exit", uid=gone.child.uid, code=gone.code)
+                    self._node_processes.record_exit(gone)
                 self._look_at_vitals()
                 while self._orders and self._summary is None:
                     self._obey(self._orders.popleft())
@@ -166,7 +168,7 @@ class _NodeLauncher:
                     self._leave_if_all_have()
         finally:
             self._over.set()
-            self._household.send(signal.SIGKILL)
+            self._node_processes.send(signal.SIGKILL)
             for client in self._clients:
                 client.cut()
             for thread in threads:
@@ -177,14 +179,14 @@ class _NodeLauncher:
     def leave(self) -> None:
         """The last word, when all is written; the head may wait for it."""
         if self._summary is not None and self._summary.outcome != "cut-off":
-            self._say(what="leaves")
+            self._send_message(what="leaves")
             with suppress(RuntimeError, Forged):
                 self._client.has(StoreKeys.fatal)  # an answer: what was said before has arrived
 
     def _listen(self, poke: Callable[[], None]) -> list[threading.Thread]:
         self._answered_s = time.monotonic()
         try:
-            for_orders, for_beats = self._client.again(), self._client.again()
+            for_orders, for_beats = self._client.reconnect(), self._client.reconnect()
         except RuntimeError as error:
             self._gone = first_line(error)
             return []
@@ -231,9 +233,9 @@ class _NodeLauncher:
     def _look_at_vitals(self) -> None:
         """For the next beat; with stacks now and then."""
         self._turn += 1
-        vitals = self._household.vitals()
+        vitals = self._node_processes.health()
         if self._turn % _STACKS_EVERY == 0:
-            vitals = {uid: replace(vital, stack=self._household.stack(uid)) for uid, vital in vitals.items()}
+            vitals = {uid: replace(vital, stack=self._node_processes.stack(uid)) for uid, vital in vitals.items()}
         self._vitals = tuple(vitals.values())
 
     def _look_at_lease(self) -> None:
@@ -243,7 +245,7 @@ class _NodeLauncher:
         where = f"the head at {self._head.host}:{self._head.port}"
         what = f"{where} is gone" if self._gone else f"{where} does not answer for {silent_s:.1f} s"
         self._summary = self._ended("cut-off", EXIT_CUT_OFF, what)
-        count = count_of(len(self._household.living), "process", "processes")
+        count = count_of(len(self._node_processes.living), "process", "processes")
         self.last = f"{what}: {count} killed. Where the head still runs, this node may be started again"
 
     def _obey(self, order: dict[str, Any]) -> None:
@@ -254,7 +256,7 @@ class _NodeLauncher:
             self._start(StartOrder.from_json(order["start"]), order["nodes"])
         elif what == "signal":
             if not order["for_all"] or self._is_news(order["number"]):
-                self._household.send(order["number"], order["uids"])
+                self._node_processes.send(order["number"], order["uids"])
         elif what == "leave":
             self._summary = self._ended("cut-off", EXIT_CUT_OFF, f"the head takes this node for lost: {order['why']}")
             self.last = self._summary.message
@@ -266,15 +268,15 @@ class _NodeLauncher:
     def _start(self, start: Any, nodes: list[int], *, forked: bool = False) -> None:
         place = start.place
         try:
-            self._household.start(place, start.generation, nodes, forked=forked)
+            self._node_processes.start(place, start.generation, nodes, forked=forked)
         except UsageError as error:
-            self._relay.say(f"{self._name}: {error}")
-            self._say(what="exit", uid=place.uid, code=1)
+            self._relay.print_line(f"{self._name}: {error}")
+            self._send_message(what="exit", uid=place.uid, code=1)
             return
-        pid = next(child.pid for child in self._household.living if child.uid == place.uid)
-        self._say(what="started", uid=place.uid, pid=pid)
+        pid = next(child.pid for child in self._node_processes.living if child.uid == place.uid)
+        self._send_message(what="started", uid=place.uid, pid=pid)
 
-    def _say(self, **word: Any) -> None:
+    def _send_message(self, **word: Any) -> None:
         with suppress(RuntimeError):  # no head: that is seen by the beats
             self._words.send(**word)
 
@@ -284,27 +286,29 @@ class _NodeLauncher:
         self._sent[number] = now
         return number == signal.SIGKILL or before is None or now - before >= SAME_NOTICE_S
 
-    def _heed(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         """A signal that this launcher was sent is meant for its node."""
         name, now = signal.Signals(number).name, time.monotonic()
         self._recorder.record("signal_received", signal=name)
         if number in LEAVE_SIGNALS and self._asked is not None and now - self._asked[1] >= SAME_NOTICE_S:
-            self._household.send(signal.SIGKILL)  # somebody insists
+            self._node_processes.send(signal.SIGKILL)  # somebody insists
             return
         if number in LEAVE_SIGNALS and self._asked is None:
             self._asked = number, now
             grace = f"{self._settings.grace_period_s:g} s"
-            count = count_of(len(self._household.living), "process", "processes")
-            self._relay.say(f"{self._name}: {name}: passed on to {count}; those that still run in {grace} are killed")
+            count = count_of(len(self._node_processes.living), "process", "processes")
+            self._relay.print_line(
+                f"{self._name}: {name}: passed on to {count}; those that still run in {grace} are killed"
+            )
         if self._is_news(number):
-            self._household.send(number)
+            self._node_processes.send(number)
 
     def _leave_if_all_have(self) -> None:
         assert self._asked is not None
         number, at_s = self._asked
         if time.monotonic() >= at_s + self._settings.grace_period_s:
-            self._household.send(signal.SIGKILL)
-        if not self._household.living:
+            self._node_processes.send(signal.SIGKILL)
+        if not self._node_processes.living:
             self._summary = self._ended("interrupted", 128 + number, signal.Signals(number).name)
 
 

@@ -62,7 +62,7 @@ class NodeKeys:
         return f"beat/{node}/{attempt}"
 
     @staticmethod
-    def doom(number: int) -> str:
+    def signal_request(number: int) -> str:
         """A scheduled failure: JSON of a signal and of the uids, on whichever nodes, that are to be sent it."""
         return f"doom/{number}"
 

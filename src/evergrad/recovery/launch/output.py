@@ -117,7 +117,7 @@ class OutputRelay:
             self._new.append((fd, _Pipe(child.label, child.uid, is_error, own)))
         self._wake()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A line of the launcher's own, on stderr; never waits."""
         self._said.append(text)
         self._wake()
@@ -308,11 +308,11 @@ class EventLog:
         self.ended_spares: dict[int, str] = {}
         """Spares that ended while the job went on, and how, as in "spare 2 …"."""
 
-    def foretell(self, uid: int, rank: int | None, how: str) -> None:
+    def expect_loss(self, uid: int, rank: int | None, how: str) -> None:
         """This process is about to be lost: where many are at once, a plan may come before the last of their deaths."""
         self._deaths[uid] = self._label_of(uid) if rank is None else f"rank {rank}", how
 
-    def tell(self, event: str, /, **fields: Any) -> None:
+    def record(self, event: str, /, **fields: Any) -> None:
         """Something has happened."""
         self._recorder.record(event, **fields)
         if event == "process_lost":
@@ -329,7 +329,7 @@ class EventLog:
         if fields["rank"] is None:
             self._note_spare(fields, how, is_said=not fields.get("stack"))
         if fields.get("stack"):
-            self._relay.say(f"{who} {fields['how']}; it was last seen in\n{innermost(fields['stack'])}")
+            self._relay.print_line(f"{who} {fields['how']}; it was last seen in\n{innermost(fields['stack'])}")
 
     def _note_spare(self, fields: dict[str, Any], how: str, *, is_said: bool = True) -> None:
         """A process without a rank is gone, and takes nobody's place any more."""
@@ -338,7 +338,7 @@ class EventLog:
             when = "while it waited" if fields["waited"] else "before its first job.batches"
         self.ended_spares[uid] = f"{self._label_of(uid)} {how} {when}"
         if is_said:
-            self._relay.say(f"{self.ended_spares[uid]}: it takes no rank's place. See logs/{uid}.log")
+            self._relay.print_line(f"{self.ended_spares[uid]}: it takes no rank's place. See logs/{uid}.log")
 
     def _announce(self, fields: dict[str, Any]) -> None:
         generation, ranks = fields["generation"], count_of(len(fields["members"]), "rank")
@@ -348,9 +348,9 @@ class EventLog:
             left += [f"{self._label_of(uid)} has ended its script before the others" for uid in fields["ended"]]
             how = "from the newest checkpoint" if fields["restart"] else self._strategy
             what = ", ".join(self._deaths_of(fields["dead"]) + left + joined)
-            self._relay.say(f"{what}: generation {generation} goes on with {ranks} ({how})")
+            self._relay.print_line(f"{what}: generation {generation} goes on with {ranks} ({how})")
         elif joined:
-            self._relay.say(f"{', '.join(joined)}: generation {generation} goes on with {ranks}")
+            self._relay.print_line(f"{', '.join(joined)}: generation {generation} goes on with {ranks}")
         if not fields["exact"] and not self.inexact:
             self.inexact = f"generation {generation} went on with {ranks}, by {self._strategy}"
             if fields["ended"]:

@@ -135,7 +135,7 @@ class Children:
             signals.append(self._signals.popleft())
         return WaitResult(self._exits(), signals)
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Let `wait` return; from any thread."""
         with suppress(OSError):  # full: it will return anyway; closed: nobody waits
             self._there.send(b"\0")
@@ -293,7 +293,7 @@ class ProcessSet(ABC):
         """Send every living process, or these, a signal; SIGKILL also to what it has started in its group."""
 
     @abstractmethod
-    def vitals(self) -> dict[int, ProcessHealth]:
+    def health(self) -> dict[int, ProcessHealth]:
         """What living processes show of themselves, by uid."""
 
     @abstractmethod
@@ -326,9 +326,9 @@ class JobProcesses(ProcessSet):
         for part in self._parts():
             part.send(number, uids)
 
-    def vitals(self) -> dict[int, ProcessHealth]:
+    def health(self) -> dict[int, ProcessHealth]:
         """Of all."""
-        return {uid: vital for part in self._parts() for uid, vital in part.vitals().items()}
+        return {uid: vital for part in self._parts() for uid, vital in part.health().items()}
 
     def stack(self, uid: int) -> str:
         """Of whoever knows."""

@@ -66,7 +66,7 @@ class TaskResult:
     """A task that is over."""
 
     id: str
-    fate: TaskStatus
+    status: TaskStatus
     result: Mapping[str, Json] | None = None
     """Of a task that is done."""
     reason: str = ""
@@ -78,7 +78,7 @@ class TaskResult:
     def to_json(self) -> dict[str, Json]:
         """As a worker on another machine tells it."""
         result = None if self.result is None else dict(self.result)
-        return {"id": self.id, "fate": str(self.fate), "result": result, "reason": self.reason}
+        return {"id": self.id, "fate": str(self.status), "result": result, "reason": self.reason}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> TaskResult:
@@ -138,20 +138,20 @@ class QueueingExecutor(Executor, Generic[_EncodedTask]):
         """Take a task; returns at once."""
         if self._is_closed:
             raise UsageError(f"task {short_repr(task.id)}: this executor is closed")
-        self._waiting.append((task, self._packed(task)))
-        self._feed()
+        self._waiting.append((task, self._encode(task)))
+        self._dispatch()
 
     def collect(self, wait_s: float) -> list[TaskResult]:
         """What is over by now; waits for a first one, if any is under way."""
         if self._is_closed:
             return []
         until = time.monotonic() + wait_s
-        self._listen(0.0)
+        self._poll(0.0)
         while not self._ended and (self._waiting or self._is_busy):
             left = until - time.monotonic()
             if left <= 0:
                 break
-            self._listen(left)
+            self._poll(left)
         ended, self._ended = self._ended, []
         return ended
 
@@ -160,7 +160,7 @@ class QueueingExecutor(Executor, Generic[_EncodedTask]):
         if self._is_closed:
             return
         self._is_closed = True
-        self._end()
+        self._stop_workers()
         self._waiting.clear()
         self._ended.clear()
 
@@ -171,31 +171,31 @@ class QueueingExecutor(Executor, Generic[_EncodedTask]):
 
     @property
     @abstractmethod
-    def _is_served(self) -> bool:
+    def _has_worker(self) -> bool:
         """Whether there is a worker that takes tasks."""
 
     @abstractmethod
-    def _packed(self, task: Task) -> _EncodedTask:
+    def _encode(self, task: Task) -> _EncodedTask:
         """A task as it will be sent; refused if it cannot be."""
 
     @abstractmethod
-    def _feed(self) -> None:
+    def _dispatch(self) -> None:
         """Give free workers what waits, and start more of them if there is work for more."""
 
     @abstractmethod
-    def _listen(self, wait_s: float) -> None:
+    def _poll(self, wait_s: float) -> None:
         """Take in what workers say, waiting for a first word no longer than this; then feed."""
 
     @abstractmethod
-    def _end(self) -> None:
+    def _stop_workers(self) -> None:
         """End all workers."""
 
-    def _lose(self, task: Task, reason: str) -> None:
+    def _add_lost(self, task: Task, reason: str) -> None:
         self._ended.append(TaskResult(task.id, TaskStatus.LOST, reason=reason))
 
-    def _could_not_start(self, why: str) -> None:
+    def _count_failed_start(self, why: str) -> None:
         self._failed_starts += 1
-        if self._failed_starts >= FAILED_STARTS and not self._is_served:
+        if self._failed_starts >= FAILED_STARTS and not self._has_worker:
             tried = f"{self._failed_starts} have tried. The last: {why}"
             reason = f"{self._perform}: no {self._workers_are} gets ready, {tried}"
             self._ended += [TaskResult(task.id, TaskStatus.BROKEN, reason=reason) for task, _ in self._waiting]

@@ -100,7 +100,7 @@ class DaskCluster(Executor):
         if self._is_closed:
             raise UsageError(f"task {short_repr(task.id)}: this executor is closed")
         self._waiting.append(task)
-        self._feed()
+        self._dispatch()
 
     def collect(self, wait_s: float) -> list[TaskResult]:
         """What is over by now; waits for a first one, if any is under way."""
@@ -115,7 +115,7 @@ class DaskCluster(Executor):
         for one in ended:
             self._under_way.pop(one.id, None)
         try:
-            self._feed()
+            self._dispatch()
         except UsageError:
             if not ended:  # else it is said next time
                 raise
@@ -135,7 +135,7 @@ class DaskCluster(Executor):
         if self._cluster is not None:
             self._cluster.close()
 
-    def _feed(self) -> None:
+    def _dispatch(self) -> None:
         if time.monotonic() - self._counted > _COUNT_S:
             self._count()
         # No more than there are threads: what waits at a worker that dies is lost with it.
@@ -175,7 +175,7 @@ def run(owner: str, folder: str, perform: str, environment: dict[str, str], text
             f"{folder} is not visible on worker {worker.address}: put --out on a file system that all workers share"
         )
         return json.dumps(TaskResult(task.id, TaskStatus.BROKEN, reason=reason).to_json())
-    child = _CHILDREN.take(owner)
+    child = _CHILDREN.pop_idle(owner)
     if child is None:
         place = "".join(char if char.isalnum() else "-" for char in str(worker.name))
         name = f"dask-{place}-{_CHILDREN.number(owner)}"
@@ -211,7 +211,7 @@ class _Children:
             self._numbers[owner] += 1
             return self._numbers[owner]
 
-    def take(self, owner: str) -> LocalProcesses | None:
+    def pop_idle(self, owner: str) -> LocalProcesses | None:
         with self._lock:
             idle = self._idle.get(owner)
             if not idle:

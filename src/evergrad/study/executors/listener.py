@@ -45,7 +45,7 @@ class WorkerListener:
             wire, owner = key.data
             if events & selectors.EVENT_WRITE:
                 wire.flush()
-                self.mind(wire)
+                self.update_events(wire)
             if events & selectors.EVENT_READ and owner is not None:
                 ready.append(owner)
             elif events & selectors.EVENT_READ and (message := self._first(wire)) is not None:
@@ -55,16 +55,16 @@ class WorkerListener:
             self.drop(wire)
         return came, ready
 
-    def admit(self, wire: Wire, owner: object) -> None:
+    def assign(self, wire: Wire, owner: object) -> None:
         """Who has come is somebody's."""
         self._selector.modify(wire.link, selectors.EVENT_READ, (wire, owner))
 
     def send(self, wire: Wire, message: dict[str, Any]) -> None:
         """Send it, all of it as soon as possible."""
         wire.send(message)
-        self.mind(wire)
+        self.update_events(wire)
 
-    def mind(self, wire: Wire) -> None:
+    def update_events(self, wire: Wire) -> None:
         """Wake up when it can be written to, as long as something is to be."""
         key = self._selector.get_key(wire.link)
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.has_unsent else 0)

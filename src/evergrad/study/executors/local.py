@@ -51,10 +51,10 @@ class LocalProcesses(QueueingExecutor[bytes]):
         self._looked = 0.0
         self._selector = selectors.DefaultSelector()
 
-    def _packed(self, task: Task) -> bytes:
+    def _encode(self, task: Task) -> bytes:
         return json.dumps({"id": task.id, "work": dict(task.work)}, allow_nan=False).encode() + b"\n"
 
-    def _end(self) -> None:
+    def _stop_workers(self) -> None:
         for worker in self._workers.values():
             worker.end()
         for log in self._logs.values():
@@ -62,7 +62,7 @@ class LocalProcesses(QueueingExecutor[bytes]):
         self._selector.close()
         self._workers.clear()
 
-    def _feed(self) -> None:
+    def _dispatch(self) -> None:
         for worker in list(self._workers.values()):
             if self._waiting and worker.is_ready and worker.task is None:
                 task, line = self._waiting[0]
@@ -73,7 +73,7 @@ class LocalProcesses(QueueingExecutor[bytes]):
         starting = sum(not worker.is_ready for worker in self._workers.values())
         for number in range(self.slots):
             # While those that are there do the work, a place that cannot be filled is left empty.
-            if starting >= len(self._waiting) or (self._failed_starts >= FAILED_STARTS and self._is_served):
+            if starting >= len(self._waiting) or (self._failed_starts >= FAILED_STARTS and self._has_worker):
                 break
             if number not in self._workers:
                 self._start(number)
@@ -84,7 +84,7 @@ class LocalProcesses(QueueingExecutor[bytes]):
         return any(worker.task for worker in self._workers.values())
 
     @property
-    def _is_served(self) -> bool:
+    def _has_worker(self) -> bool:
         return any(worker.is_ready for worker in self._workers.values())
 
     def _start(self, number: int) -> None:
@@ -94,7 +94,7 @@ class LocalProcesses(QueueingExecutor[bytes]):
         try:
             worker = WorkerProcess(number, self._folder, self._perform, self._logs[number], self._environment, until)
         except OSError as error:  # no more processes, no more memory
-            self._could_not_start(str(error))
+            self._count_failed_start(str(error))
             return
         self._workers[number] = worker
         self._selector.register(worker.answers, selectors.EVENT_READ, worker)
@@ -106,7 +106,7 @@ class LocalProcesses(QueueingExecutor[bytes]):
         try:
             is_sent = worker.send(line)
         except BrokenPipeError:
-            self._bury(worker)
+            self._remove_worker(worker)
             return False
         if is_sent and is_pending:
             self._selector.unregister(worker.tasks)
@@ -114,7 +114,7 @@ class LocalProcesses(QueueingExecutor[bytes]):
             self._selector.register(worker.tasks, selectors.EVENT_WRITE, worker)
         return True
 
-    def _listen(self, wait_s: float) -> None:
+    def _poll(self, wait_s: float) -> None:
         nearest = min((worker.until for worker in self._workers.values()), default=math.inf)
         for key, events in self._selector.select(max(0.0, min(wait_s, nearest - time.monotonic(), _LOOK_S))):
             worker: WorkerProcess = key.data
@@ -122,31 +122,31 @@ class LocalProcesses(QueueingExecutor[bytes]):
                 if events & selectors.EVENT_WRITE:
                     self._send(worker)
                 else:
-                    self._hear(worker)
+                    self._receive(worker)
         now = time.monotonic()
         for worker in list(self._workers.values()):
             if worker.until <= now:
-                self._overtime(worker)
+                self._enforce_limit(worker)
         if now - self._looked >= _LOOK_S:
             self._looked = now
             for worker in list(self._workers.values()):
-                worker.log.cut()
+                worker.log.trim()
                 if worker.is_over:
-                    self._hear(worker)
-                    self._bury(worker)
-        self._feed()
+                    self._receive(worker)
+                    self._remove_worker(worker)
+        self._dispatch()
 
-    def _hear(self, worker: WorkerProcess) -> None:
+    def _receive(self, worker: WorkerProcess) -> None:
         try:
             lines = worker.receive()
             if lines is None:
-                self._bury(worker)
+                self._remove_worker(worker)
             for line in lines or ():
-                self._answer(worker, line)
+                self._handle_message(worker, line)
         except Garbled as error:
-            self._bury(worker, f"{error}")
+            self._remove_worker(worker, f"{error}")
 
-    def _answer(self, worker: WorkerProcess, line: bytes) -> None:
+    def _handle_message(self, worker: WorkerProcess, line: bytes) -> None:
         try:
             told = json.loads(line)
         except ValueError:
@@ -156,7 +156,7 @@ class LocalProcesses(QueueingExecutor[bytes]):
         if told.get("ready") is True and not worker.is_ready:
             worker.is_ready, worker.until = True, math.inf
         elif "unfit" in told and not worker.is_ready:
-            self._bury(worker, str(told["unfit"]))
+            self._remove_worker(worker, str(told["unfit"]))
         elif worker.task is not None and told.get("id") == worker.task.id:
             if isinstance(result := told.get("result"), dict):
                 ended = TaskResult(worker.task.id, TaskStatus.DONE, result)
@@ -168,16 +168,16 @@ class LocalProcesses(QueueingExecutor[bytes]):
         else:
             raise Garbled(f"answered what it was not asked: {short_repr(told)}")
 
-    def _overtime(self, worker: WorkerProcess) -> None:
+    def _enforce_limit(self, worker: WorkerProcess) -> None:
         if worker.task is None:
-            self._bury(worker, f"it was not ready after {_START_S:g} s")
+            self._remove_worker(worker, f"it was not ready after {_START_S:g} s")
         else:
             task, worker.task = worker.task, None
-            self._bury(worker)
+            self._remove_worker(worker)
             reason = f"task {task.id} took longer than its limit of {task.limit_s:g} s and was ended"
             self._ended.append(TaskResult(task.id, TaskStatus.OVERTIME, reason=reason))
 
-    def _bury(self, worker: WorkerProcess, why: str = "") -> None:
+    def _remove_worker(self, worker: WorkerProcess, why: str = "") -> None:
         """End a worker, if it has not ended itself; what becomes of its task, or of all if none can be started."""
         if self._workers.get(worker.number) is not worker:
             return
@@ -187,6 +187,6 @@ class LocalProcesses(QueueingExecutor[bytes]):
                 self._selector.unregister(descriptor)
         how = worker.end()
         if worker.task is not None:
-            self._lose(worker.task, f"worker {worker.number} {why or how}; what it printed is in {worker.log.path}")
+            self._add_lost(worker.task, f"worker {worker.number} {why or how}; what it printed is in {worker.log.path}")
         elif not worker.is_ready:
-            self._could_not_start(why or f"{how}: {worker.log.last_lines() or 'it printed nothing'}")
+            self._count_failed_start(why or f"{how}: {worker.log.last_lines() or 'it printed nothing'}")

@@ -65,7 +65,7 @@ class NotSubmitted(Exception):
 class SlurmJobStatus:
     """How a job stands, as Slurm says."""
 
-    words: str
+    text: str
     is_running: bool = False
     is_over: bool = False
     is_hopeless: bool = False
@@ -110,7 +110,7 @@ class SlurmJobs:
         if "%" in str(folder):  # Slurm would put a number there
             raise UsageError(f"{folder}: Slurm takes no path with a '%' in it")
         private = _make_private_folder(folder / "slurm")
-        self._sweep(private)
+        self._cancel_orphans(private)
         self.name = f"evergrad-{secrets.token_hex(6)}"
         self.folder = private / self.name
         self.folder.mkdir(0o700)
@@ -145,7 +145,7 @@ class SlurmJobs:
         self._asked[job.job_id] = asked
         return str(job.job_id)
 
-    def standings(self) -> dict[str, SlurmJobStatus] | None:
+    def statuses(self) -> dict[str, SlurmJobStatus] | None:
         """Of every job that is not forgotten; None when Slurm gives no answer."""
         if not self._is_slurm:
             return {id: _job_status(job.state, "") for id, job in self._jobs.items()}
@@ -164,14 +164,14 @@ class SlurmJobs:
         """Where it prints."""
         return Path(self._jobs[id].paths.stderr)
 
-    def printed(self, id: str) -> str:
+    def last_output(self, id: str) -> str:
         """The last lines that it has printed, as one."""
         with suppress(OSError):
             lines = [line.strip() for line in self.log(id).read_text(errors="replace")[-4000:].splitlines()]
             return " | ".join([line for line in lines if line][-2:])
         return ""
 
-    def forget(self, id: str) -> None:
+    def cancel(self, id: str) -> None:
         """End it, if it is not over."""
         job = self._jobs.pop(id)
         if self._is_slurm:
@@ -190,7 +190,7 @@ class SlurmJobs:
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
-    def _sweep(self, private: Path) -> None:
+    def _cancel_orphans(self, private: Path) -> None:
         """End the jobs, and remove the folders, of runners that are gone."""
         for folder in private.glob("evergrad-*"):
             try:
@@ -290,7 +290,7 @@ class _Job:
     id: str
     asked: float
     """When it was submitted."""
-    wire: Wire | None = None
+    connection: Wire | None = None
     node: str = ""
     task: Task | None = None
     is_leaving: bool = False
@@ -298,15 +298,15 @@ class _Job:
     """Since when Slurm says that it runs."""
     gone: float | None = None
     """Since when its connection is no more."""
-    why: str = ""
+    gone_reason: str = ""
 
     @property
-    def is_coming(self) -> bool:
-        return self.wire is None and self.gone is None
+    def is_pending(self) -> bool:
+        return self.connection is None and self.gone is None
 
     @property
     def is_serving(self) -> bool:
-        return self.wire is not None and not self.is_leaving
+        return self.connection is not None and not self.is_leaving
 
 
 class SlurmCluster(QueueingExecutor[dict[str, Any]]):
@@ -344,22 +344,22 @@ class SlurmCluster(QueueingExecutor[dict[str, Any]]):
         self._logs = folder / "logs"
         self._slurm = SlurmJobs(folder, SlurmJobOptions(partition, minutes, cpus, options), cluster)
         try:
-            self._reception = WorkerListener("127.0.0.1" if cluster == "local" else host)
+            self._listener = WorkerListener("127.0.0.1" if cluster == "local" else host)
         except BaseException:
             self._slurm.close()
             raise
-        self._order = self._slurm.folder / "order.json"
+        self._settings_path = self._slurm.folder / "order.json"
         SlurmWorkerSettings(
-            addresses=self._reception.addresses,
-            port=self._reception.port,
-            secret=self._reception.secret.hex(),
+            addresses=self._listener.addresses,
+            port=self._listener.port,
+            secret=self._listener.secret.hex(),
             folder=str(folder),
             perform=perform,
             path=tuple(str(Path(entry or ".").absolute()) for entry in sys.path),
             environment=dict(environment or {}),
-        ).write(self._order)
+        ).write(self._settings_path)
 
-    def _packed(self, task: Task) -> dict[str, Any]:
+    def _encode(self, task: Task) -> dict[str, Any]:
         if task.processes > self._cpus:
             raise UsageError(
                 f"task {short_repr(task.id)} starts {task.processes} processes: jobs have {self._cpus} cpus each"
@@ -373,11 +373,11 @@ class SlurmCluster(QueueingExecutor[dict[str, Any]]):
         return any(job.task for job in self._jobs.values())
 
     @property
-    def _is_served(self) -> bool:
+    def _has_worker(self) -> bool:
         return any(job.is_serving for job in self._jobs.values())
 
-    def _end(self) -> None:
-        wires = [job.wire for job in self._jobs.values() if job.wire is not None]
+    def _stop_workers(self) -> None:
+        wires = [job.connection for job in self._jobs.values() if job.connection is not None]
         for wire in wires:
             wire.send({"end": True})
         until = time.monotonic() + _END_S
@@ -389,23 +389,23 @@ class SlurmCluster(QueueingExecutor[dict[str, Any]]):
                         break
                 except Garbled:
                     break
-        self._reception.close()
+        self._listener.close()
         self._slurm.close()
         self._jobs.clear()
 
-    def _feed(self) -> None:
+    def _dispatch(self) -> None:
         for job in list(self._jobs.values()):
-            if job.wire is None or job.task is not None:
+            if job.connection is None or job.task is not None:
                 continue
             if job.is_leaving:
-                self._reception.send(job.wire, {"end": True})
-                self._part(job, "its time is over")
+                self._listener.send(job.connection, {"end": True})
+                self._disconnect(job, "its time is over")
             elif self._waiting:
                 job.task, told = self._waiting.popleft()
-                self._reception.send(job.wire, told)
+                self._listener.send(job.connection, told)
         until = time.monotonic() + _SUBMIT_S
         while self._start_at <= time.monotonic() < until:
-            coming = sum(job.is_coming for job in self._jobs.values())
+            coming = sum(job.is_pending for job in self._jobs.values())
             serving = sum(job.is_serving for job in self._jobs.values())
             if coming >= len(self._waiting) or coming + serving >= self.slots:
                 break
@@ -414,40 +414,40 @@ class SlurmCluster(QueueingExecutor[dict[str, Any]]):
     def _start(self) -> None:
         self._number += 1
         try:
-            id = self._slurm.submit(self._order, self._number)
+            id = self._slurm.submit(self._settings_path, self._number)
         except NotSubmitted as error:
-            self._could_not_start(str(error))
+            self._count_failed_start(str(error))
         else:
             self._jobs[self._number] = _Job(self._number, id, time.monotonic())
 
-    def _listen(self, wait_s: float) -> None:
-        came, ready = self._reception.wait(max(0.0, min(wait_s, _LOOK_S)))
+    def _poll(self, wait_s: float) -> None:
+        came, ready = self._listener.wait(max(0.0, min(wait_s, _LOOK_S)))
         for wire, told in came:
             job = self._jobs.get(told.get("job", 0))
-            if job is None or not job.is_coming:  # one that was given up
-                self._reception.drop(wire)
+            if job is None or not job.is_pending:  # one that was given up
+                self._listener.drop(wire)
                 continue
-            job.wire, job.node = wire, str(told.get("node"))
-            self._reception.admit(wire, job)
-            self._reception.send(wire, {"welcome": True})
+            job.connection, job.node = wire, str(told.get("node"))
+            self._listener.assign(wire, job)
+            self._listener.send(wire, {"welcome": True})
         for job in ready:
-            self._hear(job)
-        self._look(time.monotonic())
-        self._feed()
+            self._receive(job)
+        self._check_jobs(time.monotonic())
+        self._dispatch()
 
-    def _hear(self, job: _Job) -> None:
-        if job.wire is None:
+    def _receive(self, job: _Job) -> None:
+        if job.connection is None:
             return
         try:
-            messages = job.wire.receive()
+            messages = job.connection.receive()
             if messages is None:
-                self._part(job, "its connection has ended")
+                self._disconnect(job, "its connection has ended")
             for told in messages or ():
-                self._answer(job, told)
+                self._handle_message(job, told)
         except Garbled as error:
-            self._part(job, f"it {error}")
+            self._disconnect(job, f"it {error}")
 
-    def _answer(self, job: _Job, told: dict[str, Any]) -> None:
+    def _handle_message(self, job: _Job, told: dict[str, Any]) -> None:
         if told.get("leaving") is True:
             job.is_leaving = True
             return
@@ -461,26 +461,26 @@ class SlurmCluster(QueueingExecutor[dict[str, Any]]):
         job.task = None
         self._failed_starts = 0
 
-    def _part(self, job: _Job, why: str) -> None:
+    def _disconnect(self, job: _Job, why: str) -> None:
         """A job's connection is no more: what Slurm says of it comes a moment later."""
-        assert job.wire is not None
-        self._reception.drop(job.wire)
-        job.wire, job.gone, job.why = None, time.monotonic(), why
+        assert job.connection is not None
+        self._listener.drop(job.connection)
+        job.connection, job.gone, job.gone_reason = None, time.monotonic(), why
 
-    def _look(self, now: float) -> None:
+    def _check_jobs(self, now: float) -> None:
         """At what no connection tells: jobs that wait, fail to start, or are gone."""
-        coming = [job for job in self._jobs.values() if job.is_coming]
+        coming = [job for job in self._jobs.values() if job.is_pending]
         gone = [job for job in self._jobs.values() if job.gone is not None]
         waited = min((now - job.asked for job in coming), default=0.0)
         if not (coming or gone) or now - self._looked < (_LOOK_S if gone else min(15.0, max(1.0, waited / 4))):
             return
         self._looked = now
-        standings = self._slurm.standings()
+        standings = self._slurm.statuses()
         for job in gone:
             assert job.gone is not None
             standing = (standings or {}).get(job.id, SlurmJobStatus("Slurm does not answer"))
             if standing.is_over or now - job.gone > _WORDS_S:
-                self._bury(job, standing)
+                self._remove_job(job, standing)
         if standings is None:
             return
         for job in coming:
@@ -488,28 +488,27 @@ class SlurmCluster(QueueingExecutor[dict[str, Any]]):
             if standing.is_running and job.running is None:
                 job.running = now
             if standing.is_over or standing.is_hopeless:
-                self._give_up(job, f"Slurm job {job.id}: {standing.words}")
+                self._give_up(job, f"Slurm job {job.id}: {standing.text}")
             elif job.running is not None and now - job.running > _START_S:
-                at = f"{' or '.join(self._reception.addresses)}, port {self._reception.port}"
+                at = f"{' or '.join(self._listener.addresses)}, port {self._listener.port}"
                 self._give_up(job, f"Slurm job {job.id} runs, and has not reported after {_START_S:g} s to {at}")
 
-    def _bury(self, job: _Job, standing: SlurmJobStatus) -> None:
+    def _remove_job(self, job: _Job, standing: SlurmJobStatus) -> None:
         del self._jobs[job.number]
-        self._slurm.forget(job.id)
+        self._slurm.cancel(job.id)
         if job.task is not None:
             log = self._logs / f"slurm-{job.number}-0.log"
-            reason = (
-                f"Slurm job {job.id} on {job.node} is gone, {job.why}: {standing.words}; what it printed is in {log}"
-            )
-            self._lose(job.task, reason)
+            where = f"Slurm job {job.id} on {job.node}"
+            reason = f"{where} is gone, {job.gone_reason}: {standing.text}; what it printed is in {log}"
+            self._add_lost(job.task, reason)
 
     def _give_up(self, job: _Job, why: str) -> None:
         del self._jobs[job.number]
-        printed = self._slurm.printed(job.id)
-        self._slurm.forget(job.id)
-        self._could_not_start(f"{why}: {printed}" if printed else why)
+        printed = self._slurm.last_output(job.id)
+        self._slurm.cancel(job.id)
+        self._count_failed_start(f"{why}: {printed}" if printed else why)
 
-    def _could_not_start(self, why: str) -> None:
-        super()._could_not_start(why)
+    def _count_failed_start(self, why: str) -> None:
+        super()._count_failed_start(why)
         # Another try a while later: a limit on how many jobs one may have holds for longer than a moment.
         self._start_at = time.monotonic() + min(30.0, _AGAIN_S * 2.0 ** (self._failed_starts - 1))

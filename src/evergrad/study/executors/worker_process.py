@@ -34,7 +34,7 @@ class WorkerLog:
         except OSError as error:
             raise FileAccessError(path, f"cannot be written: {error.strerror}") from error
 
-    def cut(self) -> None:
+    def trim(self) -> None:
         """Keep the later half, once it is too long."""
         size = os.fstat(self.descriptor).st_size
         if size > _LARGEST_LOG:

@@ -36,25 +36,25 @@ class DdpSession(SingleSession):
         self._magnitude: Tensor | None = None
         super().__init__(training, workload)
         self.module = DistributedDataParallel(self._model)
-        self._settle_buckets()
+        self._fix_bucket_layout()
 
     def step(self, number: int) -> Tensor:
         """A step of all ranks; the mean of their losses."""
         loss = super().step(number)
-        seen = self._exchanged(torch.stack([loss.double(), super().magnitude()]))
+        seen = self._all_gather(torch.stack([loss.double(), super().magnitude()]))
         self._magnitude = seen[:, 1].amax()
         return seen[:, 0].mean()
 
     def magnitude(self) -> Tensor:
         """Of all ranks' state. After a step it is known already."""
         if self._magnitude is None:
-            return self._exchanged(super().magnitude().reshape(1)).amax()
+            return self._all_gather(super().magnitude().reshape(1)).amax()
         found, self._magnitude = self._magnitude, None
         return found
 
-    def remember(self) -> Callable[[], None]:
+    def make_reset(self) -> Callable[[], None]:
         """In flat copies, as one process does."""
-        back = super().remember()
+        back = super().make_reset()
 
         def take_up() -> None:
             self._magnitude = None
@@ -73,16 +73,16 @@ class DdpSession(SingleSession):
         metric, magnitude = told.tolist()
         return found or Evaluation(metric, torch.zeros(0), magnitude)
 
-    def _exchanged(self, mine: Tensor) -> Tensor:
+    def _all_gather(self, mine: Tensor) -> Tensor:
         """Every rank's numbers, a row each."""
         rows = [torch.empty_like(mine) for _ in range(self.ranks)]
         distributed.all_gather(rows, mine)
         return torch.stack(rows)
 
-    def _settle_buckets(self) -> None:
+    def _fix_bucket_layout(self) -> None:
         """DDP makes its buckets anew after its first pass; where a number lies in them decides in which order it is
         summed up over the ranks. So that all steps of all trials are alike, two passes come before them."""
-        back = super().remember()
+        back = super().make_reset()
         with deterministic(self._device):
             for _ in range(2):
                 self._gradients(0)

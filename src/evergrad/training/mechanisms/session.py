@@ -68,7 +68,7 @@ class Session(ABC):
         """Take up the state of a snapshot, by copying."""
 
     @abstractmethod
-    def remember(self) -> Callable[[], None]:
+    def make_reset(self) -> Callable[[], None]:
         """Keep the present state beside the session; calling what this gives takes it up again, at memory speed."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Session(ABC):
     def magnitude(self) -> Tensor:
         """The largest |number| in this rank's floating-point state, still on the device; NaN if one is NaN."""
 
-    def agree(self, settled: bool) -> bool:
+    def any_rank(self, settled: bool) -> bool:
         """Whether any rank says so."""
         return settled
 

@@ -41,7 +41,7 @@ class SingleSession(Session):
         self._training, self._workload = training, workload
         self._device, self._dtype = _device(training.device), _DTYPES[training.precision]
         data = workload.data
-        self._train_x, self._test_x = self._placed(data.train_x), self._placed(data.test_x)
+        self._train_x, self._test_x = self._to_device(data.train_x), self._to_device(data.test_x)
         self._train_y, self._test_y = data.train_y.to(self._device), data.test_y.to(self._device)
         self._batch = min(training.batch_size, len(self._train_x) // self.ranks * self.ranks)
         if not self._batch:
@@ -59,7 +59,7 @@ class SingleSession(Session):
         self._model = made.to(self._device, self._dtype).train()
         self._parameters = _flatten_into_views(list(self._model.parameters()))
         self._optimizer = (workload.optimizer or _optimizer(training))(self._model.parameters())
-        rest = [*self._model.buffers(), *self._settled_optimizer()]
+        rest = [*self._model.buffers(), *self._initialised_optimizer_state()]
         kinds = dict.fromkeys(one.dtype for one in rest)
         self._flat = [
             self._parameters,
@@ -97,7 +97,7 @@ class SingleSession(Session):
                 tensor.copy_(snapshot.tensors[name])
         self.epoch = snapshot.epoch
 
-    def remember(self) -> Callable[[], None]:
+    def make_reset(self) -> Callable[[], None]:
         """In flat copies."""
         kept, epoch = [tensor.clone() for tensor in self._flat], self.epoch
 
@@ -160,7 +160,7 @@ class SingleSession(Session):
         else:
             torch.manual_seed(seed)
 
-    def _placed(self, samples: Tensor) -> Tensor:
+    def _to_device(self, samples: Tensor) -> Tensor:
         return samples.to(self._device, self._dtype if samples.is_floating_point() else samples.dtype)
 
     def _epoch_order(self) -> Tensor:
@@ -170,7 +170,7 @@ class SingleSession(Session):
             self._order = self.epoch, order.to(self._device)
         return self._order[1]
 
-    def _settled_optimizer(self) -> list[Tensor]:
+    def _initialised_optimizer_state(self) -> list[Tensor]:
         """Let the optimizer make its state, all zeros, before the first step."""
         before = self._parameters.clone()
         for parameter in self._model.parameters():
