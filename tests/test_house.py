@@ -80,17 +80,6 @@ MAY_BE_SMALL = (
     "evergrad.cli.demo.trainer",
 )
 
-_STILL_SMALL = {"evergrad.recovery.failures.schedule_files"}
-"""Small modules that are left to merge; no other is added."""
-
-_STILL_TWICE = {
-    "Arrival", "Block", "Bucket", "Cell", "Check", "Column", "Comparison", "Course", "Departure", "Draws", "Ending",
-    "Engine", "Entry", "Event", "Fate", "Held", "Job", "Journal", "Kept", "Layout", "Order", "Outcome",
-    "Page", "Phase", "Place", "Plan", "Process", "Progress", "RankLost", "Ranks", "Reception", "Recorder", "Request",
-    "RunFolder", "Settled", "Sites", "Snapshot", "Source", "Table", "Target", "Ticket", "Verdict", "Wanted", "Window",
-}  # fmt: skip
-"""Names of classes that are left to rename; no other is added."""
-
 
 def _module_name(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
@@ -144,9 +133,7 @@ def test_no_public_class_name_is_defined_twice() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(_module_name(path))
     twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
-    new = {name: modules for name, modules in twice.items() if name not in _STILL_TWICE}
-    assert new == {}, "public classes with the same name: rename all but one of each"
-    assert _STILL_TWICE - twice.keys() == set(), "names that are defined once now: remove them from _STILL_TWICE"
+    assert twice == {}, "public classes with the same name: rename all but one of each"
 
 
 @pytest.mark.check
@@ -161,9 +148,7 @@ def test_no_small_module_is_imported_by_one_other_only() -> None:
         is_small = len(importers[name]) == 1 and path.read_text().count("\n") < SMALL
         if is_small and path.name != "__init__.py" and not f"{name}.".startswith(MAY_BE_SMALL):
             small[name] = importers[name][0]
-    new = {name: importer for name, importer in small.items() if name not in _STILL_SMALL}
-    assert new == {}, f"modules below {SMALL} lines with one importer: merge each into it"
-    assert _STILL_SMALL - small.keys() == set(), "modules that are merged or used more now: remove from _STILL_SMALL"
+    assert small == {}, f"modules below {SMALL} lines with one importer: merge each into it"
 
 
 @pytest.mark.check

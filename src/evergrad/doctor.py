@@ -83,7 +83,7 @@ def run_check(name: str, look: Callable[[], CheckResult | Iterable[CheckResult]]
 def worst(checks: Iterable[CheckResult]) -> str:
     """The verdict of all of them together.
 
-    >>> worst([Check("a", "ok", ""), CheckResult("b", "unknown", "")])
+    >>> worst([CheckResult("a", "ok", ""), CheckResult("b", "unknown", "")])
     'unknown'
     """
     found = {check.verdict for check in checks}

@@ -26,7 +26,7 @@ def checked_choice(name: str, value: Any, known: Sequence[str], near: Sequence[s
 def count_of(number: int, one: str, many: str = "") -> str:
     """A number of things in words.
 
-    >>> counted(1, "rank"), counted(0, "rank"), count_of(2000, "process", "processes")
+    >>> count_of(1, "rank"), count_of(0, "rank"), count_of(2000, "process", "processes")
     ('1 rank', '0 ranks', '2,000 processes')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"

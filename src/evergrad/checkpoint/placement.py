@@ -29,8 +29,8 @@ ALL = "**"
 class TensorPiece:
     """Where a rank's piece lies in the whole tensor.
 
-    >>> Place((5, 7), (2, 0), (2, 7)).overlap(TensorPiece((5, 7), (3, 0), (2, 7)))
-    Place(whole=(5, 7), offset=(3, 0), shape=(1, 7))
+    >>> TensorPiece((5, 7), (2, 0), (2, 7)).overlap(TensorPiece((5, 7), (3, 0), (2, 7)))
+    TensorPiece(whole=(5, 7), offset=(3, 0), shape=(1, 7))
     """
 
     whole: tuple[int, ...]

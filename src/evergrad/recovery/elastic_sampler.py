@@ -17,7 +17,7 @@ another block size and another N:
     >>> [epoch.share(0, index).positions.tolist() for index in range(1, epoch.num_batches)]
     [[4, 5], [6, 7], [8, 9]]
     >>> epoch.use(1, 4)
-    >>> epoch.books.summary().is_complete
+    >>> epoch.accounting.summary().is_complete
     True
 
 The accounting of samples: what became of every unit of an epoch: used, lost, dropped, or not yet used.
@@ -27,7 +27,7 @@ The books do not ask how units were dealt. They are told which places of the dea
 for themselves, so that they can contradict the dealing.
 
     >>> books = SampleAccounting(5)
-    >>> books.enter(0, 6)  # five units for two ranks: unit 0 comes again as padding
+    >>> books.record_used(0, 6)  # five units for two ranks: unit 0 comes again as padding
     >>> print(books.summary())
     5 units: 5 used once, 0 lost, 0 dropped, 0 unused; 1 padding, 0 idle, 0 twice
 """
@@ -52,7 +52,7 @@ from evergrad.records import Json
 # count for themselves, so that they can contradict the dealing.
 #
 #     >>> books = Books(5)
-#     >>> books.enter(0, 6)  # five units for two ranks: unit 0 comes again as padding
+#     >>> books.record_used(0, 6)  # five units for two ranks: unit 0 comes again as padding
 #     >>> print(books.summary())
 #     5 units: 5 used once, 0 lost, 0 dropped, 0 unused; 1 padding, 0 idle, 0 twice
 

@@ -368,7 +368,7 @@ def escape_figure_text(text: str) -> str:
 def shorten(name: str, end: str = "") -> str:
     """A name that leaves room for what it stands beside; the `end` stays.
 
-    >>> cut("rank 2"), shorten("gpu-17.rack-3.example.org", " → rank 2")
+    >>> shorten("rank 2"), shorten("gpu-17.rack-3.example.org", " → rank 2")
     ('rank 2', 'gpu-17.…ple.org → rank 2')
     """
     room = max(8, _LABEL - len(end))

@@ -318,7 +318,7 @@ class TimedEvent:
 def int_field(fields: Mapping[str, Json], name: str) -> int | None:
     """A whole number, or None.
 
-    >>> whole({"step": 3, "rank": True}, "step"), int_field({"rank": True}, "rank")
+    >>> int_field({"step": 3, "rank": True}, "step"), int_field({"rank": True}, "rank")
     (3, None)
     """
     value = fields.get(name)
@@ -328,7 +328,7 @@ def int_field(fields: Mapping[str, Json], name: str) -> int | None:
 def float_field(fields: Mapping[str, Json], name: str) -> float | None:
     """A finite number, or None.
 
-    >>> number({"by": 3}, "by"), number({"by": 10**400}, "by"), float_field({"by": float("nan")}, "by")
+    >>> float_field({"by": 3}, "by"), float_field({"by": 10**400}, "by"), float_field({"by": float("nan")}, "by")
     (3.0, None, None)
     """
     value = fields.get(name)

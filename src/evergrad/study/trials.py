@@ -370,7 +370,7 @@ _DEADLY = re.compile(r"SIG(SEGV|BUS|FPE|ILL|ABRT)")
 def crashed_by_itself(how: str) -> bool:
     """Whether a process died of what it did itself: twice in the same trial, and it is the fault's doing.
 
-    >>> is_own_doing("rank 1 ended with SIGSEGV"), crashed_by_itself("rank 1 ended with SIGKILL")
+    >>> crashed_by_itself("rank 1 ended with SIGSEGV"), crashed_by_itself("rank 1 ended with SIGKILL")
     (True, False)
     """
     return _DEADLY.search(how) is not None
