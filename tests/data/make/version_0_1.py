@@ -353,7 +353,7 @@ def commands() -> list[tuple[str, ...]]:
         found += [("study", "status", out), ("study", "table", out), ("study", "report", out)]
         found.append(("study", "run", f"study-{study}/plan.toml", "--workers", "1", "--out", out))
     found += [("study", "export", "study-flips/out", "--to", "tables")]
-    found += [("study", "replay", f"study-{study}/out", f"{{{study}}}") for study in ("flips", "program")]
+    found.append(("study", "replay", "study-flips/out", "{flips}"))
     files = [
         "files/state.h5",
         "files/r50.safetensors",
@@ -394,7 +394,7 @@ UNDONE = [
 ]
 # Files that a verb writes or brings back, by the bytes they then have.
 WRITTEN = ("out.*", "tables/*.csv", "injected/*.pt", "injected/*.npz", "injected/*.safetensors", "injected/*/v*/*")
-NOT_PROMISED = ("answer", "facts", "notes", "page", "reason", "sections", "verified_at")
+NOT_PROMISED = ("answer", "facts", "notes", "page", "reason", "seconds", "sections", "verified_at")
 
 
 def fresh_copy() -> None:
@@ -411,9 +411,8 @@ def fresh_copy() -> None:
 def told_by_0_1() -> list[dict[str, Any]]:
     """Each command's exit code, its JSON, and the digests of what it wrote."""
     names = {path.parent.name: json.loads(path.read_text())["id"] for path in TARGET.glob("*/job.json")}
-    for study in ("flips", "program"):
-        first = (TARGET / f"study-{study}/out/journal.jsonl").read_text().splitlines()[1]
-        names[study] = json.loads(first)["trial"]["id"]
+    first = (TARGET / "study-flips/out/journal.jsonl").read_text().splitlines()[1]
+    names["flips"] = json.loads(first)["trial"]["id"]
     told = []
     for words in commands():
         fresh_copy()
