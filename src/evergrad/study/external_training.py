@@ -57,7 +57,7 @@ _MOST = 200
 class NumberExtractor:
     """Where a number is in a line: under a key, or where a pattern's first group is.
 
-    >>> NumberExtractor("metric", r"pattern:acc (\\S+)").read("epoch 2: acc 0.91", None)
+    >>> NumberExtractor("metric", r"pattern:acc (\\S+)").extract("epoch 2: acc 0.91", None)
     0.91
     """
 
