@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import evergrad as eg
+from evergrad.checkpoint import Version
 from evergrad.cli import main
 from programs import run_python
 
@@ -183,7 +184,7 @@ def test_a_job_goes_on_as_its_next_attempt_and_keeps_its_identity(old: Path, say
     with eg.Checkpointer(old / "r50", r50_tiers(old)) as ck:
         assert ck.restore(state) == 60
         ck.save(70, state).wait("persistent")
-        assert ck.versions()[0].version == eg.Version(70, 3)
+        assert ck.versions()[0].version == Version(70, 3)
     code, told = say("checkpoints", "ls", "r50")
     assert (code, told["job"]) == (0, names()["r50"])
     newest, before = told["versions"][:2]
