@@ -1,18 +1,16 @@
 """A checkpoint file as named, addressable tensors; one file a format.
 
-contract.py      what a format is, and what an opened checkpoint offers
-region.py        where a tensor's bytes are: the only code that reads and alters them; data_file.py files as bytes
-addressed.py     checkpoints whose tensors lie at known places
-archive.py       zip files, with zip_directory.py listing them and crc.py keeping their checksums right
-opcodes.py       pickles, read and never run; torch_objects.py says what their names mean
-torch_zip.py · torch_legacy.py · safetensors.py · numpy_files.py · folders.py    the formats
-hdf5.py · keras_zip.py    hdf5_{file,listing,types,storage,chunks,attributes}.py read, hdf5_{notes,state}.py write
-tensorflow.py    with sstable.py and tensorflow_index.py for its index, castagnoli.py for its checksums
-dcp.py · deepspeed.py · orbax.py    with pieces.py for tensors that lie in several places
-version_folder.py    a version of the checkpointer; version_{shard,records,following}.py keep its digests true
-registry.py      which format a file is of; signatures.py names files that are of none
-compare.py · convert.py · match.py    what is done with two of them
-verify.py · outliers.py    whether one is sound: checksums, and values that no training makes
+checkpoint.py          what a format is, and what an opened checkpoint offers
+region.py              where a tensor's bytes are: the only code that reads and alters them
+data_file.py           files as bytes at offsets, and dry runs of an alteration
+offset_checkpoint.py   checkpoints whose tensors lie at known places; tiled.py: tensors in several places
+zip_archive.py · checksums.py         zip members at offsets, checksums that follow a change
+pickle_reader.py · torch_objects.py   pickles, read and never run
+torch_file.py · safetensors.py · numpy_file.py · folders.py · tensorflow.py · dcp.py · deepspeed.py · orbax.py
+hdf5/ · keras_zip.py                  HDF5 files, and Keras 3 files, which hold one
+version_folder.py · version_records.py    a version of the checkpointer, and its JSON records
+registry.py            which format a file is of; unsupported_files.py: files of none, by their signature
+compare.py · convert.py · match.py · verify.py    operations on opened checkpoints; bitcast.py: bits as numbers
 """
 
 from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe

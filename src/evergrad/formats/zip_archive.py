@@ -1,7 +1,7 @@
 """Zip archives as the checkpoint formats use them: members at known offsets, with checksums that follow.
 
 The standard library reads zip files, but does not say where a member's bytes and its checksums lie, which is
-what altering in place needs; so the directory is read by `zip_directory.py`. Rewriting an archive is the standard
+what altering in place needs; so the directory is read by `zip_archive.py`. Rewriting an archive is the standard
 library's.
 """
 

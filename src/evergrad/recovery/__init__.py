@@ -1,13 +1,19 @@
-"""Survivors go on: membership, strategies, the training loop, and beside them failures, the guard, the launcher.
+"""In-step recovery: the remaining ranks continue after a failure.
 
-    membership ← strategies ← coordinator ← launch/           decides, outside of the ranks; roster, endurance, notices
-    crew ← launched ← engine ← arriving ← passage ← job       one rank's way: `eg.join()` makes a job
-    transport ← gloo ← nccl · sockets ← stores       how ranks talk, and what they believe; addresses
-    pulse ← vigil · departure                                 who lives, who is late, who leaves
-    buckets, overlapping ← gradients · optimizers ← trained   what is computed together
-    dealing, books, loading ← course · window                 which samples, and what became of each
-    own, parcels, snapshots, saving                           what a joiner, a rollback and a restart bring back
-    failures/ · guard/ · launch/                              failures on purpose, silent corruption, `evergrad run`
+job.py              the API of a training script: wrap, track, batches, step; joining.py: `eg.join`
+loop.py             one rank's way through its epochs; step_barrier.py: passing a point, recovering at it
+bootstrap.py        how a process gets the job's state: from a rank, from a checkpoint, or by restarting
+worker.py           this process in the job: its generation, its process group, SIGTERM
+rank_state.py       model and optimizers of a rank; local_state.py: RNG, buffers, snapshots; state_transfer.py
+data_position.py    epoch, batch and step; elastic_sampler.py: who gets which samples; dataloader.py: user loaders
+gradients.py        the reduction under DDP; optimizer_overlap.py: updates within backward
+decide.py           the decision after a failure: a pure function; membership.py: the records it reads and writes
+coordinator.py      runs in the launcher: collects reports, calls `decide`, publishes the next generation
+process_group.py    collectives over gloo; nccl.py; store.py: the signed store; sockets.py
+heartbeat.py        how a process shows progress, and the rules that declare it lost
+job_checkpoints.py  versions of the job; fingerprints.py: digests of a rank's state
+usage_checks.py     missing calls of the API; untracked_state.py: state that nobody tracks; tracebacks.py
+failures/ · guard/ · launch/    injected failures, silent data corruption, `evergrad run`
 
 Names are loaded when they are first used: failures and schedules need no torch.
 """

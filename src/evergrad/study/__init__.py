@@ -2,16 +2,18 @@
 
     plan → trials → (golden run | fault → training) → observations in a journal → outcomes → statistics → tables
 
-plan.py        what is asked, as data: read this first; plan_reading.py (checked), plan_files.py, gallery/*.toml
-trials.py      the records: a trial, and what is observed of it
-work.py        what a worker does; golden_runs.py, warming.py (what it keeps loaded), hitting.py (faults), observing.py
-ranks/         groups of warm processes, for trainings that are spread over ranks
-watching/      how far a fault spreads, what guards see · saving/ what checkpointing costs
-commands/      any program at all
-executors/     where trials run: contract.py first; local processes, Dask, Slurm
-runner.py      what is missing, into the journal; journal.py, folder.py (one lock), tally.py (cells, as trials come)
-outcomes.py    what an observation means; statistics.py, sequential.py (looking while it runs), comparisons.py
-results.py     cells; tables.py, watched_tables.py, columns.py, rendering.py, facts.py, exporting.py: what people see
+runner.py        `run_study`: golden runs first, then every missing trial
+plan.py          the question as data; plan_reader.py: checked cells; plan_files.py: TOML; gallery/*.toml; estimates.py
+trials.py        the records: a trial, its observation, its outcome
+tasks.py         what a worker does; golden.py, loaded_trainings.py: the fault-free run and what stays loaded
+observe.py       watches a training step by step; probes.py: how far a fault spreads, what guards see; probe_base.py
+target_selection.py · checkpoint_cost.py    where faults aim · what saving costs
+external_training.py   trainings that are programs; external_process.py, reaper.py: running one
+rank_group.py    warm processes of a training that is spread over ranks; rank_process.py: one of them
+executors/       where trials run: this machine, Dask, Slurm
+folder.py        plan, journal and lock of a study; results.py: its cells and progress; provenance.py
+statistics.py · comparisons.py    intervals · which cells differ
+tables.py · probe_tables.py · table_formats.py · replay.py    tables in every form · one trial again
 """
 
 from importlib import import_module

@@ -1,8 +1,7 @@
-"""What saving a training costs: trials that save, pair by pair with the same steps without saves; and restarts.
+"""The cost of checkpointing: trials that save, paired with the same steps without saves; and restarts.
 
-strategies.py   how a training is saved: not at all, by rank 0 alone, by Evergrad: read this first
-blocks.py       a rank's part: the steps of a trial with and without saves, and on from what was saved
-measuring.py    a worker's part: groups of ranks, from their times to an observation
+A rank's part measures pairs of steps with and without saves, and resumes from what was saved. A worker's part starts
+groups of ranks on cores of their own and turns their times into an observation.
 """
 
 from __future__ import annotations

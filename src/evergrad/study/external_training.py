@@ -1,10 +1,8 @@
-"""Any training at all: a program that goes on from a checkpoint file and prints what it measures.
+"""A training that is a user's program: it resumes from a checkpoint file and prints what it measures.
 
-running.py      a golden run, and a trial: what the study's workers call
-invocations.py  a command line: its words, its placeholders, what is wrong with it
-programs.py     one run of a program; reaper.py stays beside it and ends everything that it started
-readings.py     metrics and losses out of what it prints
-state_files.py  what its checkpoint holds: digests, numbers that are not finite or extreme
+The golden run and the trials of such a study run here: the command line with its placeholders, metrics and losses out
+of what the program prints, and its checkpoint, which is checked for numbers that are not finite or extreme.
+`external_process.py` runs the program; `reaper.py` stays beside it and ends everything that it started.
 """
 
 from __future__ import annotations

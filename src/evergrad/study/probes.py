@@ -1,8 +1,6 @@
-"""What else may be looked at in every step of a trial: watchers that see everything and alter nothing.
+"""Probes of a trial: how far a fault spreads, and which guards notice it; they see everything and alter nothing.
 
-contract.py   what a watcher is, and how its ranks learn from each other
-spread.py     how far a fault has come: over elements, layers and ranks
-guards.py     which guards speak up, when, and what they cost · passive.py the guards, as they can be asked
+`probe_base.py` has the contract, and how ranks learn from each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reference trainings of studies: workloads (model, data, metric) and mechanisms (how they are spread).
 
 settings.py    what determines a training: equal settings, equal bits
-workloads/     contract.py first; models, data, and the names that plans have for them
-mechanisms/    contract.py first; single.py: one process, ddp.py: replicas
+workloads/     models, data, and the names that plans have for them
+mechanisms/    session.py: the contract; single.py: one process; ddp.py: data parallel
 """
 
 from importlib import import_module

@@ -6,7 +6,7 @@ Nothing of the live state is touched before all ranks hold verified shards that 
 captured, and that could not be finished, is an error: going back behind it, or starting anew, is the user's decision.
 
 A rank takes its own shard where it can. With another number of ranks, another cut of the tensors, or a version that
-only a shared tier has, the state is assembled from several (`obtaining.py`).
+only a shared tier has, the state is assembled from several (`find.py`).
 """
 
 from __future__ import annotations

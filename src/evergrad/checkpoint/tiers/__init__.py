@@ -1,4 +1,11 @@
-"""Where versions live: one file a tier, nearest first."""
+"""Where versions are stored: one file a tier, nearest first.
+
+base.py            the contract of a tier
+memory.py          the arena itself; local.py: a disk of the node; persistent.py: an object store or shared file system
+commits.py         COMMIT.json, which makes a version of a shared tier exist
+object_store.py    objects over any fsspec file system: retries, bandwidth; s3.py: S3 with resumable uploads
+compress.py        `Compress`: zstd frames before a slow tier
+"""
 
 from evergrad.checkpoint.tiers.base import (
     Copy,

@@ -6,7 +6,7 @@
                          COMMIT.json                last: without it the version does not exist
 
 `PersistentStore` says what is where, and in which order things come and go; how bytes get there is the business of
-the buckets (`buckets.py` and its variants).
+the buckets (`object_store.py` and its variants).
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ def _run(run: Path, options: tuple[str, ...], say: Callable[[str], None]) -> _Ru
     from evergrad.timeline import read_events
 
     command = ["run", "-n", str(_RANKS), *options]
-    say(f"\n[bold]$ evergrad {shlex.join(command)} demo_job.py[/bold]")
+    say(f"\n[bold]$ evergrad {shlex.join(command)} job.py[/bold]")
     script = Path(__file__).with_name("job.py")
     environment = {
         "EVERGRAD_RECORD_WEIGHTS": "1",

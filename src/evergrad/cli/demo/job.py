@@ -1,4 +1,4 @@
-"""The job that the demo takes a rank from: `evergrad run -n 4 --spares 1 … demo_job.py`.
+"""The job that the demo takes a rank from: `evergrad run -n 4 --spares 1 … job.py`.
 
 A training loop as anyone would write it, and the six lines that let it go on: join, wrap, track, guard, batches, step.
 """

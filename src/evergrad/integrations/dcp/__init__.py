@@ -3,11 +3,8 @@
     dcp.async_save(state, async_stager=ArenaStager(ck), storage_writer=TierWriter(ck, step=120))
     dcp.load(state, storage_reader=TierReader(ck))
 
-names.py     which name DCP has for what a shard holds
-stager.py    the state into an arena: the only part of a save that blocks
-writer.py    waiting for the version, or capturing what was not staged
-intact.py    the newest version whose shards are all as they were captured
-reader.py    DCP's metadata, rebuilt from the shards, and the answers to its reads
+writer.py    stage a state into an arena, the only part that blocks; wait for the version
+reader.py    find the newest intact version, rebuild DCP's metadata from its shards, and answer its reads
 """
 
 from evergrad.integrations.dcp.reader import TierReader

@@ -1,11 +1,10 @@
-"""The guard against silent corruption: replicas that should be alike are compared, and what differs is healed.
+"""The guard against silent data corruption: compare replicas, and repair the minority.
 
-settings.py     how closely a job is guarded
-guarding.py     the guard in a job: what is looked at in which step, and what becomes of it
-comparing.py    replicas compared over all ranks, and healed from the majority · replicas.py what a replica consists of
-own_guard.py    what only one rank has: its buffers, and its neighbour's copy of them
-digests.py      128 bits of a tensor, on the CPU and on CUDA · digest_tree.py which of many differ, in few messages
-norms.py        cheap suspicions that need no other rank: the gradient's norm, the parameters' range
+guard.py       the guard in a job: what is checked in which step, and what follows from a finding
+replicas.py    compare the replicas of all ranks, by a tree of digests; repair them from the majority; settings
+buffers.py     state that only one rank has: its buffers, and the copy that a neighbour holds
+digests.py     128-bit digests of tensors, on the CPU and on CUDA
+norms.py       checks within one rank: the gradient norm, the range of the parameters
 """
 
 __all__: list[str] = []

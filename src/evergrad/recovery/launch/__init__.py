@@ -1,13 +1,11 @@
-"""`evergrad run`: starts the processes of a job, on one machine or several, stays with them, and leaves nothing behind.
+"""`evergrad run`: starts the processes of a job on one or several machines, and leaves none behind.
 
-settings.py      what a job is launched with · placing.py where each process starts · summary.py how it ended
-launcher.py      the launcher of one machine, or the head of several: store, coordinator, processes, signals
-processes.py     real processes, and forks of the launcher once it has imported torch
-crowd.py         the contract of processes near and far · household.py those of this machine
-lookout.py       who lives and is not there · respawning.py who is started again
-announcing.py    what people are told · status.py output and the status line
-hosts.py         which machine this is, and where the head is · posts.py what machines tell each other
-nodes.py         what the head sees of other nodes · reception.py who comes and goes · outpost.py the others' launcher
+settings.py          what a job is launched with, and the environment of its processes
+launcher.py          the launcher of one machine, or of the head node: store, coordinator, signals, liveness, respawning
+processes.py         child processes; local_processes.py: those of this machine
+head.py              the other nodes as the head sees them; node.py: the launcher on each of them
+node_protocol.py     the messages between head and nodes; rendezvous.py: which node this is, and where the head is
+output.py            log lines, the status line, events; summary.py: how the job ended, and its run folder
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""How a training is spread over processes: contract.py first, then a file a mechanism."""
+"""How a training is spread over processes: session.py is the contract, then one file a mechanism."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Models, data and metrics, and the names that plans have for them.
 
-contract.py    what a workload is
-layers.py      widths, initial values, plain stacks; alexnet.py, vgg.py, resnet.py, gpt.py, edsr.py: the models
-images.py      grey images as tensors; digits.py, mnist.py (files read by idx.py), text.py, photos.py: the data
-own.py         workloads of users, found by `file.py:function`
-registry.py    what plans can name, without torch, and the workload of a training
+workload.py    what a workload is; workloads of users, found by `file.py:function`
+models.py      AlexNet, VGG, ResNet, EDSR, GPT, small enough for a CPU
+data.py        digits, MNIST files, text, photos
+registry.py    what plans can name, without torch
 """
 
 __all__: list[str] = []
