@@ -190,10 +190,10 @@ class SaveTracker:
 class Pending:
     """A version on its way: captured, and being made durable by someone else."""
 
-    def __init__(self, version: Version, tiers: Sequence[str], tier: str, board: SaveTracker) -> None:
+    def __init__(self, version: Version, tiers: Sequence[str], tier: str, tracker: SaveTracker) -> None:
         self.version = version
-        self._tiers, self._tier, self._tracker = tuple(tiers), tier, board
-        self._results = board.expect(version)
+        self._tiers, self._tier, self._tracker = tuple(tiers), tier, tracker
+        self._results = tracker.expect(version)
         self._capture: Capture | None = None
 
     @property

@@ -69,25 +69,25 @@ class Bootstrap:
         """Once: a spare waits for its call, and whoever begins takes up the newest checkpoint."""
         if self.is_over:
             return
-        engine, crew = self.barrier, self.barrier.worker
+        barrier, worker = self.barrier, self.barrier.worker
         if self.is_spare:
-            assert isinstance(crew, ElasticWorker)
+            assert isinstance(worker, ElasticWorker)
             _warm_up()
-            if crew.await_call(meanwhile=self.rank_state.discover_optimizers) is None:
-                crew.close()
+            if worker.await_call(meanwhile=self.rank_state.discover_optimizers) is None:
+                worker.close()
                 sys.exit(0)
         else:
             self.rank_state.discover_optimizers()
         while True:
-            plan = crew.plan
+            plan = worker.plan
             try:
-                if crew.uid in plan.joiners and plan.source is not None:
-                    self._replace_dead_rank(*engine.receive_job_state())
+                if worker.uid in plan.joiners and plan.source is not None:
+                    self._replace_dead_rank(*barrier.receive_job_state())
                     break
-                if isinstance(crew, ElasticWorker) and plan.generation == 0:
-                    crew.await_spares()
-                crew.group()
-                engine.has_formed = True
+                if isinstance(worker, ElasticWorker) and plan.generation == 0:
+                    worker.await_spares()
+                worker.group()
+                barrier.has_formed = True
                 if plan.restart or (self.checkpoints is not None and plan.generation == 0):
                     self.restore(in_process=False)
                 break
@@ -95,79 +95,79 @@ class Bootstrap:
                 why = str(error)
             point = plan.point if plan.joiners else 0
             report = SurvivorReport(
-                crew.uid, crew.rank, plan.generation, point, plan.kind, 0, reason=why, has_state=False
+                worker.uid, worker.rank, plan.generation, point, plan.kind, 0, reason=why, has_state=False
             )
             with self.sigterm.suspended():
-                plan = crew.next_plan(report)
+                plan = worker.next_plan(report)
             if plan.relaunch:
                 self.restart_process(why)
         self.is_over = True
-        if crew.survives:
+        if worker.survives:
             self.sigterm.install()
 
     def restore(self, *, in_process: bool) -> None:
         """Everyone back to the newest checkpoint, or to the one that the plan names."""
-        engine, course, plan = self.barrier, self.barrier.position, self.barrier.worker.plan
-        engine.must_restore = False
+        barrier, position, plan = self.barrier, self.barrier.position, self.barrier.worker.plan
+        barrier.must_restore = False
         assert self.checkpoints is not None, "a restart without a checkpointer is refused when the job begins"
-        call, step, version = course.epoch, course.step, plan.version if plan.restart else ""
-        trained = self.rank_state
+        call, step, version = position.epoch, position.step, plan.version if plan.restart else ""
+        rank_state = self.rank_state
         found = self.checkpoints.restore(
-            trained.model, trained.optimizers.known, trained.tracked, course, version=version
+            rank_state.model, rank_state.optimizers.known, rank_state.tracked, position, version=version
         )
         if self.guard is not None:
             self.guard.forget()
-        is_of_an_end = course.skip_end()
+        is_of_an_end = position.skip_end()
         if is_of_an_end:
-            self.unfinished_epoch = course.epoch - 1
+            self.unfinished_epoch = position.epoch - 1
         if plan.restart:  # points only ever go on, whatever was saved
-            course.point = plan.point
+            position.point = plan.point
         self.record_event("restored", step=found[0] if found else None, in_process=in_process)
         if found is None and self.is_spare and plan.generation:
-            engine.note_inexact(
-                f"there is no version to restart from, and rank {engine.worker.rank} begins in a process that was "
+            barrier.note_inexact(
+                f"there is no version to restart from, and rank {barrier.worker.rank} begins in a process that was "
                 "started as a spare: its initial weights and random numbers are its own"
             )
-        if found is not None and course.passes == 1 and engine.worker.world_size > _ANY_ORDER:
-            engine.note_unverified(
+        if found is not None and position.passes == 1 and barrier.worker.world_size > _ANY_ORDER:
+            barrier.note_unverified(
                 "the version was saved after the first step, before the order is known in which gradients are added "
                 "up: their last bits may differ"
             )
         if found is None and not self.has_yielded:
-            if plan.restart and engine.worker.rank == 0:
+            if plan.restart and barrier.worker.rank == 0:
                 print("evergrad: there is no checkpoint yet: the job begins from its beginning", file=sys.stderr)
-            if plan.generation and engine.gradients is not None:
-                engine.gradients.broadcast(engine.worker.group(), 0)
+            if plan.generation and barrier.gradients is not None:
+                barrier.gradients.broadcast(barrier.worker.group(), 0)
             return
         # What the script does after an epoch it has done in this process. Unless nothing was trained since, and its
         # result is held, it has to do that again with the state of the epoch's end.
-        is_held = is_of_an_end and course.epoch == call and course.step == step and trained.has_copy
-        if in_process and (found is None or course.epoch != call or (is_of_an_end and not is_held)):
+        is_held = is_of_an_end and position.epoch == call and position.step == step and rank_state.has_copy
+        if in_process and (found is None or position.epoch != call or (is_of_an_end and not is_held)):
             why = "the newest checkpoint is of another epoch" if found else "there is no checkpoint yet"
-            engine.recover(PointKind.JOIN, why, back_to=version)
+            barrier.recover(PointKind.JOIN, why, back_to=version)
             self.restart_process(why)
         if found is None:
             return
-        self.resumed_step, self.has_restored = course.step, not in_process
-        trained.optimizers.load_states(found[1])
+        self.resumed_step, self.has_restored = position.step, not in_process
+        rank_state.optimizers.load_states(found[1])
         if is_held:
-            trained.restore_copy()
+            rank_state.restore_copy()
         self.step_batches.to_repeat.clear()
         if in_process:
-            course.begin_epoch(course.source, self.seed, engine.worker.rank, engine.worker.world_size)
+            position.begin_epoch(position.source, self.seed, barrier.worker.rank, barrier.worker.world_size)
 
     def restart_process(self, why: str) -> NoReturn:
         """Be a new program, of the same number, in the present generation: the script from its beginning."""
-        crew = self.barrier.worker
-        assert isinstance(crew, ElasticWorker)
-        generation = crew.plan.generation
+        worker = self.barrier.worker
+        assert isinstance(worker, ElasticWorker)
+        generation = worker.plan.generation
         self.record_event("process_restarted", reason=why, generation=generation)
         self.close_loaders()
-        crew.leave_group()
+        worker.leave_group()
         sys.stdout.flush()
         sys.stderr.flush()
         os.environ["EVERGRAD_GENERATION"] = str(generation)
-        os.environ["RANK"] = str(crew.rank)  # it may have been started as another one, or as a spare
+        os.environ["RANK"] = str(worker.rank)  # it may have been started as another one, or as a spare
         # Not closed here: gloo's threads, which end only with this program, would abort it.
         kept = {0, 1, 2, int(os.environ.get("EVERGRAD_HEARTBEAT_FD", "0"))}
         for name in os.listdir("/proc/self/fd"):
@@ -177,33 +177,33 @@ class Bootstrap:
 
     def _replace_dead_rank(self, state: Any, kept: torch.Tensor | None) -> None:
         """Become what the dead rank would be now."""
-        engine, plan, uid = self.barrier, self.barrier.worker.plan, self.barrier.worker.uid
+        barrier, plan, uid = self.barrier, self.barrier.worker.plan, self.barrier.worker.uid
         self.rank_state.load_state_of(state)
-        engine.position.load_state_dict(state["course"])
-        self.resumed_step = engine.position.step
+        barrier.position.load_state_dict(state["course"])
+        self.resumed_step = barrier.position.step
         if uid in plan.takes:
-            engine.inherit_draws(plan.previous[plan.takes[uid]])
+            barrier.inherit_draws(plan.previous[plan.takes[uid]])
         if kept is not None:
             if (
-                not engine.position.is_begun and engine.position.epoch
+                not barrier.position.is_begun and barrier.position.epoch
             ):  # it died after an epoch, in the script's own code
-                self.unfinished_epoch, self.is_local_state_behind = engine.position.epoch - 1, True
+                self.unfinished_epoch, self.is_local_state_behind = barrier.position.epoch - 1, True
             elif uid in plan.takes:
                 kept = self._at_step(plan.takes[uid], kept)
                 self.expected = kept
-            engine.position.set_loader_state(engine.local_state.restore(kept))
-            engine.exchanged = kept
+            barrier.position.set_loader_state(barrier.local_state.restore(kept))
+            barrier.exchanged = kept
             return
-        engine.position.set_loader_state(None)  # the giver's is not this rank's
+        barrier.position.set_loader_state(None)  # the giver's is not this rank's
         if uid not in plan.takes:
-            engine.note_inexact(f"in generation {plan.generation} a rank has joined with random numbers of its own")
+            barrier.note_inexact(f"in generation {plan.generation} a rank has joined with random numbers of its own")
             return
         rank = plan.takes[uid]
         step = (
             self.checkpoints.restore_local_state(self.rank_state.model, rank) if self.checkpoints is not None else None
         )
         whence = "is lost with it" if step is None else f"comes from its save of step {step}"
-        engine.note_inexact(f"what only rank {rank} had (its random numbers, its buffers) {whence}")
+        barrier.note_inexact(f"what only rank {rank} had (its random numbers, its buffers) {whence}")
 
     def _at_step(self, rank: int, kept: torch.Tensor) -> torch.Tensor:
         """The state that only a dead rank had when it came to the step; its neighbour has that of the point before."""

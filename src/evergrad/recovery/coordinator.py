@@ -528,11 +528,11 @@ class Coordinator:
         if self._is_fatal():
             return
         with self._lock:
-            roster = self._processes.copy()
+            processes = self._processes.copy()
         self._step = max([self._step, *(report.step for report in reports.values())])
-        if self._end_if_nobody_is_left(plan, roster):
+        if self._end_if_nobody_is_left(plan, processes):
             return
-        spares, hindrance = self._callable(roster.spares(frozenset(plan.members))), self._hindrance(plan)
+        spares, hindrance = self._callable(processes.spares(frozenset(plan.members))), self._hindrance(plan)
         decision = decide(
             plan,
             reports,
@@ -541,11 +541,11 @@ class Coordinator:
             min_ranks=self._min_ranks,
             max_ranks=self._max_ranks,
             can_restart=not hindrance,
-            finished=roster.finished(plan.members),
-            dead=roster.dead(plan.members),
+            finished=processes.finished(plan.members),
+            dead=processes.dead(plan.members),
         )
         if isinstance(decision, StopDecision):
-            self._stop(plan, roster, decision, hindrance)
+            self._stop(plan, processes, decision, hindrance)
             return
         if objection := self._retry_limits.limit_reached(plan, decision):
             self._end("failed", f"{objection}: {self._store.reason(plan)}")
@@ -559,29 +559,29 @@ class Coordinator:
             if plan.rank_of(uid) is None:
                 self._store.call(uid, decision.generation)
 
-    def _end_if_nobody_is_left(self, plan: MembershipPlan, roster: ProcessTable) -> bool:
+    def _end_if_nobody_is_left(self, plan: MembershipPlan, processes: ProcessTable) -> bool:
         """Whether every member is out, some of them in good order: then there is nothing to decide."""
-        finished, dead = roster.finished(plan.members), roster.dead(plan.members)
-        if dead == set(plan.members) and EXIT_ALL_LEFT in roster.codes.values():
-            died = roster.describe_ends(plan, [uid for uid in dead if roster.codes[uid] != EXIT_ALL_LEFT])
+        finished, dead = processes.finished(plan.members), processes.dead(plan.members)
+        if dead == set(plan.members) and EXIT_ALL_LEFT in processes.codes.values():
+            died = processes.describe_ends(plan, [uid for uid in dead if processes.codes[uid] != EXIT_ALL_LEFT])
             self._end("left", f"all ranks were asked to leave, and one died meanwhile ({died}): its work may be lost")
             return True
         if finished and finished | dead == set(plan.members):
             # Whatever a dead one alone did after the training, such as a last save, may be missing.
             self._finish_if_all_have(plan)
-            self._end("failed", f"{roster.describe_ends(plan, dead)}; the others finished without it")
+            self._end("failed", f"{processes.describe_ends(plan, dead)}; the others finished without it")
             return True
         return False
 
-    def _stop(self, plan: MembershipPlan, roster: ProcessTable, decision: StopDecision, hindrance: str) -> None:
+    def _stop(self, plan: MembershipPlan, processes: ProcessTable, decision: StopDecision, hindrance: str) -> None:
         """The job cannot go on, and cannot be relaunched."""
         if decision.is_mistake:
             self._end("fatal", f"{decision.reason}. {decision.advice}")
             return
-        dead = roster.dead(plan.members)
-        deaths = roster.describe_ends(plan, dead) or "nobody died"
+        dead = processes.dead(plan.members)
+        deaths = processes.describe_ends(plan, dead) or "nobody died"
         # Where every rank ended by itself, it is the script that failed.
-        if dead == set(plan.members) and all(roster.codes[uid] > 0 for uid in dead):
+        if dead == set(plan.members) and all(processes.codes[uid] > 0 for uid in dead):
             self._end("failed", f"no rank is left ({deaths}): see what they printed. No restart: {hindrance}")
         else:
             self._end("too-few", f"{decision.reason} ({deaths}). No restart: {hindrance}. {decision.advice}")

@@ -189,7 +189,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """All that another rank needs, or this one after a restart."""
-        own = self.opaque_loader
+        local_state = self.opaque_loader
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
             "is_begun": self.is_begun,
@@ -198,7 +198,7 @@ class DataPosition:
             "data": dict(self._source.data) if self._source is not None else {},
             "deal": self.deal.state_dict() if self.deal is not None and self.is_begun else None,
             "order": self._order.state_dict() if self._order is not None and self._is_shared else None,
-            "loader": own.state_dict() if own is not None else None,
+            "loader": local_state.state_dict() if local_state is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -200,11 +200,17 @@ class BatchSource:
             if is_stateful and hasattr(loader, "__iter__"):
                 return cls(loader, None)
             raise UsageError(f"job.batches: a {kind} cannot be dealt to ranks or found again after a loss. {_ADVICE}")
-        own = next((name for name in ("__iter__", "_get_iterator") if _overrides(loader, DataLoader, name)), None)
-        if isinstance(loader.dataset, IterableDataset) or own is not None:
+        local_state = next(
+            (name for name in ("__iter__", "_get_iterator") if _overrides(loader, DataLoader, name)), None
+        )
+        if isinstance(loader.dataset, IterableDataset) or local_state is not None:
             if is_stateful:
                 return cls(loader, None)
-            why = f"changes {own}" if own else f"has an IterableDataset ({type(loader.dataset).__qualname__})"
+            why = (
+                f"changes {local_state}"
+                if local_state
+                else f"has an IterableDataset ({type(loader.dataset).__qualname__})"
+            )
             raise UsageError(f"job.batches: this {kind} {why}, so its samples cannot be dealt to ranks. {_ADVICE}")
         by = loader.batch_sampler
         if by is None:

@@ -127,17 +127,17 @@ class SampleAccounting:
         """
         units = len(self._marks)
         whole = min(stop, units) - min(first, units)
-        own, repeats = self._marks[min(first, units) : min(stop, units)], np.arange(max(first, units), stop)
+        local_state, repeats = self._marks[min(first, units) : min(stop, units)], np.arange(max(first, units), stop)
         if lost is None:
             self._uses += stop - first
-            self._twice += int(np.count_nonzero(own != _UNUSED))
-            own[:] = _USED
+            self._twice += int(np.count_nonzero(local_state != _UNUSED))
+            local_state[:] = _USED
         else:
             gone, used = lost[:whole], ~lost[:whole]
             self._uses += int(np.count_nonzero(~lost))
-            self._twice += int(np.count_nonzero(own[used] != _UNUSED))
-            own[used] = _USED
-            own[gone & (own == _UNUSED)] = _LOST
+            self._twice += int(np.count_nonzero(local_state[used] != _UNUSED))
+            local_state[used] = _USED
+            local_state[gone & (local_state == _UNUSED)] = _LOST
             repeats = repeats[~lost[whole:]]
         self._idle += idle
         if len(repeats):

@@ -209,8 +209,8 @@ def is_stopped(pid: int) -> bool:
 def innermost(stack: str) -> str:
     """What of a stack people want to see first: the last calls of their own code, and the very last one."""
     lines = stack.splitlines()
-    own = [line for line in lines if not any(place in line for place in _NOT_THEIRS)]
-    return "\n".join([*own[-3:], *(lines[-1:] if lines[-1:] != own[-1:] else [])])
+    local_state = [line for line in lines if not any(place in line for place in _NOT_THEIRS)]
+    return "\n".join([*local_state[-3:], *(lines[-1:] if lines[-1:] != local_state[-1:] else [])])
 
 
 def _stack_of(frame: FrameType | None) -> str:
@@ -282,23 +282,23 @@ class LivenessFinding:
 class LivenessRules:
     """Judges the processes of a job again and again; each thing is found once."""
 
-    def __init__(self, patience: LivenessTimeouts) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: LivenessTimeouts) -> None:
+        self._patience = timeouts
         self._said: set[tuple[int, str, int]] = set()
         self._windows: dict[int, tuple[float, float, int]] = {}
         """Of each member at the beginning of the window: when that was, how long it had waited, how often."""
         self._generation = -1
 
     def judge(
-        self, vitals: Mapping[int, ProcessHealth], members: Collection[int], generation: int, now_s: float
+        self, health: Mapping[int, ProcessHealth], members: Collection[int], generation: int, now_s: float
     ) -> list[LivenessFinding]:
         """What is wrong now, and was not before; `vitals` are those of processes that are not out."""
         found = []
-        for vital in vitals.values():
-            if vital.beats and (finding := self._alone(vital)) is not None:
+        for process_health in health.values():
+            if process_health.beats and (finding := self._alone(process_health)) is not None:
                 found.append(finding)
         gone = {finding.uid for finding in found}
-        present = {uid: vitals[uid] for uid in members if uid in vitals and uid not in gone and vitals[uid].beats}
+        present = {uid: health[uid] for uid in members if uid in health and uid not in gone and health[uid].beats}
         if generation != self._generation:
             self._generation = generation
             self._windows = {}
@@ -313,32 +313,38 @@ class LivenessRules:
         self._said.add(key)
         return is_new
 
-    def _alone(self, vital: ProcessHealth) -> LivenessFinding | None:
+    def _alone(self, process_health: ProcessHealth) -> LivenessFinding | None:
         """What can be said of a process without knowing the others."""
-        patience = self._patience
-        if vital.silent_s >= patience.heartbeat_timeout_s and vital.is_stopped:
-            return LivenessFinding(vital.uid, "stopped", f"has been stopped for {vital.silent_s:.1f} s", True)
+        timeouts = self._patience
+        if process_health.silent_s >= timeouts.heartbeat_timeout_s and process_health.is_stopped:
+            return LivenessFinding(
+                process_health.uid, "stopped", f"has been stopped for {process_health.silent_s:.1f} s", True
+            )
         # Counted in its own beats too: on a machine with too much to do, both the answer and the beats are late.
-        asked_s = min(vital.asks_s, vital.asks_beats * patience.beat_s)
-        if asked_s >= patience.heartbeat_timeout_s and not vital.is_stopped:
-            return LivenessFinding(vital.uid, "cut off", f"cannot reach the store for {vital.asks_s:.1f} s", True)
-        if patience.hang_timeout_s and vital.silent_s >= patience.hang_timeout_s:
-            return LivenessFinding(vital.uid, "hung", f"has shown no sign of life for {vital.silent_s:.0f} s", True)
+        asked_s = min(process_health.asks_s, process_health.asks_beats * timeouts.beat_s)
+        if asked_s >= timeouts.heartbeat_timeout_s and not process_health.is_stopped:
+            return LivenessFinding(
+                process_health.uid, "cut off", f"cannot reach the store for {process_health.asks_s:.1f} s", True
+            )
+        if timeouts.hang_timeout_s and process_health.silent_s >= timeouts.hang_timeout_s:
+            return LivenessFinding(
+                process_health.uid, "hung", f"has shown no sign of life for {process_health.silent_s:.0f} s", True
+            )
         return None
 
     def _late(self, present: Mapping[int, ProcessHealth], num_members: int) -> list[LivenessFinding]:
-        longest = max((vital.waits_s for vital in present.values()), default=0.0)
-        patience = self._patience
-        is_lost = 0 < patience.hang_timeout_s <= longest
-        if longest < patience.warn_after_s and not is_lost:
+        longest = max((process_health.waits_s for process_health in present.values()), default=0.0)
+        timeouts = self._patience
+        is_lost = 0 < timeouts.hang_timeout_s <= longest
+        if longest < timeouts.warn_after_s and not is_lost:
             return []
-        late = [vital.uid for vital in present.values() if not vital.waits_s]
+        late = [process_health.uid for process_health in present.values() if not process_health.waits_s]
         kind: Literal["hung", "late"] = "hung" if is_lost else "late"
         if late:
             why = f"has kept the others waiting for {longest:.1f} s"
             return [LivenessFinding(uid, kind, why, is_lost) for uid in late]
-        shortest = min(vital.waits_s for vital in present.values())
-        if patience.hang_timeout_s and shortest >= patience.hang_timeout_s and len(present) == num_members:
+        shortest = min(process_health.waits_s for process_health in present.values())
+        if timeouts.hang_timeout_s and shortest >= timeouts.hang_timeout_s and len(present) == num_members:
             return [
                 LivenessFinding(
                     -1, "deadlock", f"all ranks have been waiting for each other for {shortest:.0f} s", False
@@ -355,19 +361,24 @@ class LivenessRules:
             self._begin_window(present, now_s)
             return []
         begun_s = next(iter(self._windows.values()))[0]
-        waits = min(vital.waits - self._windows[uid][2] for uid, vital in present.items())
+        waits = min(process_health.waits - self._windows[uid][2] for uid, process_health in present.items())
         if now_s - begun_s < _WINDOW_S or waits < _FEWEST_WAITS:
             return []
         length = now_s - begun_s
-        busy = {uid: max(1e-6, length - (vital.waited_s - self._windows[uid][1])) for uid, vital in present.items()}
+        busy = {
+            uid: max(1e-6, length - (process_health.waited_s - self._windows[uid][1]))
+            for uid, process_health in present.items()
+        }
         self._begin_window(present, now_s)
         found = []
-        for uid, own in busy.items():
+        for uid, local_state in busy.items():
             others = statistics.median(value for other, value in busy.items() if other != uid)
-            if own >= factor * others:
-                why = f"takes {own / others:.1f} times as long for its part of a step as the others"
+            if local_state >= factor * others:
+                why = f"takes {local_state / others:.1f} times as long for its part of a step as the others"
                 found.append(LivenessFinding(uid, "straggler", why, self._patience.replaces_stragglers))
         return found if len(found) == 1 else []
 
     def _begin_window(self, present: Mapping[int, ProcessHealth], now_s: float) -> None:
-        self._windows = {uid: (now_s, vital.waited_s, vital.waits) for uid, vital in present.items()}
+        self._windows = {
+            uid: (now_s, process_health.waited_s, process_health.waits) for uid, process_health in present.items()
+        }

@@ -68,12 +68,12 @@ class JobReductionContext:
 
     def __init__(
         self,
-        engine: StepBarrier,
-        window: StepBatches,
+        barrier: StepBarrier,
+        step_batches: StepBatches,
         site: Callable[..., None],
         ended: Callable[[], None],
     ) -> None:
-        self._barrier, self._step_batches, self._site, self._ended = engine, window, site, ended
+        self._barrier, self._step_batches, self._site, self._ended = barrier, step_batches, site, ended
         self._weight: tuple[object, float] = (None, 1.0)
 
     def group(self) -> Group:
@@ -82,12 +82,12 @@ class JobReductionContext:
 
     def weight(self) -> float:
         """By samples, of all batches since the last reduction."""
-        course, among = self._barrier.position, self._barrier.contributors()
+        position, among = self._barrier.position, self._barrier.contributors()
         reduced, count = self._step_batches.reduced, len(self._step_batches)
-        first, stop = course.index + min(reduced, count - 1), course.index + count
-        key = (first, stop, course.epoch, course.rank, tuple(among))
+        first, stop = position.index + min(reduced, count - 1), position.index + count
+        key = (first, stop, position.epoch, position.rank, tuple(among))
         if self._weight[0] != key:
-            self._weight = key, course.weight(range(first, stop), among)
+            self._weight = key, position.weight(range(first, stop), among)
         return self._weight[1]
 
     def passes(self) -> int:
@@ -177,39 +177,39 @@ class Job:
 
     def __init__(
         self,
-        crew: Worker,
+        worker: Worker,
         *,
         strategy: str,
         batch_policy: BatchMode,
         num_ranks: int,
         is_spare: bool,
         keeps: bool,
-        saves: JobCheckpoints | None,
+        checkpoints: JobCheckpoints | None,
         sites: FailureSites,
         tell: Callable[..., None],
         seed: int = 0,
         can_grow: bool = False,
     ) -> None:
-        self._worker, self._strategy, self._batch_policy, self._num_ranks = crew, strategy, batch_policy, num_ranks
-        self._checkpoints, self._sites, self._record_event, self._can_grow = saves, sites, tell, can_grow
+        self._worker, self._strategy, self._batch_policy, self._num_ranks = worker, strategy, batch_policy, num_ranks
+        self._checkpoints, self._sites, self._record_event, self._can_grow = checkpoints, sites, tell, can_grow
         self._position = DataPosition(num_ranks, batch_policy)
         self._barrier = StepBarrier(
-            crew,
+            worker,
             tell,
-            keeps_neighbour_state=keeps and crew.survives,
+            keeps_neighbour_state=keeps and worker.survives,
             position=self._position,
             reach_site=self._reach_site,
         )
-        if isinstance(crew, ElasticWorker):
-            crew.reported = lambda: self._reach_site(Phase.AGREEMENT)
-            crew.read_position = lambda: (self._position.epoch, self._position.point, self._position.step)
+        if isinstance(worker, ElasticWorker):
+            worker.reported = lambda: self._reach_site(Phase.AGREEMENT)
+            worker.read_position = lambda: (self._position.epoch, self._position.point, self._position.step)
         self._rank_state, self._step_batches, self._progress = RankState(), StepBatches(), ProgressReporter()
         self._sigterm = SigtermHandler(self._on_sigterm)
         self._bootstrap = Bootstrap(
             self._barrier,
             self._rank_state,
             self._step_batches,
-            saves,
+            checkpoints,
             self._sigterm,
             tell,
             is_spare,
@@ -219,9 +219,9 @@ class Job:
         self._untracked = UntrackedState(self._barrier.note_unverified)
         self._kept_gradients = KeptGradients(self._barrier.note_unverified)
         self._loop = TrainingLoop(
-            self._barrier, self._bootstrap, self._rank_state, self._step_batches, saves, self._progress,
+            self._barrier, self._bootstrap, self._rank_state, self._step_batches, checkpoints, self._progress,
             self._reach_site, tell,
-            self._untracked, self._kept_gradients, joining=is_spare or saves is not None,
+            self._untracked, self._kept_gradients, joining=is_spare or checkpoints is not None,
         )  # fmt: skip
         self._optimizer_calls = OptimizerCalls(self._stepped_directly)
         self._sampler_ranks = SamplerRanks(lambda: (max(self.rank, 0), self.world_size))
@@ -297,27 +297,27 @@ class Job:
         reduced, with the same result; `job.step(optimizer)` ends the step. Gradients cannot be clipped then, nor the
         learning rate be changed, between the two. It takes as much memory again as parameters and optimizer state.
         """
-        trained = self._rank_state
+        rank_state = self._rank_state
         with self._stopping():
-            if trained.model is not None:
+            if rank_state.model is not None:
                 raise UsageError(
                     "job.wrap: a model is wrapped already. Put several into one module whose forward runs them"
                 )
             refuse_model(model)
             refuse_options(hooks, options)
             if overlap:
-                refuse_overlap(optimizer, batch_policy=self._batch_policy, tracked=trained.tracked,
+                refuse_overlap(optimizer, batch_policy=self._batch_policy, tracked=rank_state.tracked,
                                find_unused_parameters=find_unused_parameters)  # fmt: skip
             elif optimizer is not None:
                 raise UsageError("job.wrap(optimizer=…): that is for overlap=True; else job.step alone is given it")
-        trained.model = model
+        rank_state.model = model
         self._earlier_scalers = used_scalers()
         self._optimizer_calls.know(model, optimizer)
         buffers = list(model.buffers())
         self._barrier.local_state = LocalState(buffers)
         if self._barrier.keeps_neighbour_state:
             self._barrier.local_state.watch(model)
-        trained.snapshot = Snapshot(buffers) if self._worker.survives else None
+        rank_state.snapshot = Snapshot(buffers) if self._worker.survives else None
         self._kept_gradients.watch([each for each in model.parameters() if each.requires_grad])
         if self._num_ranks == 1 and not self._can_grow:
             return SingleRankDDP(model)
@@ -342,21 +342,21 @@ class Job:
           after such a check. If it is so again it is applied all the same, or stops the job (`stop`, not finite).
         - A parameter beyond `range_factor` times the largest that its tensor ever had is reported.
         """
-        trained, passage = self._rank_state, self._loop
+        rank_state, passage = self._rank_state, self._loop
         with self._stopping():
             settings = GuardSettings(
                 every=every, norm_factor=norm_factor, range_factor=range_factor, heal=heal, stop=stop
             )
-            if trained.model is None or passage.guard is not None or self._bootstrap.has_yielded:
+            if rank_state.model is None or passage.guard is not None or self._bootstrap.has_yielded:
                 raise UsageError("job.guard: expected once, after job.wrap and before the first batch")
         if self._barrier.gradients is None:
             self._record_event("guard_unavailable", reason="one rank: there is nobody to compare with")
             return
-        if trained.snapshot is None:  # whatever is suspicious is done again, also where a lost rank ends the job
-            trained.snapshot = Snapshot(list(trained.model.buffers()))
-        if trained.optimizers.overlap is not None:
-            trained.optimizers.overlap.make_undoable()
-        passage.guard = self._bootstrap.guard = JobGuard(settings, self._barrier, trained.model, self._record_event)
+        if rank_state.snapshot is None:  # whatever is suspicious is done again, also where a lost rank ends the job
+            rank_state.snapshot = Snapshot(list(rank_state.model.buffers()))
+        if rank_state.optimizers.overlap is not None:
+            rank_state.optimizers.overlap.make_undoable()
+        passage.guard = self._bootstrap.guard = JobGuard(settings, self._barrier, rank_state.model, self._record_event)
         self._record_event("guard_enabled", **settings.to_json())
 
     @refusing_wrong_arguments("job.track", _stopping, "job.track(scheduler=scheduler): each thing by a name")
@@ -387,47 +387,47 @@ class Job:
     @refusing_wrong_arguments("job.step", _stopping, "job.step(optimizer)")
     def step(self, *optimizers: Optimizer) -> bool:
         """Apply the step, if all ranks have its gradients; False if it has to be done again, or a scaler skipped it."""
-        engine, passage, course = self._barrier, self._loop, self._position
+        barrier, passage, position = self._barrier, self._loop, self._position
         with self._stopping():
             self._check_step(optimizers)
             self._rank_state.optimizers.adopt(optimizers)
         if self._step_batches.must_redo:
             passage.roll_back()
             return False
-        if engine.gradients is not None and self._step_batches.reduced < len(self._step_batches):
-            passage.stop_job(unreduced(engine.gradients.module))
-        if engine.gradients is None:  # alone: no backward pass ends in a point
+        if barrier.gradients is not None and self._step_batches.reduced < len(self._step_batches):
+            passage.stop_job(unreduced(barrier.gradients.module))
+        if barrier.gradients is None:  # alone: no backward pass ends in a point
             with self._stopping():
                 refuse_without_gradients(optimizers)
-            engine.pass_point(PointKind.STEP)
+            barrier.pass_point(PointKind.STEP)
         known = self._rank_state.optimizers.known
-        self._untracked.before_step(course.step, course.epoch, course.opening, known, self._rank_state.tracked)
+        self._untracked.before_step(position.step, position.epoch, position.opening, known, self._rank_state.tracked)
         self._reach_site(Phase.OPTIMIZER)
         # By those whose gradients are in this step: the same for all, whenever each of them learnt of a loss.
-        factor = len(engine.contributors()) / self._num_ranks if self._batch_policy == "scale_lr" else 1.0
+        factor = len(barrier.contributors()) / self._num_ranks if self._batch_policy == "scale_lr" else 1.0
         self._optimizer_calls.by_job = True
         try:
             was_applied = self._rank_state.optimizers.apply(self._rank_state.tracked, factor)
         finally:
             self._optimizer_calls.by_job = False
-        engine.tries = 0
+        barrier.tries = 0
         if passage.guard is not None:
             passage.guard.applied()
-        course.applied(len(self._step_batches), sorted(engine.missing))
+        position.applied(len(self._step_batches), sorted(barrier.missing))
         self._untracked.after_step(known)
         assert self._rank_state.model is not None
         self._kept_gradients.applied(self._rank_state.model.parameters())
         self._rank_state.drop_copy()
         passage.end_step()
         passage.is_save_due = self._is_save_due()
-        if engine.gradients is not None:
-            engine.gradients.finish()
-        self._progress.report(course, self._worker)
+        if barrier.gradients is not None:
+            barrier.gradients.finish()
+        self._progress.report(position, self._worker)
         self._say_if_it_cannot_grow()
-        if engine.broke_at is not None:
-            self._record_event("recovered", step=course.step, generation=self.generation,
-                       seconds=time.monotonic() - engine.broke_at)  # fmt: skip
-            engine.broke_at = None
+        if barrier.broke_at is not None:
+            self._record_event("recovered", step=position.step, generation=self.generation,
+                       seconds=time.monotonic() - barrier.broke_at)  # fmt: skip
+            barrier.broke_at = None
         return was_applied
 
     @refusing_wrong_arguments("job.close", _stopping)
@@ -562,17 +562,17 @@ class Job:
         Each would wait for the other one in another collective. Each says what it does, and then looks for the others:
         so whoever is later finds it.
         """
-        crew, epoch = self._worker, self._begun
+        worker, epoch = self._worker, self._begun
         if (
-            not isinstance(crew, ElasticWorker)
+            not isinstance(worker, ElasticWorker)
             or self._bootstrap.is_waiting
-            or crew.plan.generation
-            or crew.world_size == 1
+            or worker.plan.generation
+            or worker.world_size == 1
         ):
             return
         mine, theirs = (StoreKeys.wrapped, StoreKeys.unwrapped) if wraps else (StoreKeys.unwrapped, StoreKeys.wrapped)
-        crew.client.set(mine(epoch), str(self.rank))
-        if (other := crew.client.find(theirs(epoch))) is not None:
+        worker.client.set(mine(epoch), str(self.rank))
+        if (other := worker.client.find(theirs(epoch))) is not None:
             with_it, without = (self.rank, int(other)) if wraps else (int(other), self.rank)
             with self._stopping():
                 raise UsageError(
@@ -598,8 +598,8 @@ class Job:
         options: dict[str, Any],
     ) -> Any:
         """The model among others: under a DDP whose gradients this job reduces, and the same on all ranks."""
-        trained, window = self._rank_state, self._step_batches
-        around = JobReductionContext(self._barrier, window, self._reach_site, self._loop.ended_backward)
+        rank_state, step_batches = self._rank_state, self._step_batches
+        around = JobReductionContext(self._barrier, step_batches, self._reach_site, self._loop.ended_backward)
         try:
             gradients = GradientReducer(
                 model,
@@ -617,13 +617,13 @@ class Job:
                 UsageError(f"job.wrap({given}): DistributedDataParallel refuses that: {first_line(error)}")
             )
         self._barrier.gradients = gradients
-        gradients.module.register_forward_pre_hook(window.note_forward)
+        gradients.module.register_forward_pre_hook(step_batches.note_forward)
         if overlapped is not None:
             gradients.overlap = OptimizerOverlap(overlapped, gradients.parameters, undoable=self._worker.survives)
-            trained.optimizers.adopt((overlapped,))
-            trained.optimizers.overlap = gradients.overlap
-        self._sites.watch(gradients.module, self._reach_site, lambda: bool(window))
-        self._sites.set_state(trained.live_tensors, self._barrier.note_inexact)
+            rank_state.optimizers.adopt((overlapped,))
+            rank_state.optimizers.overlap = gradients.overlap
+        self._sites.watch(gradients.module, self._reach_site, lambda: bool(step_batches))
+        self._sites.set_state(rank_state.live_tensors, self._barrier.note_inexact)
         if not self._bootstrap.is_waiting and self._worker.plan.generation == 0:
             self._refuse_part_wrapped(wraps=True)
             try:

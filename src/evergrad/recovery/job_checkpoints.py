@@ -61,15 +61,15 @@ class JobCheckpoints:
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
         tracked: Mapping[str, Any],
-        course: DataPosition,
+        position: DataPosition,
         *,
         now: bool = False,
     ) -> None:
         """Capture everything; it is finished in the background, or with `now` before this returns."""
-        if self._saved != course.step:
-            self._saved = course.step
+        if self._saved != position.step:
+            self._saved = position.step
             self._pending = self._checkpointer.save(
-                course.step, self._state(model, one_or_numbered(optimizers), tracked, course)
+                position.step, self._state(model, one_or_numbered(optimizers), tracked, position)
             )
         if now and self._pending is not None:
             self._pending.wait()
@@ -89,7 +89,7 @@ class JobCheckpoints:
         model: nn.Module | None,
         optimizers: Sequence[Optimizer],
         tracked: Mapping[str, Any],
-        course: DataPosition,
+        position: DataPosition,
         *,
         version: str = "",
     ) -> tuple[int, list[Any]] | None:
@@ -99,7 +99,7 @@ class JobCheckpoints:
         """
         later = DeferredOptimizers()
         known: Any = one_or_numbered(optimizers) if optimizers else later
-        state = self._state(model, known, tracked, course)
+        state = self._state(model, known, tracked, position)
         step = self._checkpointer.restore(state, version=version or None, resize=_by_rank)
         if step is None:
             return None
@@ -116,9 +116,9 @@ class JobCheckpoints:
         return self._checkpointer.restore_rank(state, rank, ["rng/**", *buffers])
 
     def _state(
-        self, model: nn.Module | None, optimizer: Any, tracked: Mapping[str, Any], course: DataPosition
+        self, model: nn.Module | None, optimizer: Any, tracked: Mapping[str, Any], position: DataPosition
     ) -> dict[str, Any]:
-        state: dict[str, Any] = {"rng": rng_state(), "job": course, "optimizer": optimizer}
+        state: dict[str, Any] = {"rng": rng_state(), "job": position, "optimizer": optimizer}
         if model is not None:
             state["model"] = model
         if tracked:

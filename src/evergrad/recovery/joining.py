@@ -87,8 +87,8 @@ def join(
         _refuse_wrong_types(checkpointer, seed)
         if every is not None and checkpointer is None:
             raise UsageError(f"eg.join(every={every!r}): there is no checkpointer to save with")
-        saves = JobCheckpoints(checkpointer, every) if checkpointer is not None else None
-        job = make(env, saves, _mode(env, batch_policy), operator.index(seed))
+        checkpoints = JobCheckpoints(checkpointer, every) if checkpointer is not None else None
+        job = make(env, checkpoints, _mode(env, batch_policy), operator.index(seed))
     _joined = job
     atexit.register(job.close)
     return job
@@ -117,49 +117,49 @@ def _stop(env: Mapping[str, str], error: UsageError) -> None:
     client.has(StoreKeys.fatal)  # an answer: the launcher finds it there when it learns that this process has ended
 
 
-def _solo(env: Mapping[str, str], saves: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
+def _solo(env: Mapping[str, str], checkpoints: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
     Transport.of(env)  # there is nobody to talk to; but what cannot be had is refused at once
-    return _job(SingleWorker(), "rollback", mode, 1, saves, seed)
+    return _job(SingleWorker(), "rollback", mode, 1, checkpoints, seed)
 
 
-def _static(env: Mapping[str, str], saves: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
-    if saves is None:
+def _static(env: Mapping[str, str], checkpoints: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
+    if checkpoints is None:
         raise UsageError(
             "eg.join: under torchrun a lost rank ends all of them, and only a restart helps, which needs a checkpoint: "
             "eg.join(checkpointer=ck, every=100). Or start it by 'evergrad run'"
         )
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     is_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    crew = StaticWorker(
+    worker = StaticWorker(
         env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank, size, env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         hosts=rank == 0 and not is_agents, transport=Transport.of(env),
     )  # fmt: skip
-    follow(lambda: _ranks(crew))
-    return _job(crew, "restart", mode, size, saves, seed)
+    follow(lambda: _ranks(worker))
+    return _job(worker, "restart", mode, size, checkpoints, seed)
 
 
-def _launched(env: Mapping[str, str], saves: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
+def _launched(env: Mapping[str, str], checkpoints: JobCheckpoints | None, mode: BatchMode, seed: int) -> Job:
     uid, strategy = int(env["EVERGRAD_UID"]), env.get("EVERGRAD_STRATEGY", "rollback")
     if strategy not in STRATEGIES:
         hint = did_you_mean(strategy, STRATEGIES)
         raise UsageError(f"EVERGRAD_STRATEGY={strategy}: expected one of {', '.join(STRATEGIES)}.{hint}")
     timeline = env.get("EVERGRAD_TIMELINE") or os.path.join(env["EVERGRAD_RUN"], "timeline.jsonl")
     tell = Recorder(timeline, f"uid {uid}").record
-    crew = _connected(env, uid, strategy, tell, has_saves=saves is not None)
+    worker = _connected(env, uid, strategy, tell, has_saves=checkpoints is not None)
     is_spare = env.get("EVERGRAD_SPARE") == "1" and "EVERGRAD_GENERATION" not in env
     if not is_spare:
-        crew.enter_generation(int(env.get("EVERGRAD_GENERATION", "0")))
-    follow(lambda: _ranks(crew))
+        worker.enter_generation(int(env.get("EVERGRAD_GENERATION", "0")))
+    follow(lambda: _ranks(worker))
     failures = Failures.from_json(env["EVERGRAD_FAILURES"]) if env.get("EVERGRAD_FAILURES") else Failures()
     return _job(
-        crew,
+        worker,
         strategy,
         mode,
         int(env["EVERGRAD_RANKS"]),
-        saves,
+        checkpoints,
         seed,
         tell=tell,
-        sites=FailureSites(failures, crew, json.loads(env.get("EVERGRAD_NODES", "[]")), tell),
+        sites=FailureSites(failures, worker, json.loads(env.get("EVERGRAD_NODES", "[]")), tell),
         is_spare=is_spare,
         keeps=strategy != "restart" and env.get("EVERGRAD_KEEP_NEIGHBOUR_STATE", "1") != "0",
         can_grow=int(env.get("EVERGRAD_MAX_RANKS", "1")) > 1,
@@ -182,18 +182,20 @@ def _connected(
             "eg.join: strategy 'restart' goes back to the newest checkpoint, and there is no checkpointer: "
             "eg.join(checkpointer=ck, every=100), or another strategy"
         )
-    crew = ElasticWorker(host, int(port), uid, secret=secret, tell=tell, page=page, beat_s=beat_s, transport=transport)
+    worker = ElasticWorker(
+        host, int(port), uid, secret=secret, tell=tell, page=page, beat_s=beat_s, transport=transport
+    )
     about = {"pid": os.getpid(), "checkpointer": has_saves, "node": env.get("EVERGRAD_NODE", "n0")}
-    crew.client.set(StoreKeys.joined(uid), json.dumps(about))
-    return crew
+    worker.client.set(StoreKeys.joined(uid), json.dumps(about))
+    return worker
 
 
 def _job(
-    crew: Worker,
+    worker: Worker,
     strategy: str,
     mode: BatchMode,
     num_ranks: int,
-    saves: JobCheckpoints | None,
+    checkpoints: JobCheckpoints | None,
     seed: int,
     *,
     tell: Callable[..., None] = lambda *_, **__: None,
@@ -203,14 +205,14 @@ def _job(
     can_grow: bool = False,
 ) -> Job:
     return Job(
-        crew,
+        worker,
         strategy=strategy,
         batch_policy=mode,
         num_ranks=num_ranks,
         is_spare=is_spare,
         keeps=keeps,
-        saves=saves,
-        sites=sites or FailureSites(Failures(), crew, (), tell),
+        checkpoints=checkpoints,
+        sites=sites or FailureSites(Failures(), worker, (), tell),
         tell=tell,
         seed=seed,
         can_grow=can_grow,
@@ -226,10 +228,10 @@ def _mode(env: Mapping[str, str], given: BatchMode | None) -> BatchMode:
     raise UsageError(f"{where}{found!r}: expected one of {', '.join(_MODES)}.{did_you_mean(str(found), _MODES)}")
 
 
-def _ranks(crew: Worker) -> Ranks:
+def _ranks(worker: Worker) -> Ranks:
     """The present generation, as checkpoints see it."""
-    group = crew.group()
-    return Ranks(crew.rank, crew.world_size, weakref.ref(group), lambda mine: _gather(group, mine))
+    group = worker.group()
+    return Ranks(worker.rank, worker.world_size, weakref.ref(group), lambda mine: _gather(group, mine))
 
 
 def _gather(group: Group, mine: Any) -> list[Any]:

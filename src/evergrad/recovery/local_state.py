@@ -260,7 +260,7 @@ class NeighbourState:
         self,
         group: Group,
         point: int,
-        own: torch.Tensor,
+        local_state: torch.Tensor,
         before_uid: int,
         *,
         since: int | None = None,
@@ -270,7 +270,7 @@ class NeighbourState:
 
         What was kept at points before `since`, the one before this by default, is never asked for again.
         """
-        size = own.numel()
+        size = local_state.numel()
         if sizes_vary:
             length = torch.zeros(1, dtype=torch.int64)
             swap(group, torch.tensor([size]), group.after, length, group.before)
@@ -280,7 +280,7 @@ class NeighbourState:
             kept = self._kept.pop(old)[1]
         if kept.numel() != size or kept.dtype != torch.uint8:
             kept = torch.empty(size, dtype=torch.uint8)
-        swap(group, own, group.after, kept, group.before)
+        swap(group, local_state, group.after, kept, group.before)
         self._kept[point] = before_uid, kept
 
     def find(self, uid: int, point: int) -> torch.Tensor | None:

@@ -48,15 +48,15 @@ class ProgressReporter:
     def __init__(self) -> None:
         self._next = 0.0
 
-    def report(self, course: DataPosition, crew: Worker, *, at_once: bool = False) -> None:
+    def report(self, position: DataPosition, worker: Worker, *, at_once: bool = False) -> None:
         """A step was applied; or an epoch has ended, which is said at once."""
-        if not isinstance(crew, ElasticWorker) or crew.rank != 0:
+        if not isinstance(worker, ElasticWorker) or worker.rank != 0:
             return
         now = time.monotonic()
         if at_once or now >= self._next:
             self._next = now + _EVERY_S
-            known = {"step": course.step, "epoch": course.epoch, "generation": crew.plan.generation}
-            crew.client.set(StoreKeys.progress, json.dumps(known | {"world_size": crew.world_size}))
+            known = {"step": position.step, "epoch": position.epoch, "generation": worker.plan.generation}
+            worker.client.set(StoreKeys.progress, json.dumps(known | {"world_size": worker.world_size}))
 
 
 _log = logging.getLogger(__name__)
@@ -97,14 +97,14 @@ class TrainingLoop:
                 UsageError("job.batches: an epoch is under way. One at a time: finish it, or break out of it, first")
             )
         self.is_iterating, has_ended = True, False
-        course = self.barrier.position
+        position = self.barrier.position
         try:
             self.bootstrap.run()
-            if call < course.epoch:  # over before this process came
+            if call < position.epoch:  # over before this process came
                 self._skip(call)
                 return
-            while course.epoch < call:  # the loop before was left early, on all ranks
-                course.end_epoch()
+            while position.epoch < call:  # the loop before was left early, on all ranks
+                position.end_epoch()
             self._end_joining()
             self._num_passes, is_over = 0, False
             self._begin_epoch(source)
@@ -145,18 +145,18 @@ class TrainingLoop:
         The script may train nothing in it, but can do anything after it: step a scheduler, draw random numbers. None
         of that counts, so the state is put in place again when it begins to count.
         """
-        trained, arrival = self.rank_state, self.bootstrap
-        trained.hold_copy()
+        rank_state, arrival = self.rank_state, self.bootstrap
+        rank_state.hold_copy()
         if self.joining and call == arrival.unfinished_epoch:
-            trained.restore_copy()
+            rank_state.restore_copy()
             self.joining = False
             if not arrival.is_local_state_behind:
-                trained.drop_copy()
+                rank_state.drop_copy()
 
     def _end_joining(self) -> None:
         """This process comes to the epoch that the job is in, with the job's state."""
         # Where it has done what a dead rank had yet to do, its generators are as they should be.
-        self.rank_state.restore_copy(own=self.joining)
+        self.rank_state.restore_copy(local_state=self.joining)
         self.rank_state.drop_copy()
         self.joining = False
         if self.bootstrap.unfinished_epoch >= 0 and not self.bootstrap.has_yielded:
@@ -166,51 +166,53 @@ class TrainingLoop:
         """Let the launcher compare what this rank has trained with the others, at the job's end."""
         if self.is_iterating:  # the script has kept the iterator
             self._take_fingerprint()
-        crew = self.barrier.worker
-        if self._fingerprint is not None and isinstance(crew, ElasticWorker):
+        worker = self.barrier.worker
+        if self._fingerprint is not None and isinstance(worker, ElasticWorker):
             with suppress(RuntimeError):  # the store may be gone
-                crew.client.set(StoreKeys.fingerprint(crew.uid), self._fingerprint.to_json())
+                worker.client.set(StoreKeys.fingerprint(worker.uid), self._fingerprint.to_json())
 
     def _take_fingerprint(self) -> None:
         """Now, because whatever the script does to the model after its training is no part of that."""
-        trained = self.rank_state
+        rank_state = self.rank_state
         if (
             isinstance(self.barrier.worker, ElasticWorker)
             and not sys.is_finalizing()
-            and not trained.optimizers.has_pending_states
+            and not rank_state.optimizers.has_pending_states
         ):
-            self._fingerprint = fingerprint_of(trained.model, trained.optimizers.known, self.barrier.position.step)
+            self._fingerprint = fingerprint_of(
+                rank_state.model, rank_state.optimizers.known, self.barrier.position.step
+            )
 
     def ended_backward(self) -> None:
         """At the end of a backward pass, before it returns: all gradients on all ranks, or a decision."""
-        engine, gradients, window = self.barrier, self.barrier.gradients, self.step_batches
+        barrier, gradients, step_batches = self.barrier, self.barrier.gradients, self.step_batches
         assert gradients is not None
         self._num_passes += 1
-        while not window.must_redo:
+        while not step_batches.must_redo:
             try:
                 gradients.finish_reduction()
                 if not self._pass_step():
-                    window.must_redo = True
+                    step_batches.must_redo = True
                     gradients.failed = "this step is done again"
                 break
             except GroupBroken as error:
                 why = str(error)
             except UsageError as error:
-                engine.stop_job(error)
+                barrier.stop_job(error)
                 raise
             match self._recover(PointKind.STEP, why):
                 case Verdict.PROCEED:
-                    engine.mark_passed(PointKind.STEP)
+                    barrier.mark_passed(PointKind.STEP)
                     break
                 case Verdict.REPAIR:
-                    if engine.worker.plan.todo or not gradients.num_buckets:
-                        engine.note_missing()
-                    gradients.reopen(engine.worker.plan.todo)
+                    if barrier.worker.plan.todo or not gradients.num_buckets:
+                        barrier.note_missing()
+                    gradients.reopen(barrier.worker.plan.todo)
                     self.reach_site(Phase.RECOVERY)
                 case _:
-                    window.must_redo = True
+                    step_batches.must_redo = True
                     gradients.failed = "this step is done again"  # until then nothing more of it is reduced
-        window.reduced = len(window)
+        step_batches.reduced = len(step_batches)
 
     def roll_back(self) -> None:
         """Nothing of this step remains; its batches come again."""
@@ -251,29 +253,29 @@ class TrainingLoop:
 
     def _begin_epoch(self, source: BatchSource) -> None:
         """Pass the first point of an epoch, unless the job is past it."""
-        engine, course, crew = self.barrier, self.barrier.position, self.barrier.worker
-        course.begin_epoch(source, self.bootstrap.seed, crew.rank, crew.world_size)
-        engine.local_state.loader = course.opaque_loader
-        engine.members = crew.plan.members
-        if not course.is_begun:
+        barrier, position, worker = self.barrier, self.barrier.position, self.barrier.worker
+        position.begin_epoch(source, self.bootstrap.seed, worker.rank, worker.world_size)
+        barrier.local_state.loader = position.opaque_loader
+        barrier.members = worker.plan.members
+        if not position.is_begun:
             self._note_missing_ranks()
-        while not course.is_begun:
-            engine.begin_step()
+        while not position.is_begun:
+            barrier.begin_step()
             try:
                 self._form_generation()
                 self._await_boundary(PointKind.BEGIN)
                 # Rank 0's, also if another process has its place by now: that has rank 0's random numbers.
-                course.share_order(crew.group(), 0)
-                engine.pass_point(PointKind.BEGIN)
-                course.is_begun = True
+                position.share_order(worker.group(), 0)
+                barrier.pass_point(PointKind.BEGIN)
+                position.is_begun = True
                 continue
             except GroupBroken as error:
                 why = str(error)
             if self._recover(PointKind.BEGIN, why) is Verdict.PROCEED:
-                engine.mark_passed(PointKind.BEGIN)
-                course.is_begun = True
+                barrier.mark_passed(PointKind.BEGIN)
+                position.is_begun = True
             else:
-                course.share_again()
+                position.share_again()
 
     def _await_boundary(self, kind: PointKind) -> None:
         try:
@@ -283,65 +285,65 @@ class TrainingLoop:
 
     def _note_missing_ranks(self) -> None:
         """Say that some ranks have finished, if the present generation is what they left of the job, and goes on."""
-        engine, plan = self.barrier, self.barrier.worker.plan
+        barrier, plan = self.barrier, self.barrier.worker.plan
         if not is_after_others_finished(plan) or self._is_rest_noted:
             return
         self._is_rest_noted = True
         num_ended = len(plan.previous) - len(plan.members)
         why = (
             f"{count_of(num_ended, 'rank')} had ended the script before the others, which begin epoch "
-            f"{engine.position.epoch}: all processes have to call job.batches equally often, also where a snapshot of "
+            f"{barrier.position.epoch}: all processes have to call job.batches equally often, also where a snapshot of "
             "the script's own lets it skip epochs"
         )
-        engine.note_inexact(why)
-        if engine.worker.rank == 0:
+        barrier.note_inexact(why)
+        if barrier.worker.rank == 0:
             print(f"evergrad: {why}", file=sys.stderr)
 
     def _end_epoch(self) -> bool:
         """Pass the last point of an epoch: nobody leaves before all have applied its last step. Whether it is over."""
-        engine, course = self.barrier, self.barrier.position
+        barrier, position = self.barrier, self.barrier.position
         why: str | None = None
-        engine.begin_step()
+        barrier.begin_step()
         try:
             self._await_boundary(PointKind.END)
-            if engine.gradients is not None:  # whoever is past this point has them
-                engine.gradients.share_buffers(engine.worker.group())
-            engine.pass_point(PointKind.END)
+            if barrier.gradients is not None:  # whoever is past this point has them
+                barrier.gradients.share_buffers(barrier.worker.group())
+            barrier.pass_point(PointKind.END)
         except GroupBroken as error:
             why = str(error)
         if why is not None:
             if self._recover(PointKind.END, why) is not Verdict.PROCEED:
                 return False
-            engine.mark_passed(PointKind.END)
-        self.progress.report(course, engine.worker, at_once=True)
-        books = course.end_epoch()
-        if engine.worker.survives and engine.worker.rank == 0 and books is not None:
+            barrier.mark_passed(PointKind.END)
+        self.progress.report(position, barrier.worker, at_once=True)
+        books = position.end_epoch()
+        if barrier.worker.survives and barrier.worker.rank == 0 and books is not None:
             row = {name: value for name, value in books.to_json().items() if name != "schema_version"}
-            self.record_event("epoch", epoch=course.epoch - 1, step=course.step, **row)
+            self.record_event("epoch", epoch=position.epoch - 1, step=position.step, **row)
         return True
 
     def _next_batch(self) -> StepBatch | None:
         """The next batch for the script; None at the end of the epoch."""
-        course, window, trained = self.barrier.position, self.step_batches, self.rank_state
-        if not window:
+        position, step_batches, rank_state = self.barrier.position, self.step_batches, self.rank_state
+        if not step_batches:
             self._prepare_step()
-        if (again := window.next_repeated()) is not None:
+        if (again := step_batches.next_repeated()) is not None:
             return again
-        index = course.index + len(window)
-        if course.deal is not None and index >= course.deal.num_batches:
+        index = position.index + len(step_batches)
+        if position.deal is not None and index >= position.deal.num_batches:
             return None
         self.reach_site(Phase.DATA)
         try:
-            batch = course.fetch(index)
+            batch = position.fetch(index)
         except StopIteration:
             return None
         if not self.bootstrap.has_yielded:
             self._begin_to_watch()
         self.bootstrap.has_yielded = True
-        is_first = not window
-        given = window.give(batch, redoable=trained.snapshot is not None)
+        is_first = not step_batches
+        given = step_batches.give(batch, redoable=rank_state.snapshot is not None)
         if is_first:
-            trained.begin_step()
+            rank_state.begin_step()
         return given
 
     def _begin_to_watch(self) -> None:
@@ -371,32 +373,32 @@ class TrainingLoop:
 
     def _prepare_step(self) -> None:
         """Be where a step can begin: in a generation that has formed, checked and saved as far as that is due."""
-        engine, course = self.barrier, self.barrier.position
+        barrier, position = self.barrier, self.barrier.position
         if not self.step_batches.to_repeat:  # else generators are where they were after the first batch was fetched
-            engine.publish_local_state()
+            barrier.publish_local_state()
         is_prepared = False
         while not is_prepared:
             self._form_or_recover()
             self._check_if_due()
-            if not course.is_begun:  # everyone has gone back to the beginning of this epoch
-                self._begin_epoch(course.source)
+            if not position.is_begun:  # everyone has gone back to the beginning of this epoch
+                self._begin_epoch(position.source)
             else:  # never before an epoch's first point, which a joiner passes first
                 is_prepared = self._compare_if_due()
         self._save_if_due()
-        engine.begin_step()
-        if engine.gradients is not None:
-            engine.gradients.begin_step()
+        barrier.begin_step()
+        if barrier.gradients is not None:
+            barrier.gradients.begin_step()
 
     @property
     def _is_pause_agreed(self) -> bool:
         """Whether all stop before the next step, to let others in or go."""
-        engine, plan = self.barrier, self.barrier.worker.plan
-        return engine.changes_in == plan.generation or bool(plan.calls and engine.position.point > plan.point)
+        barrier, plan = self.barrier, self.barrier.worker.plan
+        return barrier.changes_in == plan.generation or bool(plan.calls and barrier.position.point > plan.point)
 
     def _form_or_recover(self) -> None:
         """Before a step: be in a generation that has formed, with batches that are dealt to its ranks."""
-        engine = self.barrier
-        while not engine.has_formed or self._is_pause_agreed:
+        barrier = self.barrier
+        while not barrier.has_formed or self._is_pause_agreed:
             planned = self._is_pause_agreed
             if planned:
                 why = "others join or leave"
@@ -404,7 +406,7 @@ class TrainingLoop:
                 if not self._is_pause_agreed:
                     continue
                 self._save_if_due()
-                if engine.num_leaving == engine.worker.world_size:
+                if barrier.num_leaving == barrier.worker.world_size:
                     self._leave_together()
             else:
                 try:
@@ -417,28 +419,28 @@ class TrainingLoop:
         self._redeal()
 
     def _form_generation(self) -> None:
-        engine = self.barrier
-        if not engine.has_formed:
-            engine.form_generation(lambda: {**self.rank_state.state(), "course": engine.position.state_dict()})
-            if engine.worker.plan.joiners and engine.position.step:
-                self.kept_gradients.dropped(f"others joined at step {engine.position.step}")
+        barrier = self.barrier
+        if not barrier.has_formed:
+            barrier.form_generation(lambda: {**self.rank_state.state(), "course": barrier.position.state_dict()})
+            if barrier.worker.plan.joiners and barrier.position.step:
+                self.kept_gradients.dropped(f"others joined at step {barrier.position.step}")
             self._must_redeal = True
-            if engine.must_restore:
+            if barrier.must_restore:
                 self.bootstrap.restore(in_process=True)
         self._redeal()
 
     def _redeal(self) -> None:
         """Have batches dealt to the ranks that there are now; not yet if others are in the middle of this step."""
-        engine = self.barrier
+        barrier = self.barrier
         if not self._must_redeal:
             return
-        if engine.is_repairing:
-            engine.note_missing()
+        if barrier.is_repairing:
+            barrier.note_missing()
             return
         self._must_redeal = False
-        if engine.position.redeal(engine.worker.rank, engine.worker.world_size):
+        if barrier.position.redeal(barrier.worker.rank, barrier.worker.world_size):
             self.step_batches.to_repeat.clear()
-        engine.members = engine.worker.plan.members
+        barrier.members = barrier.worker.plan.members
 
     def _compare_if_due(self) -> bool:
         """Compare the state of all ranks when somebody has joined, and again after the first step with it.
@@ -446,10 +448,10 @@ class TrainingLoop:
         Whether that is due depends on nothing but what all members of a generation share, so that all come to it. False
         if the generation broke meanwhile.
         """
-        engine, plan = self.barrier, self.barrier.worker.plan
+        barrier, plan = self.barrier, self.barrier.worker.plan
         count = self._compared[1] if self._compared[0] == plan.generation else 0
-        is_due = count == 0 or (count == 1 and engine.stepped_in == plan.generation)
-        if not (is_due and plan.joiners and plan.generation and plan.world_size > 1) or engine.is_repairing:
+        is_due = count == 0 or (count == 1 and barrier.stepped_in == plan.generation)
+        if not (is_due and plan.joiners and plan.generation and plan.world_size > 1) or barrier.is_repairing:
             return True
         try:
             self._compare("when it had joined" if count == 0 else "after the first step with it")
@@ -462,38 +464,40 @@ class TrainingLoop:
 
     def _compare(self, when: str) -> None:
         """Compare now; `GroupBroken` if the group breaks."""
-        engine, crew, trained = self.barrier, self.barrier.worker, self.rank_state
-        group, known = crew.group(), trained.optimizers.known
-        some_lack = torch.tensor([float(not known or trained.optimizers.has_pending_states)])
+        barrier, worker, rank_state = self.barrier, self.barrier.worker, self.rank_state
+        group, known = worker.group(), rank_state.optimizers.known
+        some_lack = torch.tensor([float(not known or rank_state.optimizers.has_pending_states)])
         group.all_reduce(some_lack, "max").wait()
         # Optimizers that a joiner has not shown yet cannot be compared: they are after its first step.
-        mine = fingerprint_of(trained.model, () if some_lack.item() else known, engine.position.step)
+        mine = fingerprint_of(rank_state.model, () if some_lack.item() else known, barrier.position.step)
         path, difference = compare_ranks(group, mine)
         expected, self.bootstrap.expected = self.bootstrap.expected, None
         if (
             expected is not None
-            and engine.local_state.loader is None
-            and not torch.equal(engine.local_state.capture(), expected)
+            and barrier.local_state.loader is None
+            and not torch.equal(barrier.local_state.capture(), expected)
         ):
-            engine.note_inexact(f"rank {crew.rank} has joined, and its random numbers or buffers are not as expected")
-        joined = ", ".join(f"rank {crew.plan.rank_of(uid)}" for uid in crew.plan.joiners)
+            barrier.note_inexact(
+                f"rank {worker.rank} has joined, and its random numbers or buffers are not as expected"
+            )
+        joined = ", ".join(f"rank {worker.plan.rank_of(uid)}" for uid in worker.plan.joiners)
         if path and group.rank == 0:
-            self.record_event("ranks_differ", step=engine.position.step, path=path, reason=difference, joined=joined)
+            self.record_event("ranks_differ", step=barrier.position.step, path=path, reason=difference, joined=joined)
             text = f"ranks differ ({joined} joined; compared {when}): {difference}"
-            engine.note_diverged(text)
-            _log.warning("step %d: %s", engine.position.step, text)
+            barrier.note_diverged(text)
+            _log.warning("step %d: %s", barrier.position.step, text)
 
     def _check_if_due(self) -> None:
         """Before a step: compare what all ranks have, as often as the guard wants it."""
-        engine, guarding = self.barrier, self.guard
-        while guarding is not None and guarding.is_due(saves=self._will_save):
+        barrier, guarding = self.barrier, self.guard
+        while guarding is not None and guarding.is_due(checkpoints=self._will_save):
             back_to = ""
             try:
                 checked = guarding.check(self.rank_state.optimizers.known)
                 why = checked.why
                 if checked.status is not Check.FAILED:
                     return
-                if self.checkpoints is not None and engine.worker.survives:
+                if self.checkpoints is not None and barrier.worker.survives:
                     back_to = self.checkpoints.newest_guarded()
                 if not back_to:
                     self.stop_job(UsageError(
@@ -519,17 +523,17 @@ class TrainingLoop:
         is_due, self.is_save_due = self.is_save_due, False
         if not is_due or self.checkpoints is None:
             return
-        engine, trained = self.barrier, self.rank_state
+        barrier, rank_state = self.barrier, self.rank_state
         self.reach_site(Phase.CHECKPOINT)
-        if engine.passed_in != engine.worker.plan.generation or not engine.worker.is_current():
-            self.record_event("save_skipped", step=engine.position.step, reason="a rank was lost meanwhile")
+        if barrier.passed_in != barrier.worker.plan.generation or not barrier.worker.is_current():
+            self.record_event("save_skipped", step=barrier.position.step, reason="a rank was lost meanwhile")
             return
         try:
-            self.checkpoints.save(trained.model, trained.optimizers.known, trained.tracked, engine.position)
+            self.checkpoints.save(rank_state.model, rank_state.optimizers.known, rank_state.tracked, barrier.position)
             if self.guard is not None and self.guard.is_sound:
                 self.checkpoints.note_guarded()
         except GroupBroken as error:  # the next point will find the same
-            self.record_event("save_skipped", step=engine.position.step, reason=str(error))
+            self.record_event("save_skipped", step=barrier.position.step, reason=str(error))
 
     def _recover(self, kind: PointKind, why: str, *, planned: bool = False, back_to: str = "") -> Verdict:
         # What is agreed comes soon. For anything else this process may wait in vain, and must be able to end.
@@ -546,17 +550,21 @@ class TrainingLoop:
 
     def _leave_together(self) -> NoReturn:
         """All ranks were asked to leave: with what they have done, where there is a checkpointer."""
-        trained, course = self.rank_state, self.barrier.position
+        rank_state, position = self.rank_state, self.barrier.position
         try:
             if self.checkpoints is not None:
-                self.checkpoints.save(trained.model, trained.optimizers.known, trained.tracked, course, now=True)
+                self.checkpoints.save(
+                    rank_state.model, rank_state.optimizers.known, rank_state.tracked, position, now=True
+                )
         except GroupBroken as error:
-            self.record_event("save_skipped", step=course.step, reason=str(error))
+            self.record_event("save_skipped", step=position.step, reason=str(error))
         self._leave("all ranks were asked to", code=EXIT_ALL_LEFT)
 
     def _leave(self, why: str, code: int = 0) -> NoReturn:
-        crew = self.barrier.worker
-        self.record_event("rank_left", rank=crew.plan.rank_of(crew.uid), step=self.barrier.position.step, reason=why)
+        worker = self.barrier.worker
+        self.record_event(
+            "rank_left", rank=worker.plan.rank_of(worker.uid), step=self.barrier.position.step, reason=why
+        )
         sys.exit(code)
 
     def stop_job(self, error: UsageError) -> NoReturn:

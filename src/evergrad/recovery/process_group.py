@@ -291,8 +291,8 @@ def _make(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> 
     options = gloo._Options()
     options._timeout = timeout
     # The interface by which the store is reached: on one machine the loopback, and never a name to be looked up.
-    own = LOOPBACK if is_loopback(host) else address_towards(host)
-    options._devices = [gloo.create_device(hostname=own) if own else gloo.create_default_device()]
+    local_state = LOOPBACK if is_loopback(host) else address_towards(host)
+    options._devices = [gloo.create_device(hostname=local_state) if local_state else gloo.create_default_device()]
     return gloo(store, rank, size, options)
 
 

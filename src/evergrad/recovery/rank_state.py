@@ -293,8 +293,8 @@ class RankState:
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors themselves, by their paths in a saved state."""
         known = self.optimizers.known
-        trained: dict[str, Any] = {"model": self.model} if self.model is not None else {}
-        return flatten(trained | ({"optimizer": one_or_numbered(known)} if known else {})).tensors
+        rank_state: dict[str, Any] = {"model": self.model} if self.model is not None else {}
+        return flatten(rank_state | ({"optimizer": one_or_numbered(known)} if known else {})).tensors
 
     def discover_optimizers(self) -> None:
         """Find the optimizers of the model, before the script hands them over."""
@@ -303,25 +303,25 @@ class RankState:
     def hold_copy(self) -> None:
         """Copy everything, so that `put_in_place` undoes whatever the script does until then. Twice is fine."""
         if self._held is None:
-            own = Snapshot(list(self.model.buffers()) if self.model is not None else [], device="cpu")
+            local_state = Snapshot(list(self.model.buffers()) if self.model is not None else [], device="cpu")
             shared = Snapshot(list(self.model.parameters()) if self.model is not None else [], device="cpu")
-            own.capture({})
+            local_state.capture({})
             shared.capture(self.tracked)
             # On the CPU: there may be no room for all of it a second time on a device.
-            self._held = _Held(own, shared, [_on_cpu(state) for state in self.optimizers.states()])
+            self._held = _Held(local_state, shared, [_on_cpu(state) for state in self.optimizers.states()])
 
     @property
     def has_copy(self) -> bool:
         """True if there is a copy that `put_in_place` would take."""
         return self._held is not None
 
-    def restore_copy(self, *, own: bool = True) -> None:
+    def restore_copy(self, *, local_state: bool = True) -> None:
         """Make everything what it was when `hold` was called, if it was; without `own` not generators and buffers."""
         if self._held is None:
             return
         self._held.shared.restore(self.tracked, randomness=False)
         self.optimizers.load_states(copy.deepcopy(self._held.optimizers))
-        if own:
+        if local_state:
             self._held.own.restore({})
 
     def drop_copy(self) -> None:

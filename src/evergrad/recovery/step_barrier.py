@@ -92,9 +92,11 @@ class StepBarrier:
 
     def await_boundary(self, kind: PointKind) -> None:
         """Wait for all ranks at the beginning or the end of an epoch, before any collective of that point."""
-        crew, course = self.worker, self.position
-        begun = crew.group().num_begun
-        crew.await_boundary(EpochBoundary(crew.plan.generation, course.point, kind, course.epoch, crew.rank, begun))
+        worker, position = self.worker, self.position
+        begun = worker.group().num_begun
+        worker.await_boundary(
+            EpochBoundary(worker.plan.generation, position.point, kind, position.epoch, worker.rank, begun)
+        )
 
     def pass_point(self, kind: PointKind, num_batches: int = 0) -> bool:
         """Pass the next point together with all others; `GroupBroken` if that cannot be.
@@ -126,11 +128,12 @@ class StepBarrier:
 
     def _check_batches(self, mine: int, total: int) -> None:
         """`UsageError` if the ranks have taken so many batches in all for a step, and not equally many each."""
-        crew = self.worker
-        if mine * crew.world_size != total:
+        worker = self.worker
+        if mine * worker.world_size != total:
             taken = count_of(mine, "batch", "batches")
             raise UsageError(
-                f"job.step: rank {crew.rank} has taken {taken} since the last step, and all {crew.world_size} ranks "
+                f"job.step: rank {worker.rank} has taken {taken} since the last step, "
+                f"and all {worker.world_size} ranks "
                 f"{total} together. Every rank has to take equally many batches for a step: "
                 "decide by what all ranks have alike, such as job.batch_index, whether a batch is skipped or gradients "
                 "are accumulated"
@@ -170,13 +173,13 @@ class StepBarrier:
         changed = (
             self.local_state.capture() if self.exchanged is None else self.local_state.changed_since(self.exchanged)
         )
-        own: str | None = ""
+        local_state: str | None = ""
         if changed is not None:
             is_small = changed.numel() <= _POSTED_BYTES
-            own = base64.b64encode(changed.numpy().tobytes()).decode() if is_small else None
+            local_state = base64.b64encode(changed.numpy().tobytes()).decode() if is_small else None
         posted = {
             "point": self.position.point,
-            "own": own,
+            "own": local_state,
             **self.draws.note(self.position.epoch, self.local_state.positions()),
         }
         self.worker.client.set(StoreKeys.begun(self.worker.uid), json.dumps(posted))

@@ -230,17 +230,17 @@ def load_training(folder: Path, training: Training, rules: Rules) -> LoadedTrain
     session = make_session(training, workload)
     session.restore(read_snapshot(golden_folder(folder, training.key), golden, session))
     take_up = session.make_reset()
-    course = GoldenTrajectory.empty(session, training.epochs)
+    trajectory = GoldenTrajectory.empty(session, training.epochs)
     # Twice, the second time as trials do: what is left over from the first would show.
     for number in range(2):
         take_up()
-        again = observe(session, training.epochs, rules, course, golden=number == 0)
+        again = observe(session, training.epochs, rules, trajectory, golden=number == 0)
         check_sound(training, again, rules)
         if session.rank == 0:  # the golden run is rank 0's; what another rank does otherwise, its gradients tell it
             _check_repeated(training, again, golden.observation, "" if number == 0 else "once more ")
     parameters = session.parameters()
     roles = {name: Role.MODEL if name in parameters else Role.BUFFER for name in session.state() if _is_model(name)}
-    _loaded_trainings[place] = LoadedTraining(session, take_up, course, golden, LiveState(session.state(), roles))
+    _loaded_trainings[place] = LoadedTraining(session, take_up, trajectory, golden, LiveState(session.state(), roles))
     return _loaded_trainings[place]
 
 

@@ -49,15 +49,15 @@ def observe(
     session: Session,
     epochs: int,
     rules: Rules,
-    course: GoldenTrajectory,
+    trajectory: GoldenTrajectory,
     *,
     golden: bool = False,
 ) -> Observation:
     """Let the session train on from where it stands; the golden run fills the course that trials are compared with."""
-    look = _Recording(session, rules, course, golden)
+    look = _Recording(session, rules, trajectory, golden)
     steps = epochs * session.steps_per_epoch
-    with TrialProbes() if golden else make_probes(session, rules, course, steps) as watchers:
-        return _observe_steps(session, epochs, course, look, watchers, golden)
+    with TrialProbes() if golden else make_probes(session, rules, trajectory, steps) as probes:
+        return _observe_steps(session, epochs, trajectory, look, probes, golden)
 
 
 class TrainingFailed(Exception):
@@ -69,20 +69,20 @@ class TrainingFailed(Exception):
 
 
 def _observe_steps(
-    session: Session, epochs: int, course: GoldenTrajectory, look: _Recording, watchers: TrialProbes, golden: bool
+    session: Session, epochs: int, trajectory: GoldenTrajectory, look: _Recording, probes: TrialProbes, golden: bool
 ) -> Observation:
-    watchers.start()
+    probes.start()
     start = session.evaluate()
     if golden:
-        course.start_evaluation = start
-        course.start_weights, course.magnitudes = session.weights().clone(), magnitudes(session.state())
-    assert course.start_evaluation is not None, "the golden run comes first"
-    mismatches = int((start.predictions != course.start_evaluation.predictions).sum())
+        trajectory.start_evaluation = start
+        trajectory.start_weights, trajectory.magnitudes = session.weights().clone(), magnitudes(session.state())
+    assert trajectory.start_evaluation is not None, "the golden run comes first"
+    mismatches = int((start.predictions != trajectory.start_evaluation.predictions).sum())
     metrics = [start.metric]
     look.check_output(start)
     look.check_state(session.magnitude())
     try:
-        _train(session, epochs, look, watchers, metrics)
+        _train(session, epochs, look, probes, metrics)
     except EvergradError:
         raise
     except Exception as error:
@@ -91,7 +91,7 @@ def _observe_steps(
             Observation(end=TrialEnd.CRASHED, metrics=tuple(metrics), mismatches=mismatches, **told)
         ) from error
     look.fetch()
-    watched = watchers.readings()
+    watched = probes.readings()
     finished = look.steps == epochs * session.steps_per_epoch and not look.should_stop
     return Observation(
         end=TrialEnd.FINISHED if finished else TrialEnd.ABANDONED,
@@ -107,13 +107,13 @@ def _observe_steps(
     )
 
 
-def _train(session: Session, epochs: int, look: _Recording, watchers: TrialProbes, metrics: list[float]) -> None:
+def _train(session: Session, epochs: int, look: _Recording, probes: TrialProbes, metrics: list[float]) -> None:
     for _ in range(epochs):
         if look.should_stop:
             return
         for number in range(session.steps_per_epoch):
             loss = session.step(number)
-            watchers.after_step(look.steps + 1, loss)
+            probes.after_step(look.steps + 1, loss)
             if look.after_step(loss):
                 return
         seen = session.evaluate()
@@ -129,14 +129,14 @@ def digest_of(session: Session) -> str:
 class _Recording:
     """What has been seen so far. Numbers stay on the device until somebody has to know."""
 
-    def __init__(self, session: Session, rules: Rules, course: GoldenTrajectory, golden: bool) -> None:
+    def __init__(self, session: Session, rules: Rules, trajectory: GoldenTrajectory, golden: bool) -> None:
         self.losses: list[float] = []
         self.magnitudes: list[float] = []
         self.distances: list[float] = []
         self.nonfinite: tuple[int | None, str] = (None, "")
         self.extreme: tuple[int | None, str] = (None, "")
         self.steps = 0
-        self._session, self._rules, self._course, self._golden = session, rules, course, golden
+        self._session, self._rules, self._course, self._golden = session, rules, trajectory, golden
         self._unfetched: list[Tensor] = []
         self._every = 1 if session.weights().device.type == "cpu" else _LOOK_EVERY
 

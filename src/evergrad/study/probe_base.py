@@ -65,8 +65,8 @@ class TrialProbe(ABC):
 class TrialProbes:
     """All watchers of a trial, from `with` to its end."""
 
-    def __init__(self, watchers: Sequence[TrialProbe] = ()) -> None:
-        self._probes = watchers
+    def __init__(self, probes: Sequence[TrialProbe] = ()) -> None:
+        self._probes = probes
 
     def start(self) -> None:
         """As `TrialProbe.begin`."""

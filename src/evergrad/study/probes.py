@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["make_probes"]
 
 
-def make_probes(session: Session, rules: Rules, course: GoldenTrajectory, steps: int) -> TrialProbes:
+def make_probes(session: Session, rules: Rules, trajectory: GoldenTrajectory, steps: int) -> TrialProbes:
     """The watchers that the rules ask for, of a training that will take so many steps; on each of its ranks alike."""
     found: list[TrialProbe] = []
     if "spread" in rules.watch:
-        found.append(SpreadProbe(session, course, steps))
+        found.append(SpreadProbe(session, trajectory, steps))
     if "guards" in rules.watch:
-        found.append(GuardProbe(session, course))
+        found.append(GuardProbe(session, trajectory))
     return TrialProbes(found)
 
 
@@ -176,9 +176,9 @@ _NEVER = 1 << 62
 class GuardProbe(TrialProbe):
     """Asks every guard at each of its moments, and takes the time."""
 
-    def __init__(self, session: Session, course: GoldenTrajectory) -> None:
+    def __init__(self, session: Session, trajectory: GoldenTrajectory) -> None:
         self._session = session
-        self._guards = passive_guards(session, course.magnitudes)
+        self._guards = passive_guards(session, trajectory.magnitudes)
         self._alarms = {guard.name: _NEVER for guard in self._guards}
         self._seconds: dict[str, dict[int, float]] = {guard.name: {} for guard in self._guards}
         self._step = 0
@@ -277,13 +277,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class SpreadProbe(TrialProbe):
     """Compares with the golden run at its beginning, and after the steps of which its course has kept the weights."""
 
-    def __init__(self, session: Session, course: GoldenTrajectory, steps: int) -> None:
-        self._session, self._course = session, course
+    def __init__(self, session: Session, trajectory: GoldenTrajectory, steps: int) -> None:
+        self._session, self._course = session, trajectory
         self._sizes = [one.numel() for one in session.module.parameters()]
         self._layers: dict[str, list[int]] = {}
         for name, number in session.parameters().items():
             self._layers.setdefault(module_of(name), []).append(number)
-        looks = math.ceil(steps / course.every)
+        looks = math.ceil(steps / trajectory.every)
         self._thin, self._last = max(1, math.ceil(looks / _MOST_LOOKS)), looks - 1
         self._after: list[int] = []
         self._counts: list[Tensor] = []

@@ -274,65 +274,71 @@ def results_of(folder: Path) -> Results:
 def study_progress(folder: Path, *, brief: bool = True) -> tuple[StudyProgress, JournalContents]:
     """The trials of the study in a folder, counted, and its journal, in brief without what was seen step by step."""
     study = StudyFolder(folder)
-    tally = StudyProgress.of(study.plan())
-    return tally, tally.read_folder(study, brief=brief)
+    progress = StudyProgress.of(study.plan())
+    return progress, progress.read_folder(study, brief=brief)
 
 
-def results_from(tally: StudyProgress, kept: JournalContents) -> Results:
+def results_from(progress: StudyProgress, kept: JournalContents) -> Results:
     """What a tally says, beside what its journal says of itself."""
     from evergrad.study.provenance import facts_of
 
-    plan = tally.plan
-    open_cells = sum(_is_open(cell) for cell in tally.cells)
+    plan = progress.plan
+    open_cells = sum(_is_open(cell) for cell in progress.cells)
     notes = [*kept.damaged]
-    if tally.other_golden:
-        notes.append(f"{tally.other_golden} trials began with another golden run: they do not count, and run again")
-    if len(kept.entries) > tally.planned and all(cell.golden for cell in tally.cells):
-        notes.append(f"{len(kept.entries) - tally.planned} trials in the journal are not, or no longer, of this plan")
+    if progress.other_golden:
+        notes.append(f"{progress.other_golden} trials began with another golden run: they do not count, and run again")
+    if len(kept.entries) > progress.planned and all(cell.golden for cell in progress.cells):
+        notes.append(
+            f"{len(kept.entries) - progress.planned} trials in the journal are not, or no longer, of this plan"
+        )
     if open_cells:
-        notes.append(f"not complete: {open_cells} of {len(tally.cells)} cells have trials to come")
+        notes.append(f"not complete: {open_cells} of {len(progress.cells)} cells have trials to come")
     return Results(
         study=plan.study,
         title=plan.title,
         source=plan.source,
         scale=plan.scale,
-        trials=tally.due,
-        cells=tuple(_cell(cell, plan) for cell in tally.cells),
+        trials=progress.due,
+        cells=tuple(_cell(cell, plan) for cell in progress.cells),
         axes=tuple(name for name, values in plan.axes.items() if len(values) > 1) or tuple(plan.axes),
         rows=plan.rows,
         columns=plan.columns,
         confidence=plan.sampling.confidence,
         interval=plan.sampling.method,
-        facts=facts_of(plan, _golden_runs(tally), kept.runs),
+        facts=facts_of(plan, _golden_runs(progress), kept.runs),
         notes=tuple(notes),
     )
 
 
-def _golden_runs(tally: StudyProgress) -> list[GoldenRun]:
-    found = {cell.golden.key: cell.golden for cell in tally.cells if cell.golden is not None}
+def _golden_runs(progress: StudyProgress) -> list[GoldenRun]:
+    found = {cell.golden.key: cell.golden for cell in progress.cells if cell.golden is not None}
     return list(found.values())
 
 
-def _cell(tally: CellProgress, plan: Plan) -> Cell:
-    counted = tally.counted()
-    seen = [tally.entries[number].observation for number in counted]
+def _cell(progress: CellProgress, plan: Plan) -> Cell:
+    counted = progress.counted()
+    seen = [progress.entries[number].observation for number in counted]
     known = [one for one in seen if one.end is not TrialEnd.LOST]
-    counts = tally.counts()
-    golden = tally.golden.observation.metrics if tally.golden is not None else (float("nan"),)
+    counts = progress.counts()
+    golden = progress.golden.observation.metrics if progress.golden is not None else (float("nan"),)
     finished = [
-        tally.entries[number].observation.metrics[-1]
+        progress.entries[number].observation.metrics[-1]
         for number in counted
-        if tally.outcomes[number] not in (Outcome.NEV, Outcome.UNKNOWN)
-        and tally.entries[number].observation.end is TrialEnd.FINISHED
-        and tally.entries[number].observation.metrics
+        if progress.outcomes[number] not in (Outcome.NEV, Outcome.UNKNOWN)
+        and progress.entries[number].observation.end is TrialEnd.FINISHED
+        and progress.entries[number].observation.metrics
     ]
     return Cell(
-        axes={**tally.plan.axes, "flips": tally.plan.flips, **({"step": tally.plan.step} if tally.plan.step else {})},
-        due=tally.due,
+        axes={
+            **progress.plan.axes,
+            "flips": progress.plan.flips,
+            **({"step": progress.plan.step} if progress.plan.step else {}),
+        },
+        due=progress.due,
         counts=counts,
         golden=golden[-1],
         golden_start=golden[0],
-        direction=tally.direction,
+        direction=progress.direction,
         starts=tuple(one.metrics[0] for one in known if one.metrics),
         finals=tuple(finished),
         mismatches=tuple(

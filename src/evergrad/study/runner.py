@@ -321,8 +321,8 @@ class _Run:
         return max(own + 60, 120 + 20 * cell.golden.observation.seconds)
 
     def _progress(self, began: float) -> StudyRunStatus:
-        tally = self.progress
-        return StudyRunStatus("trials", tally.done, tally.due, self.lost, monotonic() - began, self.ran)
+        progress = self.progress
+        return StudyRunStatus("trials", progress.done, progress.due, self.lost, monotonic() - began, self.ran)
 
 
 def _processes(trial: Trial) -> int:

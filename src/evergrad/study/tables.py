@@ -418,12 +418,12 @@ def export_study(folder: Path, to: Path) -> list[Path]:
 
 def _trials(folder: Path) -> str:
     """One row a trial, with its axes first."""
-    tally, _ = study_progress(folder, brief=False)
+    progress, _ = study_progress(folder, brief=False)
     text = io.StringIO()
-    axes = [name for name in tally.plan.axes if name not in _COLUMNS]
+    axes = [name for name in progress.plan.axes if name not in _COLUMNS]
     out = csv.writer(text, lineterminator="\n")
     out.writerow([*axes, *_COLUMNS])
-    for cell in tally.cells:
+    for cell in progress.cells:
         for number in cell.counted():
             trial, seen = cell.entries[number].trial, cell.entries[number].observation
             row = (

@@ -105,25 +105,25 @@ class TrialInjection:
 
 
 def inject_trial_faults(
-    loaded: LoadedTraining, trial: Trial, struck: TrialInjection, *, rehearsal: bool = False
+    loaded: LoadedTraining, trial: Trial, injection: TrialInjection, *, rehearsal: bool = False
 ) -> None:
     """Let a trial's faults happen on this rank, now or when their step comes; a rehearsal only tries where they aim."""
     session = loaded.session
-    struck.rank = session.rank
+    injection.rank = session.rank
     mine = session.rank in draw_faulty_ranks(trial.seed, trial.ranks, session.ranks)
     seed = rank_seed(trial.seed, session.rank, trial.ranks)
     if trial.target in STATE_TARGETS and trial.step == 0:
         aim = loaded.prepared_fault(trial)
-        struck.places = aim.population.bits
+        injection.places = aim.population.bits
         numbers = int(aim.population.sizes.sum())
         if trial.flips > numbers:
             raise UsageError(f"flips: expected at most {numbers:,}, the numbers that there are, found {trial.flips:,}")
         if mine and not rehearsal:
-            struck.restart_plan = aim.inject(trial.flips, seed)
+            injection.restart_plan = aim.inject(trial.flips, seed)
     elif mine or rehearsal:
         from evergrad.injection import inject_live
 
-        struck.live = inject_live(
+        injection.live = inject_live(
             session.module,
             session.optimizer,
             fault_of(trial.fault),
@@ -134,7 +134,7 @@ def inject_trial_faults(
             seed=seed,
         )
         if rehearsal:
-            struck.remove_hooks()
+            injection.remove_hooks()
 
 
 def _derived_seed(seed: int, rank: int, what: str) -> int:
@@ -167,9 +167,9 @@ def perform_here(folder: Path, work: Mapping[str, Any]) -> dict[str, Json]:
         return golden.to_json()
     if isinstance(trial.training, Command):
         return _run_program_trial(folder, trial, trial.training).to_json()
-    struck = TrialInjection()
-    seen = _run_trial(folder, trial, trial.training, struck).to_json()
-    return {**seen, "hits": struck.hits()} if work["kind"] == "replay" else seen
+    injection = TrialInjection()
+    seen = _run_trial(folder, trial, trial.training, injection).to_json()
+    return {**seen, "hits": injection.hits()} if work["kind"] == "replay" else seen
 
 
 def _run_cost_trial(folder: Path, trial: Trial) -> Observation:
@@ -261,25 +261,25 @@ def _run_program_trial(folder: Path, trial: Trial, command: Command) -> Observat
     return replace(seen, seconds=perf_counter() - began)
 
 
-def _run_trial(folder: Path, trial: Trial, training: Training, struck: TrialInjection) -> Observation:
+def _run_trial(folder: Path, trial: Trial, training: Training, injection: TrialInjection) -> Observation:
     began = perf_counter()
     loaded = load_training(folder, training, trial.rules)
     loaded.reset()
-    inject_trial_faults(loaded, trial, struck)
+    inject_trial_faults(loaded, trial, injection)
     try:
-        seen = _observe_trial(loaded, trial, training, struck)
+        seen = _observe_trial(loaded, trial, training, injection)
     finally:
-        struck.remove_hooks()
+        injection.remove_hooks()
     return replace(
         seen,
-        injected=struck.injected,
-        changed=struck.changed,
-        places=struck.places,
+        injected=injection.injected,
+        changed=injection.changed,
+        places=injection.places,
         seconds=perf_counter() - began,
     )
 
 
-def _observe_trial(loaded: LoadedTraining, trial: Trial, training: Training, struck: TrialInjection) -> Observation:
+def _observe_trial(loaded: LoadedTraining, trial: Trial, training: Training, injection: TrialInjection) -> Observation:
     try:
         seen = observe(loaded.session, training.epochs, trial.rules, loaded.trajectory)
     except MemoryError as error:
@@ -293,7 +293,7 @@ def _observe_trial(loaded: LoadedTraining, trial: Trial, training: Training, str
     except Exception as error:
         return _crashed(error, training)
     if seen.end is TrialEnd.FINISHED:
-        struck.check_happened()
+        injection.check_happened()
     return seen
 
 

@@ -76,8 +76,8 @@ class PipelineClient(ABC):
 class ThreadClient(PipelineClient):
     """The same chain in a thread of the trainer: no other process, and nothing goes on when this one dies."""
 
-    def __init__(self, job: RunFolder, board: SaveTracker, modules: Sequence[ChainModule]) -> None:
-        self._run_folder, self._tracker, self._modules = job, board, modules
+    def __init__(self, job: RunFolder, tracker: SaveTracker, modules: Sequence[ChainModule]) -> None:
+        self._run_folder, self._tracker, self._modules = job, tracker, modules
         self._pipeline: Pipeline | None = None
         self._rank = -1
 
@@ -139,8 +139,8 @@ def _kill_stopped_agent(folder: Path) -> None:
 class AgentClient(PipelineClient):
     """A connection to the node's agent, which is started if there is none, and again if it dies."""
 
-    def __init__(self, job: RunFolder, board: SaveTracker, modules: Sequence[ChainModule], linger_s: float) -> None:
-        self._run_folder, self._tracker, self._linger_s = job, board, linger_s
+    def __init__(self, job: RunFolder, tracker: SaveTracker, modules: Sequence[ChainModule], linger_s: float) -> None:
+        self._run_folder, self._tracker, self._linger_s = job, tracker, linger_s
         self._modules = [describe_module(module) for module in modules]
         self._folder = arena_folder(job)
         self._lock = threading.Condition()

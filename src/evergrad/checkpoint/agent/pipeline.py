@@ -343,8 +343,8 @@ def failure_text(error: Exception) -> str:
 class ArenaReclaimer:
     """The arenas of a node, or of one rank, as whoever finishes what is in them knows them. Thread-safe."""
 
-    def __init__(self, desk: PipelineContext) -> None:
-        self._context = desk
+    def __init__(self, context: PipelineContext) -> None:
+        self._context = context
         self._ended: dict[tuple[int, int], ArenaTicket] = {}
         """(rank, index) → the ticket of the arena whose chain has ended."""
 
@@ -435,14 +435,14 @@ class Flusher:
 
     def __init__(
         self,
-        desk: PipelineContext,
+        context: PipelineContext,
         end: Callable[[ArenaFiles, ArenaTicket], None],
         forget: Callable[[Version, str], None],
     ) -> None:
         """`end` is called when an arena is not read any more, `forget` when a version was retired."""
-        self._context, self._end, self._forget = desk, end, forget
+        self._context, self._end, self._forget = context, end, forget
         self.workers = RankThreads("evergrad-flush")
-        self.shares = UploadDeduplication(desk.run_folder.run_dir)
+        self.shares = UploadDeduplication(context.run_folder.run_dir)
         self._flushing: set[tuple[Version, int]] = set()
         self._away: set[int] = set()
         """Ranks whose last flush failed."""

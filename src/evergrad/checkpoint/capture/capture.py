@@ -290,19 +290,19 @@ class CapturePlan:
 
     def __init__(
         self,
-        template: StateStructure,
+        structure: StateStructure,
         values: ValueTexts,
         sources: SourceTensors,
         header: HeaderRenderer,
         spread: Mapping[int, object],
     ) -> None:
         self.layout: Layout = header.layout
-        self._template = template
+        self._template = structure
         self._values = values
         self._sources = sources
         self._header = header
         self._spread = spread
-        positions = {path: n for n, path in enumerate(template.paths)}
+        positions = {path: n for n, path in enumerate(structure.paths)}
         self._stored = [positions[entry.path] for entry in self.layout.entries]
         self._devices = [device_of(device) for device in dict.fromkeys(sources.cuda) if device is not None]
         self._settled = StepOnlyTensors() if self._devices else None
@@ -322,24 +322,24 @@ class CapturePlan:
             skeleton = flat.skeleton
             if unknown := skeleton.objects():
                 raise StateError("{}: an object of class {} cannot be stored".format(*unknown[0]))
-            template = StateStructure(state, skeleton.root)
-            values = ValueTexts(len(template.slots))
-            leaves = template.read(state)
-            texts = None if leaves is None else values.texts(template.slots, leaves.values)
+            structure = StateStructure(state, skeleton.root)
+            values = ValueTexts(len(structure.slots))
+            leaves = structure.read(state)
+            texts = None if leaves is None else values.texts(structure.slots, leaves.values)
             if texts is None:
                 raise StateError("the state changed while it was read: state_dict() gives something else each time")
             specs = _specs(flat.tensors)
             aliases = skeleton.sharing.aliases({path: spec[1:] for path, spec in specs.items()})
             stored = [spec for path, spec in specs.items() if path not in aliases]
             assert leaves is not None
-            raw = dict(zip(template.paths, leaves.tensors, strict=True))
+            raw = dict(zip(structure.paths, leaves.tensors, strict=True))
             placements = declared(replicated, flat.tensors, skeleton).merged(known(state, raw))
             header = HeaderRenderer(
-                stored, aliases, _around(skeleton, template.text), texts, shard or {}, placements.to_json()
+                stored, aliases, _around(skeleton, structure.text), texts, shard or {}, placements.to_json()
             )
-            tensors = {path: flat.tensors[path] for path in template.paths}
+            tensors = {path: flat.tensors[path] for path in structure.paths}
             spread = {n: spec for n, leaf in enumerate(leaves.tensors) if (spec := sharding_spec(leaf)) is not None}
-            return cls(template, values, SourceTensors(tensors, skeleton.sharing.views), header, spread)
+            return cls(structure, values, SourceTensors(tensors, skeleton.sharing.views), header, spread)
 
     def gather(self, state: object) -> GatheredState | None:
         """Today's tensors and values; None when the state is no longer of the form that was planned."""
@@ -356,8 +356,8 @@ class CapturePlan:
         if tensors is None:
             return None
         stored = [tensors[n] for n in self._stored]
-        settled = self._settled.find(state, stored) if self._settled is not None else frozenset()
-        return GatheredState(stored, values, settled)
+        step_only = self._settled.find(state, stored) if self._settled is not None else frozenset()
+        return GatheredState(stored, values, step_only)
 
     def _pieces(self, leaves: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Today's tensors with this rank's pieces of those that are cut; None if one is cut in another way."""
@@ -508,8 +508,8 @@ class CaptureInFlight:
 class StateCapture:
     """What a trainer has of shared memory. Not for several threads at once."""
 
-    def __init__(self, folder: Path, board: SaveTracker, when_busy: Literal["wait", "refuse"]) -> None:
-        self._folder, self._tracker, self._when_busy = folder, board, when_busy
+    def __init__(self, folder: Path, tracker: SaveTracker, when_busy: Literal["wait", "refuse"]) -> None:
+        self._folder, self._tracker, self._when_busy = folder, tracker, when_busy
         self._plan: CapturePlan | None = None
         self._arenas: list[Arena] = []
         self._targets: dict[int, tuple[CapturePlan, ArenaWriter]] = {}

@@ -437,13 +437,13 @@ class DeviceCopies:
         for device, members in by_device.items():
             self._shares.append(_share(whole, device_of(device), members))
 
-    def start(self, tensors: Sequence[torch.Tensor], settled: frozenset[int]) -> DeviceCopyInFlight | None:
+    def start(self, tensors: Sequence[torch.Tensor], step_only: frozenset[int]) -> DeviceCopyInFlight | None:
         """Begin to copy, out of the tensors of all entries; None if all has ended already."""
         flight = DeviceCopyInFlight()
         try:
             for share in self._shares:
                 if self._pinned:
-                    _begin(share, tensors, settled, flight)
+                    _begin(share, tensors, step_only, flight)
                 else:
                     _copy(share, tensors)
         except BaseException:
@@ -486,14 +486,16 @@ def _moved_as(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _USUAL else _WIDTHS[dtype.itemsize]
 
 
-def _begin(share: _Share, tensors: Sequence[torch.Tensor], settled: frozenset[int], flight: DeviceCopyInFlight) -> None:
+def _begin(
+    share: _Share, tensors: Sequence[torch.Tensor], step_only: frozenset[int], flight: DeviceCopyInFlight
+) -> None:
     """Put the copies of one device on its streams."""
     device = share.device
     now, beside = device.current(), device.side()
     direct, later, staged = _Pairs([], []), _Pairs([], []), _Pairs([], [])
     _stage(share, tensors, staged, direct)
     for n, pieces, place in share.large:
-        _add(later if n in settled else direct, tensors[n], pieces, place)
+        _add(later if n in step_only else direct, tensors[n], pieces, place)
     flight.keep([*direct.sources, *later.sources, *staged.sources])
     device.copy(now, *direct)
     end = device.record_event(now)

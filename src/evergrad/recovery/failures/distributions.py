@@ -107,16 +107,16 @@ def read_line(text: str) -> list[Failure]:
     name, *rest = text.split()
     try:
         words = read_words(rest, (*_OWN, *_FURTHER))
-        own = {word: words.pop(word) for word in _OWN if word in words}
-        if "until" not in own:
+        local_state = {word: words.pop(word) for word in _OWN if word in words}
+        if "until" not in local_state:
             raise UsageError("until=END is missing: expected where the schedule ends, in steps or seconds")
         for word in ("mean", "scale", "shape", "until", "ranks"):
-            if word in own:
-                own[word] = _number(word, own[word])
-        if "nodes" in own:
-            nodes = own["nodes"]
-            own["nodes"] = int(nodes) if nodes.isdigit() else nodes.split(",")
-        return draw_failures(name, **own, words=words)
+            if word in local_state:
+                local_state[word] = _number(word, local_state[word])
+        if "nodes" in local_state:
+            nodes = local_state["nodes"]
+            local_state["nodes"] = int(nodes) if nodes.isdigit() else nodes.split(",")
+        return draw_failures(name, **local_state, words=words)
     except UsageError as error:
         said = as_sentence(error).removeprefix(f"{name}: ")
         raise UsageError(f"failure {short_repr(text)}: {said} Example: {_EXAMPLE}") from None
@@ -204,7 +204,7 @@ def _targets(ranks: int | None, nodes: int | Sequence[str] | None) -> list[dict[
 
 def _further(kind: str, kinds: Sequence[str], words: Mapping[str, Any]) -> dict[str, Any]:
     """The further words of one kind's failures: its own before those of all, and those before the defaults."""
-    found, own = dict(DEFAULTS.get(kind, {})), dict[str, Any]()
+    found, local_state = dict(DEFAULTS.get(kind, {})), dict[str, Any]()
     for given, value in words.items():
         first, dot, word = given.rpartition(".")
         word = "for" if word == "for_s" else word
@@ -218,8 +218,8 @@ def _further(kind: str, kinds: Sequence[str], words: Mapping[str, Any]) -> dict[
         if not dot and not set(takers) & set(kinds):
             raise UsageError(f"{given}: expected {' or '.join(takers)} among kinds with it")
         if kind == first or (not dot and kind in takers):
-            (own if dot else found)[word] = _value(word, value)
-    return {word: value for word, value in (found | own).items() if value is not None}
+            (local_state if dot else found)[word] = _value(word, value)
+    return {word: value for word, value in (found | local_state).items() if value is not None}
 
 
 def _value(word: str, value: Any) -> Any:

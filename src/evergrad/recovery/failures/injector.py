@@ -434,20 +434,20 @@ def _ask(client: SignedStore, number: int, uids: Sequence[int]) -> None:
 class FailureSites:
     """This rank's sites; without a schedule none of them costs anything."""
 
-    def __init__(self, failures: Failures, crew: Worker, nodes: Sequence[str], tell: Callable[..., None]) -> None:
+    def __init__(self, failures: Failures, worker: Worker, nodes: Sequence[str], tell: Callable[..., None]) -> None:
         from evergrad.recovery.worker import ElasticWorker  # it brings torch along, which triggers do without
 
         self._nodes = nodes
         self._trigger: FailureTrigger | None = None
         self._acts: ProcessFailureEffects | None = None
-        if failures and isinstance(crew, ElasticWorker):
+        if failures and isinstance(worker, ElasticWorker):
 
             def claim(key: str, text: str) -> str:
-                return crew.client.claim(key, text)  # whichever connection it has by then
+                return worker.client.claim(key, text)  # whichever connection it has by then
 
-            self._worker = crew
+            self._worker = worker
             self._acts = ProcessFailureEffects(
-                tell, find=lambda ranks: _find(crew, ranks), send=lambda *how: _send(crew, *how)
+                tell, find=lambda ranks: _find(worker, ranks), send=lambda *how: _send(worker, *how)
             )
             self._trigger = FailureTrigger(failures, claim=claim, acts=self._acts)
 
@@ -469,16 +469,16 @@ class FailureSites:
         """This rank is at a site; it may not come back from there."""
         assert self._trigger is not None
         assert self._acts is not None
-        crew = self._worker
-        generation = crew.plan.generation
+        worker = self._worker
+        generation = worker.plan.generation
         if self._trigger.is_armed(step, generation):
-            nodes = [self._node_of(crew, uid) for uid in crew.plan.members]
+            nodes = [self._node_of(worker, uid) for uid in worker.plan.members]
             self._trigger.reach(
                 phase,
                 step=step,
                 generation=generation,
-                rank=crew.rank,
-                members=crew.plan.members,
+                rank=worker.rank,
+                members=worker.plan.members,
                 nodes=nodes,
                 bucket=bucket,
                 at=at,
@@ -507,20 +507,22 @@ class FailureSites:
             lambda *_: site(Phase.BACKWARD) if trains() and syncs.require_backward_grad_sync else None
         )
 
-    def _node_of(self, crew: ElasticWorker, uid: int) -> str:
+    def _node_of(self, worker: ElasticWorker, uid: int) -> str:
         if uid < len(self._nodes):
             return self._nodes[uid]
-        node: str = json.loads(crew.client.get(StoreKeys.joined(uid)))["node"]  # it was started later than this process
+        node: str = json.loads(worker.client.get(StoreKeys.joined(uid)))[
+            "node"
+        ]  # it was started later than this process
         return node
 
 
-def _find(crew: ElasticWorker, ranks: Sequence[int]) -> list[tuple[int, int | None]]:
+def _find(worker: ElasticWorker, ranks: Sequence[int]) -> list[tuple[int, int | None]]:
     """Whose process each of these ranks is."""
-    uids = [crew.plan.members[rank] for rank in ranks]
-    about = {uid: json.loads(crew.client.get(StoreKeys.joined(uid))) for uid in uids}
+    uids = [worker.plan.members[rank] for rank in ranks]
+    about = {uid: json.loads(worker.client.get(StoreKeys.joined(uid))) for uid in uids}
     is_spread, node = os.environ.get("EVERGRAD_MULTINODE") == "1", os.environ.get("EVERGRAD_NODE")
     return [(uid, None if is_spread and about[uid]["node"] != node else about[uid]["pid"]) for uid in uids]
 
 
-def _send(crew: ElasticWorker, number: int, uids: Sequence[int], whole_node: bool) -> None:
-    send_signal(crew.client, number, uids, env=os.environ, whole_node=whole_node)
+def _send(worker: ElasticWorker, number: int, uids: Sequence[int], whole_node: bool) -> None:
+    send_signal(worker.client, number, uids, env=os.environ, whole_node=whole_node)

@@ -67,7 +67,7 @@ class LocalStateGuard:
             if buffer._version == noted.versions[number]
         )
 
-    def check(self, group: Group, keeping: NeighbourState, before_uid: int, *, step: int) -> GuardResult:
+    def check(self, group: Group, neighbour_state: NeighbourState, before_uid: int, *, step: int) -> GuardResult:
         """Compare all witnesses, and heal. Every rank calls it; `before_uid` is whom `keeping` keeps for.
 
         `unknown` if nothing was noted; `GroupBroken` if the group breaks.
@@ -76,7 +76,7 @@ class LocalStateGuard:
         if self._noted is None or len({*everyone}) > 1:
             return GuardResult(Check.UNKNOWN, step, why="buffers: no point that all ranks have noted")
         noted = self._noted
-        kept = keeping.find(before_uid, noted.point) if group.size > 1 else None
+        kept = neighbour_state.find(before_uid, noted.point) if group.size > 1 else None
         theirs = self._swap_digests(group, kept)
         actions, mine = self._judge(group.rank, theirs)
         mine += self._mend(group, kept, actions, self._swap_actions(group, actions))

@@ -63,14 +63,14 @@ class JobGuard:
 
     def read(self, buckets: Iterable[torch.Tensor], scale: float | None) -> None:
         """The gradients of a step are reduced: tell the engine what this rank thinks of them, before the point."""
-        engine, self._reading = self.barrier, self._norms.read(buckets, scale)
+        barrier, self._reading = self.barrier, self._norms.read(buckets, scale)
         is_odd = self._reading.is_suspicious
-        engine.suspicious = is_odd and engine.tries == 0
-        if engine.suspicious or (is_odd and engine.worker.rank == 0):
-            again = "" if engine.suspicious else "; it is so the second time too, and goes on"
-            _log.warning("rank %d, step %d: %s%s", engine.worker.rank, engine.position.step, self._reading.why, again)
+        barrier.suspicious = is_odd and barrier.tries == 0
+        if barrier.suspicious or (is_odd and barrier.worker.rank == 0):
+            again = "" if barrier.suspicious else "; it is so the second time too, and goes on"
+            _log.warning("rank %d, step %d: %s%s", barrier.worker.rank, barrier.position.step, self._reading.why, again)
             self.record_event(
-                "step_suspicious", step=engine.position.step, tries=engine.tries, reason=self._reading.why + again
+                "step_suspicious", step=barrier.position.step, tries=barrier.tries, reason=self._reading.why + again
             )
 
     @property
@@ -98,37 +98,39 @@ class JobGuard:
         self.is_sound = self.barrier.suspicious = False
         self.barrier.tries = 0
 
-    def is_due(self, *, saves: bool) -> bool:
+    def is_due(self, *, checkpoints: bool) -> bool:
         """Whether all ranks are to compare what they have, before the next step."""
-        engine, step = self.barrier, self.barrier.position.step
-        now = step, engine.worker.plan.generation
+        barrier, step = self.barrier, self.barrier.position.step
+        now = step, barrier.worker.plan.generation
         if self._suspected_in == now[1]:
             return True
-        if engine.stepped_in != now[1]:
+        if barrier.stepped_in != now[1]:
             return False  # somebody may have joined, and knows its optimizers only when it has stepped once
         # Where others repair this step they do not come by here.
-        return not engine.is_repairing and now != self._checked and (saves or self._replica_check.is_due(step))
+        return not barrier.is_repairing and now != self._checked and (checkpoints or self._replica_check.is_due(step))
 
     def check(self, optimizers: Sequence[Optimizer]) -> GuardResult:
         """Compare, and heal; `GroupBroken` if the group breaks."""
-        engine, group = self.barrier, self.barrier.worker.group()
-        step, members = engine.position.step, engine.worker.plan.members
+        barrier, group = self.barrier, self.barrier.worker.group()
+        step, members = barrier.position.step, barrier.worker.plan.members
         checked = self._replica_check.check(group, replica_of(self.model, optimizers), step=step)
-        if self._suspected_in != engine.worker.plan.generation and checked.status is not Check.FAILED:
-            own = self._local_guard.check(group, engine.neighbour_state, members[group.before], step=step)
-            if own.status in (Check.DEGRADED, Check.FAILED):
-                checked = own
+        if self._suspected_in != barrier.worker.plan.generation and checked.status is not Check.FAILED:
+            local_state = self._local_guard.check(group, barrier.neighbour_state, members[group.before], step=step)
+            if local_state.status in (Check.DEGRADED, Check.FAILED):
+                checked = local_state
                 if group.rank == 0:
-                    self.record_event("guard_check", step=step, status=str(own.status), reason=own.why, what="buffers")
+                    self.record_event(
+                        "guard_check", step=step, status=str(local_state.status), reason=local_state.why, what="buffers"
+                    )
         for each in [each for each in checked.differences if each.rank == group.rank][:_SAID]:
             done = "healed" if each.healed else "not healed"
             _log.warning("rank %d, step %d: %s: %s; %s", each.rank, step, each.path, each.what, done)
         if group.rank == 0 and checked.status is Check.DEGRADED:
             # Until it was healed, what differed was part of every step's gradients.
-            engine.note_inexact(f"step {step}: the guard {checked.why}")
-            engine.note_diverged("")
+            barrier.note_inexact(f"step {step}: the guard {checked.why}")
+            barrier.note_diverged("")
         self._suspected_in = -1
-        self._checked = step, engine.worker.plan.generation
+        self._checked = step, barrier.worker.plan.generation
         doubts = torch.tensor([float(not checked.is_verified)])
         group.all_reduce(doubts, "max").wait()  # what is out of range is known only to who was there before
         self.is_sound = not doubts.item()

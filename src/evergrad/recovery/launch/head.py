@@ -179,7 +179,7 @@ class RemoteNodes(ProcessSet):
 
     def health(self) -> dict[int, ProcessHealth]:
         """As their launchers saw them last; they come a beat late, and so does what is found in them."""
-        return {uid: vital for node in self._present() for uid, vital in node.vitals.items()}
+        return {uid: process_health for node in self._present() for uid, process_health in node.vitals.items()}
 
     def stack(self, uid: int) -> str:
         """As its launcher saw it, not long ago."""
@@ -246,7 +246,7 @@ class RemoteNodes(ProcessSet):
         elif kind == "exit":
             with self._lock:
                 child = node.children.pop(word["uid"], None)
-                node.vitals = {uid: vital for uid, vital in node.vitals.items() if uid != word["uid"]}
+                node.vitals = {uid: process_health for uid, process_health in node.vitals.items() if uid != word["uid"]}
             if child is not None:
                 self._report(ProcessExit(child, word["code"]))
         else:
@@ -259,9 +259,11 @@ class RemoteNodes(ProcessSet):
         if beat is not None and beat.number > node.beat:  # an older one, brought back by somebody, is none
             node.beat, node.heard_s = beat.number, now
             with self._lock:
-                here = [vital for vital in beat.vitals if vital.uid in node.children]
-                node.vitals = {vital.uid: vital for vital in here}
-                node.stacks |= {vital.uid: vital.stack for vital in here if vital.stack}
+                here = [process_health for process_health in beat.vitals if process_health.uid in node.children]
+                node.vitals = {process_health.uid: process_health for process_health in here}
+                node.stacks |= {
+                    process_health.uid: process_health.stack for process_health in here if process_health.stack
+                }
         elif now - node.heard_s >= (self._lease_s if node.beat >= 0 else _BEGINS_WITHIN_S):
             why = f"is on node {node.name} ({node.machine}), which cannot be heard for {now - node.heard_s:.1f} s"
             self._depart(node, why)
@@ -327,15 +329,15 @@ class NodeMembership:
         store: SignedStore,
         coordinator: Coordinator,
         *,
-        crowd: ProcessSet,
+        processes: ProcessSet,
         relay: OutputRelay,
         recorder: Recorder,
-        announcer: EventLog,
+        event_log: EventLog,
         begun_mono: float,
     ) -> None:
         self._settings, self._nodes, self._places, self._store = settings, nodes, places, store
-        self._coordinator, self._processes, self._relay, self._recorder = coordinator, crowd, relay, recorder
-        self._event_log, self._begun_mono = announcer, begun_mono
+        self._coordinator, self._processes, self._relay, self._recorder = coordinator, processes, relay, recorder
+        self._event_log, self._begun_mono = event_log, begun_mono
         self._until_s: float | None = time.monotonic() + settings.rendezvous_timeout_s
         """How long those that have not come yet are waited for; None: all have, or the job is given up."""
 
@@ -371,15 +373,17 @@ class NodeMembership:
 
     def _welcome(self, arrival: NodeArrival) -> None:
         """What a node starts with; one that comes again brings spares, which the job grows by where it has shrunk."""
-        own = [place for place in self._settings.places() if place.node == arrival.node]
+        local_state = [place for place in self._settings.places() if place.node == arrival.node]
         name = self._settings.names[arrival.node]
         if not arrival.is_first:
-            own = [self._places.add(place.node, place.device) for place in own]
-            for place in own:
+            local_state = [self._places.add(place.node, place.device) for place in local_state]
+            for place in local_state:
                 self._coordinator.add_spare(place.uid)
-            self._relay.print_line(f"node {name} is back, on {arrival.machine}: {count_of(len(own), 'spare')}")
-        self._recorder.record("node_joined", node=name, machine=arrival.machine, uids=[place.uid for place in own])
-        self._nodes.accept(arrival, own, self._places.nodes, time.monotonic() - self._begun_mono)
+            self._relay.print_line(f"node {name} is back, on {arrival.machine}: {count_of(len(local_state), 'spare')}")
+        self._recorder.record(
+            "node_joined", node=name, machine=arrival.machine, uids=[place.uid for place in local_state]
+        )
+        self._nodes.accept(arrival, local_state, self._places.nodes, time.monotonic() - self._begun_mono)
 
     def _handle_departure(self, gone: NodeDeparture) -> None:
         name, count = self._settings.names[gone.node], count_of(len(gone.uids), "process", "processes")

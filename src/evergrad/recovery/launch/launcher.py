@@ -130,20 +130,20 @@ class StoreQueries:
         self._tested: dict[int, tuple[int, int]] = {}
         """By uid, the beat at which a process asked, and its beat when the store was known to answer after that."""
 
-    def unanswered(self, vitals: Mapping[int, ProcessHealth], test: Callable[[], None]) -> dict[int, ProcessHealth]:
+    def unanswered(self, health: Mapping[int, ProcessHealth], test: Callable[[], None]) -> dict[int, ProcessHealth]:
         """The same, but that nobody waits for an answer that the store may owe; `test` returns when it has answered."""
-        has_tested, found = False, dict(vitals)
-        for uid, vital in vitals.items():
-            asked_at = vital.beats - vital.asks_beats
+        has_tested, found = False, dict(health)
+        for uid, process_health in health.items():
+            asked_at = process_health.beats - process_health.asks_beats
             known_at, beats = self._tested.get(uid, (-1, 0))
-            if not vital.asks_s or (known_at == asked_at and vital.beats - beats >= _BEATS):
+            if not process_health.asks_s or (known_at == asked_at and process_health.beats - beats >= _BEATS):
                 continue
-            found[uid] = replace(vital, asks_s=0.0, asks_beats=0)
-            if known_at != asked_at and vital.asks_beats >= _BEATS:
+            found[uid] = replace(process_health, asks_s=0.0, asks_beats=0)
+            if known_at != asked_at and process_health.asks_beats >= _BEATS:
                 if not has_tested:
                     test()
                     has_tested = True
-                self._tested[uid] = asked_at, vital.beats
+                self._tested[uid] = asked_at, process_health.beats
         return found
 
 
@@ -153,7 +153,7 @@ class LivenessMonitor:
     def __init__(
         self,
         settings: LaunchSettings,
-        crowd: ProcessSet,
+        processes: ProcessSet,
         relay: OutputRelay,
         recorder: Recorder,
         *,
@@ -161,7 +161,7 @@ class LivenessMonitor:
         forsake: Callable[[int], None],
     ) -> None:
         """`forsake` is told of a process that is lost and that nobody kills."""
-        self._settings, self._processes, self._relay, self._recorder = settings, crowd, relay, recorder
+        self._settings, self._processes, self._relay, self._recorder = settings, processes, relay, recorder
         self._label_of, self._forsake = label_of, forsake
         self._rules, self._store_queries = LivenessRules(settings.patience), StoreQueries()
         self._next_s = 0.0
@@ -172,17 +172,21 @@ class LivenessMonitor:
         now = time.monotonic()
         if coordinator is None or coordinator.outcome is not None or now < self._next_s:
             return
-        patience, last_s, self._last_s = self._settings.patience, self._last_s, now
-        self._next_s = now + patience.beat_s
-        if now - last_s > max(1.0, 4 * patience.beat_s):
+        timeouts, last_s, self._last_s = self._settings.patience, self._last_s, now
+        self._next_s = now + timeouts.beat_s
+        if now - last_s > max(1.0, 4 * timeouts.beat_s):
             # It is this process that was not there, and with it the store: let everyone show itself first.
-            self._next_s = now + patience.heartbeat_timeout_s + 1.0
+            self._next_s = now + timeouts.heartbeat_timeout_s + 1.0
             self._last_s = self._next_s
             return
         generation, members = coordinator.membership
-        vitals = {uid: vital for uid, vital in self._processes.health().items() if not coordinator.is_out(uid)}
-        vitals = self._store_queries.unanswered(vitals, coordinator.await_store)
-        for finding in self._rules.judge(vitals, members, generation, now):
+        health = {
+            uid: process_health
+            for uid, process_health in self._processes.health().items()
+            if not coordinator.is_out(uid)
+        }
+        health = self._store_queries.unanswered(health, coordinator.await_store)
+        for finding in self._rules.judge(health, members, generation, now):
             self._act_on(finding, coordinator)
 
     def _act_on(self, finding: LivenessFinding, coordinator: Coordinator) -> None:
@@ -412,10 +416,10 @@ class _JobLauncher:
                 self._places,
                 store,
                 coordinator,
-                crowd=self._processes,
+                processes=self._processes,
                 relay=self._relay,
                 recorder=self._recorder,
-                announcer=self._event_log,
+                event_log=self._event_log,
                 begun_mono=self._begun_mono,
             )
         gone, self._gone_early = self._gone_early, []

@@ -77,7 +77,7 @@ def run_node(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
                 run / "logs", all_to_stderr=as_json, status=lambda: f"node {name} of the job at {head.host}"
             )
             with closing(relay):
-                household = NodeProcesses(
+                node_processes = NodeProcesses(
                     settings,
                     children,
                     relay,
@@ -87,9 +87,9 @@ def run_node(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
                     port=head.port,
                     begun_mono=time.monotonic() - answer["running_s"],
                 )
-                with closing(household):
+                with closing(node_processes):
                     ended = partial(_summary, begun_s=begun_s, run=run)
-                    post = _NodeLauncher(settings, head, name, client, attempt, household, relay, recorder, ended)
+                    post = _NodeLauncher(settings, head, name, client, attempt, node_processes, relay, recorder, ended)
                     summary = post.stay(answer, children.wake)
                 relay.close("" if as_json else f"{name}: {post.last or summary.outcome}")
         post.leave()
@@ -106,7 +106,7 @@ class _NodeLauncher:
         name: str,
         client: StoreClient,
         attempt: int,
-        household: NodeProcesses,
+        node_processes: NodeProcesses,
         relay: OutputRelay,
         recorder: Recorder,
         ended: Callable[[str, int, str], Summary],
@@ -117,7 +117,7 @@ class _NodeLauncher:
         assert settings.node_rank is not None
         self._settings, self._head, self._name, self._client = settings, head, name, client
         self._node, self._attempt = settings.node_rank, attempt
-        self._node_processes, self._relay, self._recorder, self._ended = household, relay, recorder, ended
+        self._node_processes, self._relay, self._recorder, self._ended = node_processes, relay, recorder, ended
         self._words = Outbox(client, NodeKeys.words(self._node, attempt))
         self._lease_s = lease_s(settings.patience)
         self._orders: deque[dict[str, Any]] = deque()
@@ -233,10 +233,13 @@ class _NodeLauncher:
     def _look_at_vitals(self) -> None:
         """For the next beat; with stacks now and then."""
         self._turn += 1
-        vitals = self._node_processes.health()
+        health = self._node_processes.health()
         if self._turn % _STACKS_EVERY == 0:
-            vitals = {uid: replace(vital, stack=self._node_processes.stack(uid)) for uid, vital in vitals.items()}
-        self._vitals = tuple(vitals.values())
+            health = {
+                uid: replace(process_health, stack=self._node_processes.stack(uid))
+                for uid, process_health in health.items()
+            }
+        self._vitals = tuple(health.values())
 
     def _look_at_lease(self) -> None:
         silent_s = time.monotonic() - self._answered_s

@@ -138,7 +138,7 @@ class Inbox:
         return found
 
 
-def lease_s(patience: LivenessTimeouts) -> float:
+def lease_s(timeouts: LivenessTimeouts) -> float:
     """For how long a node may be silent.
 
     Twice what a process may: of a process the kernel says whether it is stopped, of a node nobody does, and to lose one
@@ -146,4 +146,4 @@ def lease_s(patience: LivenessTimeouts) -> float:
     (0.2 and 0.4 s until they are sent again), and a machine as busy as training makes it may be late by a second on
     top.
     """
-    return _LEASE * patience.heartbeat_timeout_s
+    return _LEASE * timeouts.heartbeat_timeout_s

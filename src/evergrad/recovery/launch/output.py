@@ -112,9 +112,9 @@ class OutputRelay:
         """From now on this process too."""
         path = self._logs / f"{child.uid}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        for fd, is_error, own in ((child.stdout, False, log), (child.stderr, True, os.dup(log))):
+        for fd, is_error, local_state in ((child.stdout, False, log), (child.stderr, True, os.dup(log))):
             os.set_blocking(fd, False)
-            self._new.append((fd, _Pipe(child.label, child.uid, is_error, own)))
+            self._new.append((fd, _Pipe(child.label, child.uid, is_error, local_state)))
         self._wake()
 
     def print_line(self, text: str) -> None:

@@ -328,7 +328,7 @@ class JobProcesses(ProcessSet):
 
     def health(self) -> dict[int, ProcessHealth]:
         """Of all."""
-        return {uid: vital for part in self._parts() for uid, vital in part.health().items()}
+        return {uid: process_health for part in self._parts() for uid, process_health in part.health().items()}
 
     def stack(self, uid: int) -> str:
         """Of whoever knows."""
