@@ -31,7 +31,7 @@ _BYTES = 8192
 _BEATS, _BEAT_AT, _BEATS_WHEN_ASKED, _WAITS_SINCE, _WAITED, _WAITS, _ASKS_SINCE, _TURN, _LENGTH = range(9)
 _STACK = 128
 _FRAMES = 24
-_NAME = "evergrad-pulse"
+_NAME = "evergrad-heartbeat"
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _NOT_THEIRS = (_HERE, _PYTHON, "/site-packages/", '"<frozen')
@@ -165,7 +165,7 @@ class HeartbeatThreads:
         self._main = threading.main_thread().ident
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
-            for work, name in ((self._beat, "evergrad-pulse"), (self._ask_on, "evergrad-asks"))
+            for work, name in ((self._beat, "evergrad-heartbeat"), (self._ask_on, "evergrad-asks"))
         ]
 
     def start(self) -> None:

@@ -1,6 +1,6 @@
 """This process among the others: which generation it is in, its group, and how it gets into the next one.
 
-A crew is one of three kinds: `ElasticWorker` by `evergrad run`, which goes on after losses, in `launched`;
+A worker is one of three kinds: `ElasticWorker` by `evergrad run`, which goes on after losses;
 `StaticWorker`, under
 torchrun and its like, which ends with the first loss for someone else to start again; `SingleWorker`.
 """

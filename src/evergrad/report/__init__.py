@@ -1,6 +1,6 @@
 """Reports: one self-contained page for a study, a run or its checkpoints, which opens without a network.
 
-`page` is what every report is made of: prose, tables that sort, figures, commands. The modules beside it each
+`html` is what every report is made of: prose, tables that sort, figures, commands. The modules beside it each
 know one kind of report and turn what lies on disk into such a page. Nothing here imports torch.
 """
 

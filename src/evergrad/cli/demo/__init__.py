@@ -32,7 +32,7 @@ class Chapter:
     show: Callable[[Path, Callable[[str], None], Callable[..., None]], dict[str, Json]]
     """Does it in a folder, says what is to be seen, and runs verbs of the command line; gives the facts back."""
     num_processes: int = 0
-    """How many processes of its own it starts: see `demo_forks`."""
+    """How many processes of its own it starts: see `processes`."""
 
 
 CHAPTERS = (

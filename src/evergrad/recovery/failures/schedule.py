@@ -24,12 +24,12 @@ that is decided, its group is formed and joiners get the state. `where` selects 
 (`model/fc.weight`, `optimizer/**`), `bits` is `sign`, `exponent`, `exponent-msb`, `mantissa`, a number or `1-8`, and
 FAULT one of the injector's with its settings: `scale:factor=4500`, `stuckat:value=1,bits=exponent`.
 
-A line may also stand for many failures, drawn from a distribution of the time between them (see `chances`):
+A line may also stand for many failures, drawn from a distribution of the time between them (see `distributions`):
 
     exponential  mean=M  until=END  [unit=steps|seconds]  [kinds=kill:3,stop]  [ranks=N|nodes=N]  [seed=S]
     weibull      mean=M|scale=L  shape=K  until=END  …
 
-Nothing happens here: `triggers` says when, and `acts` does it.
+Nothing happens here: `injector` carries a schedule out.
 """
 
 from __future__ import annotations

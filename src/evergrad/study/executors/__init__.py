@@ -1,7 +1,7 @@
 """Where trials run: `local.LocalProcesses` on this machine, `dask.DaskCluster` on any cluster that Dask runs on,
 `slurm.SlurmCluster` in jobs of Slurm.
 
-The contract is in `contract`; `evergrad.testing.ExecutorContract` holds any executor to it.
+The contract is in `base`; `evergrad.testing.ExecutorContract` holds any executor to it.
 """
 
 # Nothing is imported here: every worker process comes through this package.

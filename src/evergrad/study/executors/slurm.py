@@ -5,7 +5,7 @@ can read, and nothing else is listened to. Where it breaks, the other end is gon
 once, one that has not begun by then ends when it does, and a machine that is gone is noticed after `wire.SILENCE_S`.
 Before its time limit a job finishes what it is at and another takes its place.
 
-No thread: see `feeding`. What a worker prints is in `logs/` in the folder.
+No thread: see `base.QueueingExecutor`. What a worker prints is in `logs/` in the folder.
 """
 
 from __future__ import annotations
