@@ -96,7 +96,7 @@ def test_a_store_that_is_gone_ends_the_asking() -> None:
     before = page.read(0, os.getpid()).beats
     await_true(lambda: page.read(0, os.getpid()).beats > before), "it lives all the same"
     pulse.close()
-    assert "evergrad-pulse" not in {thread.name for thread in threading.enumerate()}
+    assert "evergrad-heartbeat" not in {thread.name for thread in threading.enumerate()}
     page.close()
 
 

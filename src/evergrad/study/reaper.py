@@ -3,7 +3,8 @@
     python -I -S reaper.py DESCRIPTOR PROGRAM ARGUMENT …
 
 A script of its own with hardly an import, so that it starts in no time. The descriptor is one end of a socket whose
-other end `external_process` holds: its end-of-file means that the program is to be ended, and comes also when whoever holds it
+other end `external_process` holds: its end-of-file means that the program is to be ended, and comes also when
+whoever holds it
 dies, by SIGKILL too. What the program has started and left behind becomes a child of this process, whatever session or
 group it is in, and so none of it stays.
 """

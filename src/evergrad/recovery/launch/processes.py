@@ -271,7 +271,8 @@ def _has_terminal() -> bool:
     return True
 
 
-# The processes of a job, wherever they run: here (`local_processes`), on other nodes (`head`), or both (`JobProcesses`).
+# The processes of a job, wherever they run: here (`local_processes`), on other nodes (`head`), or both
+# (`JobProcesses`).
 
 
 class ProcessSet(ABC):

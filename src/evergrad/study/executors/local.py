@@ -1,6 +1,7 @@
 """Worker processes on this machine, each with one task at a time.
 
-No thread (see `base.QueueingExecutor`) and no fork. Descriptors of the runner, the lock of the study's folder among them, do not
+No thread (see `base.QueueingExecutor`) and no fork. Descriptors of the runner, the lock of the study's folder among
+them, do not
 reach the workers. What a worker prints is in `logs/` in the folder.
 """
 
