@@ -1,7 +1,7 @@
 """This process among the others: which generation it is in, its group, and how it gets into the next one.
 
-A worker is one of three kinds: `ElasticWorker`, started by `evergrad run`, continues after losses; `StaticWorker`, under
-torchrun and its like, ends with the first loss for someone else to start again; `SingleWorker` is alone.
+A worker is one of three kinds: `ElasticWorker`, started by `evergrad run`, continues after losses; `StaticWorker`,
+under torchrun and its like, ends with the first loss for someone else to start again; `SingleWorker` is alone.
 """
 
 from __future__ import annotations
