@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 import evergrad as eg
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Site
 from evergrad.checkpoint.version import Version
 from evergrad.testing.tier_contract import capture_shard

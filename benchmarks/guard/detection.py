@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from evergrad.dtypes import DType
 from evergrad.records import Check
-from evergrad.recovery.guard.buffers import LocalStateGuard
+from evergrad.recovery.guard.local_state_guard import LocalStateGuard
 from evergrad.recovery.guard.norms import GradientNorms, MagnitudeHistory
 from evergrad.recovery.guard.replicas import GuardResult, GuardSettings, ReplicaCheck, replica_of
 from evergrad.recovery.local_state import LocalState, NeighbourState

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from evergrad.checkpoint.restore.load import prepare
+from evergrad.checkpoint.restore.load_state import prepare
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.state import Skeleton, flatten

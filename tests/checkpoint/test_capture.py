@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import evergrad as eg
 from evergrad.checkpoint.capture.capture import ArenaWriter, CapturePlan
-from evergrad.checkpoint.layout import ParsedHeader, parse_header
+from evergrad.checkpoint.shard_layout import ParsedHeader, parse_header
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.records import Role

@@ -21,8 +21,8 @@ from evergrad.checkpoint.catalogue.history import CatalogueJournal
 from evergrad.checkpoint.catalogue.lineage import Lineage, LineageNode, draw, draw_svg, trace_lineage
 from evergrad.checkpoint.catalogue.pins import Pins
 from evergrad.checkpoint.catalogue.verify import check_version
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import RunFolder
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Local
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FileAccessError, UsageError

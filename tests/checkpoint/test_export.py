@@ -21,9 +21,9 @@ import evergrad as eg
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.export import Exported, export_version, gather_whole
 from evergrad.checkpoint.catalogue.verify import check_version
-from evergrad.checkpoint.layout import cut, parse_header
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
+from evergrad.checkpoint.shard_layout import cut, parse_header
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Local, Persistent
 from evergrad.checkpoint.version import Version
 from evergrad.errors import DamagedFile, EvergradError, RestoreError, UnknownTensor, UsageError

@@ -23,7 +23,7 @@ from evergrad.checkpoint.agent.client import ThreadClient
 from evergrad.checkpoint.agent.inventory import CompletionLog
 from evergrad.checkpoint.capture.capture import CaptureInFlight, _finish
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Work
 from evergrad.checkpoint.tiers.commits import CommitIndex
 from evergrad.checkpoint.tiers.object_store import PosixBucket

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 
 import evergrad as eg
-from evergrad.checkpoint.layout import ALIGNMENT, SHARD_KEY, HeaderRenderer, TensorSpec, escaped, parse_header
+from evergrad.checkpoint.shard_layout import ALIGNMENT, SHARD_KEY, HeaderRenderer, TensorSpec, escaped, parse_header
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError
 from evergrad.formats.safetensors import MAX_HEADER_BYTES, SKELETON_KEY
@@ -181,5 +181,5 @@ def test_a_header_that_contradicts_itself_is_refused_in_one_line(change: Any) ->
 
 
 def test_reading_a_header_needs_no_torch() -> None:
-    check = "import sys, evergrad.checkpoint.layout\nassert 'torch' not in sys.modules"
+    check = "import sys, evergrad.checkpoint.shard_layout\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)

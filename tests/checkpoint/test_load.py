@@ -18,7 +18,7 @@ from hypothesis import given
 from sources import MemorySource, SharedSource, bytes_of, load, network, refusal
 from torch import nn
 
-from evergrad.checkpoint.restore.load import prepare
+from evergrad.checkpoint.restore.load_state import prepare
 from evergrad.errors import StateError, UnknownTensor, UsageError
 from evergrad.state import flatten, unflatten
 from evergrad.testing import raw_bytes
@@ -305,7 +305,7 @@ def test_no_second_copy_of_the_state_is_made() -> None:
 import re, sys, threading, torch
 sys.path.insert(0, "tests/checkpoint")
 from sources import MemorySource
-from evergrad.checkpoint.restore.load import prepare
+from evergrad.checkpoint.restore.load_state import prepare
 
 def anonymous():
     return int(re.search(r"^Anonymous: +(\\d+) kB", open("/proc/self/smaps_rollup").read(), re.M)[1]) / 1024

@@ -13,7 +13,7 @@ import torch
 from sources import MemorySource, SharedSource, bytes_of, load, network, refusal
 from torch import nn
 
-from evergrad.checkpoint.restore.load import prepare
+from evergrad.checkpoint.restore.load_state import prepare
 from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError
 from evergrad.state import flatten

@@ -19,7 +19,7 @@ from torch import distributed
 
 import evergrad as eg
 from evergrad.checkpoint.agent.pipeline import Pipeline
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.errors import EvergradError, TierError, UsageError
 from evergrad.testing import StorageCalls
 from ranks import Rank, run_ranks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import evergrad as eg
 from evergrad.checkpoint import Progress, Version
-from evergrad.checkpoint.policy import SavePolicyRuntime, checked_policies, daly_interval_s
+from evergrad.checkpoint.save_policy import SavePolicyRuntime, checked_policies, daly_interval_s
 from evergrad.errors import TierError, UsageError
 
 

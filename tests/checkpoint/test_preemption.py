@@ -20,7 +20,7 @@ from torch import distributed
 
 import evergrad as eg
 from evergrad.checkpoint import Progress
-from evergrad.checkpoint.policy import SavePolicyRuntime
+from evergrad.checkpoint.save_policy import SavePolicyRuntime
 from evergrad.checkpoint.tiers import Work
 from evergrad.errors import CheckpointError
 from ranks import Rank, Ranks, run_ranks

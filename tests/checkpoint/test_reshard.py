@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import evergrad as eg
-from evergrad.checkpoint.placement import ALL, Placements, TensorPiece
+from evergrad.checkpoint.tensor_placement import ALL, Placements, TensorPiece
 from evergrad.errors import DamagedFile, RestoreError
 from ranks import Rank, run_ranks
 

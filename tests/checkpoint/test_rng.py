@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import MemorySource
 
-from evergrad.checkpoint.restore.load import prepare
+from evergrad.checkpoint.restore.load_state import prepare
 from evergrad.checkpoint.rng import rng_state
 from evergrad.errors import StateError, UsageError
 from evergrad.state import flatten

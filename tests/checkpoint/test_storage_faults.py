@@ -26,8 +26,8 @@ from evergrad.checkpoint.agent.inventory import CompletionLog
 from evergrad.checkpoint.agent.pipeline import Flusher, Pipeline
 from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.checkpointer import CheckpointWarning
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import find_arenas
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.errors import CheckpointError, EvergradError, RestoreError, TierError
 from evergrad.testing import FullStorage, ReadOnlyStorage, SlowStorage, StorageCalls
 

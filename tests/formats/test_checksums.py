@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad.formats.checksums import CRC32, CRC32C
+from evergrad.formats.crc import CRC32, CRC32C
 
 
 @settings(max_examples=200, deadline=None)

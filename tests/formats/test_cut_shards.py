@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 import evergrad as eg
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.records import Check
 from version_folders import commit, files, two_ranks
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 import evergrad as eg
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
-from evergrad.formats.data_file import DataFile
+from evergrad.formats.byte_source import DataFile
 from evergrad.formats.region import Region
 from evergrad.formats.tiled import TensorBox, TiledTensor
 from evergrad.records import Check, TensorInfo

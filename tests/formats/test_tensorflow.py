@@ -17,7 +17,8 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
-from evergrad.formats import checksums, tensorflow
+from evergrad.formats import crc as checksums
+from evergrad.formats import tensorflow
 from evergrad.formats.tensorflow import slice_key
 from evergrad.records import Check, Role
 from evergrad.testing import FormatContract, raw_bytes

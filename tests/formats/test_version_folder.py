@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.cli import main
 from evergrad.errors import EvergradError, UnsupportedContent
 from evergrad.formats.version_records import record_bytes

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import evergrad as eg
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.cli import main
 from evergrad.errors import EvergradError, FileAccessError, RestoreError, UsageError
 from evergrad.records import Check

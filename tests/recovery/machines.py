@@ -142,7 +142,7 @@ class Machines:
 
 
 def main() -> None:
-    preload("evergrad.recovery.joining")
+    preload("evergrad.recovery.join_job")
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery.dataloader import BatchIterator, BatchSource, SampleOrder, data_digests
+from evergrad.recovery.dataloader_adapter import BatchIterator, BatchSource, SampleOrder, data_digests
 
 
 class Noisy(Dataset[tuple[int, float]]):

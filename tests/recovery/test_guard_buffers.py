@@ -10,7 +10,7 @@ import torch
 from guarded import Net, flip, gloo, together, trained
 
 from evergrad.records import Check
-from evergrad.recovery.guard.buffers import LocalStateGuard
+from evergrad.recovery.guard.local_state_guard import LocalStateGuard
 from evergrad.recovery.guard.replicas import GuardResult
 from evergrad.recovery.local_state import LocalState, NeighbourState
 from evergrad.recovery.process_group import Group, SingleRankGroup

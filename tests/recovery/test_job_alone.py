@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import evergrad as eg
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery import joining
+from evergrad.recovery import join_job as joining
 from evergrad.recovery.job import Job
 
 Join = Callable[..., Job]

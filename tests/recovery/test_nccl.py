@@ -20,9 +20,9 @@ from guarded import together
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from evergrad.errors import RecoveryError, UsageError
-from evergrad.recovery import nccl
+from evergrad.recovery import nccl_group as nccl
 from evergrad.recovery.membership import MembershipPlan, StoreKeys
-from evergrad.recovery.nccl import NcclGroup, Transport
+from evergrad.recovery.nccl_group import NcclGroup, Transport
 from evergrad.recovery.process_group import GlooGroup, Group, GroupBroken
 from evergrad.recovery.store import PREFIX, StoreClient
 from evergrad.recovery.worker import ElasticWorker

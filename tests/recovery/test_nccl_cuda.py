@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from evergrad._wire import Secret
-from evergrad.recovery.nccl import _ALONE, NcclGroup, Transport
+from evergrad.recovery.nccl_group import _ALONE, NcclGroup, Transport
 from evergrad.recovery.process_group import GroupBroken
 from evergrad.recovery.store import SignedTorchStore
 

@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 
 from evergrad._wire import Secret
 from evergrad.recovery.heartbeat import LivenessTimeouts, ProcessHealth
-from evergrad.recovery.launch.head import NodeArrival, NodeDeparture, RemoteNodes
 from evergrad.recovery.launch.node_protocol import Inbox, NodeHeartbeat, NodeKeys, Outbox, StartOrder, lease_s
 from evergrad.recovery.launch.processes import ProcessExit
+from evergrad.recovery.launch.remote_nodes import NodeArrival, NodeDeparture, RemoteNodes
 from evergrad.recovery.launch.settings import LaunchSettings, ProcessPlacement
 from evergrad.recovery.membership import StoreKeys
 from evergrad.recovery.store import SignedStore

@@ -18,8 +18,8 @@ from evergrad.checkpoint.catalogue.catalogue import Catalogue
 from evergrad.checkpoint.catalogue.lineage import draw_svg
 from evergrad.cli import main
 from evergrad.report.checkpoints_page import JobVersions, checkpoints_answer, checkpoints_page, problems, survey_job
-from evergrad.report.document import Figure
 from evergrad.report.html import page_html, write_page
+from evergrad.report.page_model import Figure
 
 OpenPage = Callable[..., Any]
 

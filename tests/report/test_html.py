@@ -14,7 +14,8 @@ from browsing import OpenPage
 from evergrad._files import replacing
 from evergrad.errors import FileAccessError, UsageError
 from evergrad.report import html as plots
-from evergrad.report.document import (
+from evergrad.report.html import page_html, write_page
+from evergrad.report.page_model import (
     PALETTE,
     Commands,
     DataTable,
@@ -26,7 +27,6 @@ from evergrad.report.document import (
     TableCell,
     TableColumn,
 )
-from evergrad.report.html import page_html, write_page
 
 BAD = "</script><img src=https://example.org/x onerror=alert(1)>\"'`${alert(1)}"
 

@@ -16,8 +16,8 @@ from study_folders import GOLDEN, See, made_study, seen_of
 from evergrad.cli import main
 from evergrad.errors import UsageError
 from evergrad.report import study_data as data_module
-from evergrad.report.document import Commands, DataTable, Figure, Prose, ReportPage
 from evergrad.report.html import escape_markup, inline_html, page_html, plain_text, write_page
+from evergrad.report.page_model import Commands, DataTable, Figure, Prose, ReportPage
 from evergrad.report.study_data import _all, published_for, study_data
 from evergrad.report.study_page import study_page
 from evergrad.study.comparisons import compare_cells

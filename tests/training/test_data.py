@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UsageError
-from evergrad.training.workloads import data as digits
-from evergrad.training.workloads import data as mnist
-from evergrad.training.workloads.data import MOST_TOKENS, TEST, TRAIN, read_digits, read_idx, read_mnist, read_text
+from evergrad.training.workloads import datasets as digits
+from evergrad.training.workloads import datasets as mnist
+from evergrad.training.workloads.datasets import MOST_TOKENS, TEST, TRAIN, read_digits, read_idx, read_mnist, read_text
 from evergrad.training.workloads.models import CONTEXT
 
 

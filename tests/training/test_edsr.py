@@ -8,8 +8,8 @@ import torch
 from evergrad.errors import UsageError
 from evergrad.training import Training
 from evergrad.training.mechanisms import make_session
-from evergrad.training.workloads import data as photos
-from evergrad.training.workloads.data import TEST_PHOTOS, TRAIN_PHOTOS, psnr, read_photos, rounded
+from evergrad.training.workloads import datasets as photos
+from evergrad.training.workloads.datasets import TEST_PHOTOS, TRAIN_PHOTOS, psnr, read_photos, rounded
 from evergrad.training.workloads.models import edsr
 from evergrad.training.workloads.registry import check_fit, make_workload
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from evergrad import _files as storage
     from evergrad.checkpoint.checkpointer import Checkpointer, CheckpointWarning
     from evergrad.checkpoint.pending import Pending
-    from evergrad.checkpoint.policy import EverySeconds, EverySteps, MaxOverhead, Policy, Progress, YoungDaly
     from evergrad.checkpoint.rng import rng_state
+    from evergrad.checkpoint.save_policy import EverySeconds, EverySteps, MaxOverhead, Policy, Progress, YoungDaly
     from evergrad.checkpoint.tiers import Compress, Local, Memory, Persistent
     from evergrad.checkpoint.version import Version, VersionRecord
 
@@ -28,18 +28,18 @@ _HOMES = {
     "CheckpointWarning": "checkpointer",
     "Checkpointer": "checkpointer",
     "Compress": "tiers",
-    "EverySeconds": "policy",
-    "EverySteps": "policy",
+    "EverySeconds": "save_policy",
+    "EverySteps": "save_policy",
     "Local": "tiers",
-    "MaxOverhead": "policy",
+    "MaxOverhead": "save_policy",
     "Memory": "tiers",
     "Pending": "pending",
     "Persistent": "tiers",
-    "Policy": "policy",
-    "Progress": "policy",
+    "Policy": "save_policy",
+    "Progress": "save_policy",
     "Version": "version",
     "VersionRecord": "version",
-    "YoungDaly": "policy",
+    "YoungDaly": "save_policy",
     "rng_state": "rng",
 }
 

@@ -26,7 +26,6 @@ from evergrad.checkpoint.capture.capture import CaptureInFlight, CapturePlan, St
 from evergrad.checkpoint.catalogue.history import CatalogueJournal
 from evergrad.checkpoint.catalogue.pins import Pins, keep_guarded
 from evergrad.checkpoint.pending import Pending, SaveTracker
-from evergrad.checkpoint.policy import Policy, SavePolicyRuntime
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.find import (
     Restored,
@@ -41,6 +40,7 @@ from evergrad.checkpoint.restore.find import (
 )
 from evergrad.checkpoint.restore.reshard import Resize
 from evergrad.checkpoint.run_folder import RunFolder, arena_folder, moved_to, open_run_folder, time_now
+from evergrad.checkpoint.save_policy import Policy, SavePolicyRuntime
 from evergrad.checkpoint.tiers import (
     Compress,
     Local,

@@ -14,7 +14,7 @@ from evergrad.cli.output import JsonOption, complete_words, console, given_path,
 from evergrad.errors import UsageError
 
 if TYPE_CHECKING:
-    from evergrad.report.document import ReportPage
+    from evergrad.report.page_model import ReportPage
     from evergrad.report.run_model import Interruption, RunAnalysis, RunFiles
 
 

@@ -318,7 +318,7 @@ def _sbatch_options(words: list[str]) -> dict[str, str]:
 
 
 def _dry_run(plan: Plan, workers: int | None, as_json: bool) -> int:
-    from evergrad.study.estimates import duration, estimate
+    from evergrad.study.run_estimate import duration, estimate
 
     found = estimate(plan, workers, tell=lambda what: print(printable(f"{what} …"), file=sys.stderr, flush=True))
     if as_json:

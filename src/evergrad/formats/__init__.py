@@ -13,12 +13,12 @@ registry.py            which format a file is of; unsupported_files.py: files of
 compare.py · convert.py · match.py · verify.py    operations on opened checkpoints; bitcast.py: bits as numbers
 """
 
+from evergrad.formats.byte_source import DataFile
 from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe
 from evergrad.formats.compare import compare
 from evergrad.formats.convert import convert, left_out, losses, parts_of_unread, unread_tensors, unwritable_tensors
-from evergrad.formats.data_file import DataFile
 from evergrad.formats.folders import CompositeCheckpoint
-from evergrad.formats.hdf5.state import load_hdf5, save_hdf5
+from evergrad.formats.hdf5.save_load import load_hdf5, save_hdf5
 from evergrad.formats.match import Match, Matching, match
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.region import Region

@@ -23,7 +23,7 @@ from evergrad._digest import digest_chunks
 from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, LimitExceeded, UnknownTensor, UnsupportedContent, UsageError
-from evergrad.formats.data_file import ByteSource, NeedsRewrite, current_dry_run
+from evergrad.formats.byte_source import ByteSource, NeedsRewrite, current_dry_run
 from evergrad.records import Check, Role, TensorInfo
 from evergrad.state import Skeleton, Where, role_of, select, unflatten
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
+from evergrad.formats.byte_source import ByteSource, DataFile, close_all, indexed_file_size
 from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
-from evergrad.formats.data_file import ByteSource, DataFile, close_all, indexed_file_size
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint
 from evergrad.formats.pickle_reader import GlobalName, PickleError, read_pickle
 from evergrad.formats.region import Region

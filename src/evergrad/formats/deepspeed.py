@@ -7,8 +7,8 @@ from pathlib import Path
 
 from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, FileAccessError, UnknownFormat, UnsupportedContent
+from evergrad.formats.byte_source import close_all
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
-from evergrad.formats.data_file import close_all
 from evergrad.formats.folders import OpenCheckpoint, by_file
 from evergrad.formats.unsupported_files import Beside, unread_file
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, LimitExceeded, UnknownFormat, said
+from evergrad.formats.byte_source import DataFile, close_all, indexed_file_size
 from evergrad.formats.checkpoint import Bits, Checkpoint, Format, OtherTensor, Probe, block_ranges, digest, read_blocks
-from evergrad.formats.data_file import DataFile, close_all, indexed_file_size
 from evergrad.formats.unsupported_files import TENSOR_FILES, Beside, unread_file
 from evergrad.records import Check, Json, Neighbour, TensorInfo
 from evergrad.state import Sharing, Skeleton, escape, role_of

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from evergrad._files import file_errors
 from evergrad.errors import DamagedFile, FileAccessError
+from evergrad.formats.byte_source import closed_on_error
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe
-from evergrad.formats.data_file import closed_on_error
 from evergrad.formats.hdf5.checkpoint import Hdf5Checkpoint
 from evergrad.formats.hdf5.file import EmbeddedFile, Hdf5File
 from evergrad.formats.zip_archive import Archive, InflatedMember, ZipMember

@@ -14,6 +14,7 @@ import numpy as np
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
+from evergrad.formats.byte_source import ByteSource, DataFile, closed_on_error
 from evergrad.formats.checkpoint import (
     Checkpoint,
     Format,
@@ -25,7 +26,6 @@ from evergrad.formats.checkpoint import (
     read_blocks,
     refuse_losses,
 )
-from evergrad.formats.data_file import ByteSource, DataFile, closed_on_error
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.region import Region
 from evergrad.formats.zip_archive import Archive, ZipMember, first_name

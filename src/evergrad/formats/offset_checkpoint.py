@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.dtypes import DType
+from evergrad.formats.byte_source import Closeable
 from evergrad.formats.checkpoint import Bits, Checkpoint
-from evergrad.formats.data_file import Closeable
 from evergrad.formats.region import Region, check_stored_checksum
 from evergrad.records import Check, Neighbour, Role, TensorInfo
 from evergrad.state import Placement, Skeleton, role_of

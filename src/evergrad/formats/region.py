@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded
-from evergrad.formats.data_file import ByteSource, DataFile, NeedsRewrite, current_dry_run, gather
+from evergrad.formats.byte_source import ByteSource, DataFile, NeedsRewrite, current_dry_run, gather
 from evergrad.records import Check
 from evergrad.state.sharing import byte_extent, contiguous_strides, is_contiguous
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from evergrad.dtypes import DType
 from evergrad.errors import ConversionLoss, DamagedFile, LimitExceeded, StateError, said
+from evergrad.formats.byte_source import DataFile, closed_on_error
 from evergrad.formats.checkpoint import (
     Bits,
     Checkpoint,
@@ -30,7 +31,6 @@ from evergrad.formats.checkpoint import (
     read_blocks,
     refuse_losses,
 )
-from evergrad.formats.data_file import DataFile, closed_on_error
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.region import Region
 from evergrad.records import MAX_AXES, Check, TensorInfo

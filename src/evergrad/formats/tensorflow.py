@@ -17,9 +17,9 @@ import numpy.typing as npt
 from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
+from evergrad.formats.byte_source import DataFile, close_all, indexed_file_size
 from evergrad.formats.checkpoint import Checkpoint, Format, OtherTensor, Probe, digest, read_blocks
-from evergrad.formats.checksums import CRC32C, crc32c, masked, unmasked
-from evergrad.formats.data_file import DataFile, close_all, indexed_file_size
+from evergrad.formats.crc import CRC32C, crc32c, masked, unmasked
 from evergrad.formats.region import Region
 from evergrad.formats.tiled import TensorBox, TiledCheckpoint, TiledTensor, check_tiling
 from evergrad.records import MAX_AXES, Check, Role, TensorInfo

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile
+from evergrad.formats.byte_source import Closeable
 from evergrad.formats.checkpoint import Bits, Checkpoint
-from evergrad.formats.data_file import Closeable
 from evergrad.formats.region import Region, check_stored_checksum
 from evergrad.records import Check, TensorInfo
 from evergrad.state import Skeleton

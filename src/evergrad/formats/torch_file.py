@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from evergrad.errors import DamagedFile, LimitExceeded, StateError, UnsupportedContent
+from evergrad.formats.byte_source import ByteSource, DataFile, closed_on_error
 from evergrad.formats.checkpoint import Checkpoint, Format, Probe, TensorAttributes, losses_of, refuse_losses
-from evergrad.formats.data_file import ByteSource, DataFile, closed_on_error
 from evergrad.formats.gc_pause import gc_paused
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint, describe
 from evergrad.formats.pickle_reader import PickleError, read_pickle

@@ -16,8 +16,8 @@ import xxhash
 
 from evergrad._files import file_errors, open_file
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, UnsupportedContent
+from evergrad.formats.byte_source import close_all, current_dry_run, xor_rows
 from evergrad.formats.checkpoint import Bits, Checkpoint, Format, Probe
-from evergrad.formats.data_file import close_all, current_dry_run, xor_rows
 from evergrad.formats.folders import CompositeCheckpoint, by_file
 from evergrad.formats.offset_checkpoint import AddressedCheckpoint
 from evergrad.formats.safetensors import Safetensors

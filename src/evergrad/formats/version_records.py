@@ -20,7 +20,7 @@ import xxhash
 
 from evergrad._files import file_errors, open_file, replacing
 from evergrad.errors import DamagedFile, FormatError, LimitExceeded, said
-from evergrad.formats.data_file import current_dry_run
+from evergrad.formats.byte_source import current_dry_run
 
 COMMIT = "COMMIT.json"
 MANIFEST = re.compile(r"(rank-(\d{5,9}))\.json")

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from evergrad._files import file_errors, replacing
 from evergrad.errors import DamagedFile, FileAccessError, LimitExceeded, UnsupportedContent
-from evergrad.formats.checksums import CRC32
-from evergrad.formats.data_file import ByteSource, DataFile, closed_on_error, xor_rows
+from evergrad.formats.byte_source import ByteSource, DataFile, closed_on_error, xor_rows
+from evergrad.formats.crc import CRC32
 from evergrad.formats.region import StoredChecksum, check_stored_checksum
 from evergrad.records import Check
 

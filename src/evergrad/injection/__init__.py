@@ -14,8 +14,8 @@ live_targets.py         weights, buffers, optimizer state, gradients, activation
 live_faults.py          faults drawn from a seed, or read from a log
 """
 
-from evergrad.injection.bit_changes import Column, Hit
 from evergrad.injection.faults import BitFlip, BitMask, Fault, Scale, SetValue, StuckAt
+from evergrad.injection.injection_plan import Column, Hit
 from evergrad.injection.injector import inject
 from evergrad.injection.live import LiveInjection, comm_faults, inject_live
 from evergrad.injection.log import InjectionLog

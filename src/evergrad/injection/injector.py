@@ -29,13 +29,13 @@ from evergrad._files import (
 from evergrad.dtypes import DType
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
+from evergrad.formats.byte_source import DryRun, FileEdits, NeedsRewrite, record_dry_run
 from evergrad.formats.checkpoint import ProgressCallback
-from evergrad.formats.data_file import DryRun, FileEdits, NeedsRewrite, record_dry_run
 from evergrad.formats.version_records import HasRecords
-from evergrad.injection.bit_changes import Column, InjectionPlan, plan_injection
+from evergrad.injection.byte_patches import Patch, diff_rewritten_file, sha256
 from evergrad.injection.faults import Fault
+from evergrad.injection.injection_plan import Column, InjectionPlan, plan_injection
 from evergrad.injection.log import FileChange, InjectionLog, default_log_path, log_exists_error, logs_of
-from evergrad.injection.patches import Patch, diff_rewritten_file, sha256
 from evergrad.injection.rng import GENERATOR, Draws
 from evergrad.injection.sampling import Amount, Sampling, population, sample
 from evergrad.records import Json, Role

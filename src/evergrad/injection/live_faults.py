@@ -22,8 +22,8 @@ from evergrad.dtypes import DType
 from evergrad.formats import Checkpoint
 from evergrad.formats.checkpoint import Bits
 from evergrad.formats.offset_checkpoint import describe
-from evergrad.injection.bit_changes import Hit, InjectionPlan, plan_injection
 from evergrad.injection.faults import Fault
+from evergrad.injection.injection_plan import Hit, InjectionPlan, plan_injection
 from evergrad.injection.injector import Selection, apply_columns, settings_to_json
 from evergrad.injection.log import InjectionLog
 from evergrad.injection.replay import map_column, plan_replay

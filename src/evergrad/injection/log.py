@@ -26,8 +26,8 @@ from evergrad._files import appearing, file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, UsageError
 from evergrad.formats.checkpoint import Bits
-from evergrad.injection.bit_changes import Column, Hit
 from evergrad.injection.faults import Fault, fault_from_json
+from evergrad.injection.injection_plan import Column, Hit
 from evergrad.records import Json
 
 SCHEMA_VERSION = 1

@@ -16,10 +16,10 @@ from evergrad._files import exclusive
 from evergrad.errors import UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, Match, match, open_checkpoint
 from evergrad.formats.bitcast import finite, values
+from evergrad.formats.byte_source import record_dry_run
 from evergrad.formats.checkpoint import Bits, ProgressCallback
-from evergrad.formats.data_file import record_dry_run
-from evergrad.injection.bit_changes import Column, InjectionPlan, conflict_free_batches, read_numbers
 from evergrad.injection.faults import Fault
+from evergrad.injection.injection_plan import Column, InjectionPlan, conflict_free_batches, read_numbers
 from evergrad.injection.injector import CheckpointFiles, Digest, OutputSettings, prepare_injection
 from evergrad.injection.log import InjectionLog
 from evergrad.records import TensorInfo

@@ -19,13 +19,13 @@ import numpy as np
 from evergrad._files import exclusive, file_errors, replace_file
 from evergrad.errors import EvergradError, FileAccessError, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
+from evergrad.formats.byte_source import DryRun, FileEdits, NeedsRewrite, record_dry_run
 from evergrad.formats.checkpoint import Bits, ProgressCallback
-from evergrad.formats.data_file import DryRun, FileEdits, NeedsRewrite, record_dry_run
 from evergrad.formats.version_records import HasRecords
-from evergrad.injection.bit_changes import Column
+from evergrad.injection.byte_patches import Patch, restore_bytes, sha256
+from evergrad.injection.injection_plan import Column
 from evergrad.injection.injector import CheckpointFiles, check_writable
 from evergrad.injection.log import FileChange, InjectionLog, logs_of, mark_undone
-from evergrad.injection.patches import Patch, restore_bytes, sha256
 from evergrad.records import Json
 
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evergrad.recovery.failures.schedule import Failure, Failures
     from evergrad.recovery.job import Job
-    from evergrad.recovery.joining import join
+    from evergrad.recovery.join_job import join
 
-_HOMES = {"Failure": "failures.schedule", "Failures": "failures.schedule", "Job": "job", "join": "joining"}
+_HOMES = {"Failure": "failures.schedule", "Failures": "failures.schedule", "Job": "job", "join": "join_job"}
 
 __all__ = ["Failure", "Failures", "Job", "join"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from evergrad.errors import StateError
-from evergrad.recovery.dataloader import BatchIterator, BatchSource, SampleOrder
+from evergrad.recovery.dataloader_adapter import BatchIterator, BatchSource, SampleOrder
 from evergrad.recovery.elastic_sampler import BatchMode, ElasticEpoch, SampleCounts
 from evergrad.recovery.gradients import BucketLayout
 from evergrad.recovery.local_state import RngSnapshot

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from evergrad.errors import UsageError
 from evergrad.recovery.bootstrap import Bootstrap
 from evergrad.recovery.data_position import DataPosition, StepBatches
-from evergrad.recovery.dataloader import BatchSource, SamplerRanks
+from evergrad.recovery.dataloader_adapter import BatchSource, SamplerRanks
 from evergrad.recovery.elastic_sampler import BatchMode
 from evergrad.recovery.failures.injector import FailureSites
 from evergrad.recovery.failures.schedule import Phase
@@ -41,7 +41,7 @@ from evergrad.recovery.optimizer_overlap import OptimizerOverlap, refuse_overlap
 from evergrad.recovery.process_group import Group, GroupBroken
 from evergrad.recovery.rank_state import RankState
 from evergrad.recovery.step_barrier import StepBarrier
-from evergrad.recovery.tracebacks import keep_in_log
+from evergrad.recovery.traceback_log import keep_in_log
 from evergrad.recovery.untracked_state import KeptGradients, UntrackedState
 from evergrad.recovery.usage_checks import (
     EpochBatches,

@@ -23,7 +23,7 @@ from evergrad.errors import UsageError
 from evergrad.records import Check
 from evergrad.recovery.bootstrap import Bootstrap
 from evergrad.recovery.data_position import DataPosition, StepBatch, StepBatches
-from evergrad.recovery.dataloader import BatchSource
+from evergrad.recovery.dataloader_adapter import BatchSource
 from evergrad.recovery.decide import is_after_others_finished
 from evergrad.recovery.failures.schedule import Phase
 from evergrad.recovery.fingerprints import compare_ranks, fingerprint_of

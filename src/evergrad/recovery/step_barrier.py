@@ -25,7 +25,7 @@ from evergrad.recovery.local_state import DrawCounts, LocalState, NeighbourState
 from evergrad.recovery.membership import EpochBoundary, MembershipPlan, PointKind, StoreKeys, SurvivorReport, Verdict
 from evergrad.recovery.process_group import Group
 from evergrad.recovery.state_transfer import receive_state, send_state
-from evergrad.recovery.tracebacks import keep_in_log
+from evergrad.recovery.traceback_log import keep_in_log
 from evergrad.recovery.worker import ElasticWorker, Worker
 from evergrad.wording import count_of
 

@@ -22,7 +22,7 @@ from evergrad._wire import Forged, Secret
 from evergrad.errors import RankLost, UsageError
 from evergrad.recovery.heartbeat import HeartbeatPage, HeartbeatThreads
 from evergrad.recovery.membership import EpochBoundary, MembershipPlan, StoreKeys, SurvivorReport
-from evergrad.recovery.nccl import Transport
+from evergrad.recovery.nccl_group import Transport
 from evergrad.recovery.process_group import Group, GroupBroken, SingleRankGroup
 from evergrad.recovery.store import PREFIX, StoreClient
 from evergrad.wording import first_line

@@ -15,7 +15,8 @@ from evergrad.checkpoint.catalogue.lineage import Lineage, draw_svg, trace_linea
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.version import Version
 from evergrad.formats.version_folder import UNVERIFIED
-from evergrad.report.document import (
+from evergrad.report.html import escape_markup
+from evergrad.report.page_model import (
     PALETTE,
     Commands,
     DataTable,
@@ -30,7 +31,6 @@ from evergrad.report.document import (
     TableCell,
     TableColumn,
 )
-from evergrad.report.html import escape_markup
 from evergrad.report.run_figures import escape_figure_text
 from evergrad.wording import count_of
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from evergrad._files import file_errors, replacing
 from evergrad.errors import UsageError
-from evergrad.report.document import (
+from evergrad.report.page_model import (
     Commands,
     DataTable,
     Facts,

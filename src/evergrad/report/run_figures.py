@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from evergrad.report.document import PALETTE, Figure
 from evergrad.report.html import escape_markup
+from evergrad.report.page_model import PALETTE, Figure
 from evergrad.report.run_model import Interruption, ProcessHistory, ProcessState, RunAnalysis, Span
 from evergrad.wording import count_of
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from evergrad.records import Json
-from evergrad.report.document import (
+from evergrad.report.page_model import (
     Commands,
     DataTable,
     Facts,

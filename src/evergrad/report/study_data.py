@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from evergrad.report.document import DataTable, TableColumn
-from evergrad.report.document import TableCell as blocks_Cell
 from evergrad.report.html import escape_markup
+from evergrad.report.page_model import DataTable, TableColumn
+from evergrad.report.page_model import TableCell as blocks_Cell
 from evergrad.study.folder import StudyFolder, read_journal
 from evergrad.study.golden import GoldenRun
 from evergrad.study.plan import Plan

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from evergrad.dtypes import DType, ElementLayout
-from evergrad.report.document import PALETTE, Figure, Prose, ReportBlock, series_colour
 from evergrad.report.html import escape_markup
+from evergrad.report.page_model import PALETTE, Figure, Prose, ReportBlock, series_colour
 from evergrad.report.study_data import PublishedFigures, StudyData, TrialData
 from evergrad.study.plan import CellPlan
 from evergrad.study.probe_tables import probe_table

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from evergrad.report.document import (
+from evergrad.report.html import escape_markup, write_page
+from evergrad.report.page_model import (
     Commands,
     DataTable,
     Facts,
@@ -21,7 +22,6 @@ from evergrad.report.document import (
     TableCell,
     TableColumn,
 )
-from evergrad.report.html import escape_markup, write_page
 from evergrad.report.study_data import (
     PublishedFigures,
     StudyData,

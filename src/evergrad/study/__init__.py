@@ -20,22 +20,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evergrad.study.estimates import Estimate, estimate
     from evergrad.study.plan import Plan
     from evergrad.study.plan_files import gallery, read_plan_text
     from evergrad.study.results import Cell, Results, results_of
+    from evergrad.study.run_estimate import Estimate, estimate
     from evergrad.study.runner import ExecutorSettings, StudyRunStatus, run_study
     from evergrad.study.table_formats import format_table
     from evergrad.study.tables import study_table
 
 _HOMES = {
     "Cell": "results",
-    "Estimate": "estimates",
+    "Estimate": "run_estimate",
     "ExecutorSettings": "runner",
     "Plan": "plan",
     "StudyRunStatus": "runner",
     "Results": "results",
-    "estimate": "estimates",
+    "estimate": "run_estimate",
     "gallery": "plan_files",
     "read_plan_text": "plan_files",
     "results_of": "results",

@@ -15,13 +15,13 @@ from pathlib import Path
 from time import monotonic
 
 from evergrad.errors import StudyError, UsageError
-from evergrad.study.estimates import default_workers, duration
 from evergrad.study.executors.base import Executor, Task, TaskResult, TaskStatus
 from evergrad.study.folder import SCRATCH, JournalEntry, StudyFolder, TrialJournal
 from evergrad.study.golden import GoldenRun, read_golden
 from evergrad.study.plan import Plan
 from evergrad.study.provenance import run_facts
 from evergrad.study.results import Results, StudyProgress, results_from, results_of
+from evergrad.study.run_estimate import default_workers, duration
 from evergrad.study.statistics import proportion_interval
 from evergrad.study.trials import Command, Observation, Trial, TrialEnd, crashed_by_itself, golden_work, trial_work
 from evergrad.wording import checked_choice, short_repr

@@ -23,8 +23,8 @@ import torch
 
 from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.injection import InjectionLog
-from evergrad.injection.bit_changes import InjectionPlan
 from evergrad.injection.faults import fault_of
+from evergrad.injection.injection_plan import InjectionPlan
 from evergrad.records import Json
 from evergrad.study.folder import SCRATCH
 from evergrad.study.golden import golden_folder, read_golden

@@ -20,7 +20,7 @@ from evergrad._forkserver import Forkserver, ForkserverLost, OwnChild, detach
 from evergrad.errors import RecoveryError
 from evergrad.testing.hang_report import LauncherExit, await_end
 
-_NEEDED = ("evergrad.recovery.joining", "evergrad.testing.forkserver")
+_NEEDED = ("evergrad.recovery.join_job", "evergrad.testing.forkserver")
 _LAUNCH = "evergrad.testing.forkserver:launch"
 
 

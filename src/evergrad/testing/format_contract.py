@@ -12,8 +12,8 @@ import torch
 
 from evergrad.errors import EvergradError, UnknownTensor, UsageError
 from evergrad.formats import Checkpoint, open_checkpoint
+from evergrad.formats.byte_source import NeedsRewrite, record_dry_run
 from evergrad.formats.checkpoint import Bits
-from evergrad.formats.data_file import NeedsRewrite, record_dry_run
 from evergrad.injection import BitFlip, inject, undo
 
 

@@ -11,8 +11,8 @@ import torch
 from evergrad.checkpoint.agent.pipeline import DigestModule
 from evergrad.checkpoint.arena import Arena, ArenaTicket
 from evergrad.checkpoint.capture.capture import ArenaWriter, CapturePlan
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, Work, read_tiers
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError

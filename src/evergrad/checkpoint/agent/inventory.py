@@ -18,8 +18,8 @@ from evergrad._files import open_file, read_small, rewrite
 from evergrad._jsonl import Appender, split_whole
 from evergrad.checkpoint.arena import ArenaTicket, open_files_hint
 from evergrad.checkpoint.catalogue.pins import Pins
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import former_homes, moved_along
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Site, Store, Tier, read_tiers, without_secrets
 from evergrad.checkpoint.version import Version
 from evergrad.errors import EvergradError, reason

@@ -27,13 +27,13 @@ from evergrad._digest import digest_spans
 from evergrad._files import open_regular
 from evergrad.checkpoint.agent.events import AgentEvent, ArenasFree, Committed, Failed, UnfinishedVersion
 from evergrad.checkpoint.agent.inventory import CompletionLog, Inventory
-from evergrad.checkpoint.agent.upload import UploadDeduplication
+from evergrad.checkpoint.agent.upload_dedup import UploadDeduplication
 from evergrad.checkpoint.arena import ArenaFiles, ArenaTicket, open_files_hint, populate
 from evergrad.checkpoint.catalogue.history import CatalogueJournal, shard_digest
-from evergrad.checkpoint.layout import parse_header
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.restore.shards import Shard
 from evergrad.checkpoint.run_folder import RunFolder, arena_folder, find_arenas
+from evergrad.checkpoint.shard_layout import parse_header
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Gone, Site, Tier, Work, read_tiers, without_secrets
 from evergrad.checkpoint.tiers.base import Store
 from evergrad.checkpoint.tiers.base import Work as base_Work

@@ -35,8 +35,8 @@ from evergrad.checkpoint.capture.cuda import (
 )
 from evergrad.checkpoint.capture.dtensor import declared, known, local_tensor, sharding_spec
 from evergrad.checkpoint.capture.structure_cache import StateStructure
-from evergrad.checkpoint.layout import HeaderRenderer, Layout, ShardEntry, TensorSpec, escaped
 from evergrad.checkpoint.pending import SaveTracker
+from evergrad.checkpoint.shard_layout import HeaderRenderer, Layout, ShardEntry, TensorSpec, escaped
 from evergrad.dtypes import DType
 from evergrad.errors import SaveRefused, StateError, TierError, UsageError
 from evergrad.formats.gc_pause import gc_paused

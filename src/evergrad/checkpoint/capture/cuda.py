@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evergrad.checkpoint.capture.dtensor import local_tensor
-from evergrad.checkpoint.layout import ShardEntry
+from evergrad.checkpoint.shard_layout import ShardEntry
 from evergrad.errors import SaveRefused
 from evergrad.state.tree import MAX_DEPTH
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evergrad.checkpoint.placement import ALL, Placements, TensorPiece
 from evergrad.checkpoint.ranks import is_distributed
+from evergrad.checkpoint.tensor_placement import ALL, Placements, TensorPiece
 from evergrad.dtypes import DType
 from evergrad.errors import StateError
 from evergrad.state import Skeleton, Where, join, select

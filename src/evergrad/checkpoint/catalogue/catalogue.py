@@ -16,8 +16,8 @@ from evergrad._files import is_locked
 from evergrad.checkpoint.catalogue.history import CatalogueJournal, History, ShardNote, VerificationNote
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import FoundShard, JobLocation, Survey, find_job, survey
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import safe_name, time_text
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Tier
 from evergrad.checkpoint.tiers.base import Redaction
 from evergrad.checkpoint.version import Version

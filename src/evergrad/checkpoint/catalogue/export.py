@@ -25,8 +25,8 @@ from evergrad._files import check_replaceable, file_errors, fsync_path, replace_
 from evergrad.checkpoint.catalogue.catalogue import CatalogueEntry
 from evergrad.checkpoint.catalogue.survey import Survey
 from evergrad.checkpoint.catalogue.verify import open_intact
-from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.placement import Placements, TensorPiece
+from evergrad.checkpoint.shard_manifest import Manifest
+from evergrad.checkpoint.tensor_placement import Placements, TensorPiece
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, FileAccessError, RestoreError, UsageError
 from evergrad.formats import Checkpoint, convert

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from evergrad._digest import digest_chunks
 from evergrad._files import open_file
 from evergrad._jsonl import Appender, read_lines
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import safe_name, time_now
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import reason
 from evergrad.formats.version_records import read_record, record_bytes

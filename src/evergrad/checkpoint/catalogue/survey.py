@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evergrad._files import read_small
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import (
     arenas_root,
     find_arenas,
@@ -27,6 +26,7 @@ from evergrad.checkpoint.run_folder import (
     read_identity,
     safe_name,
 )
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Local, Memory, Site, Store, Tier, read_tiers
 from evergrad.checkpoint.tiers.base import Redaction
 from evergrad.checkpoint.version import Version

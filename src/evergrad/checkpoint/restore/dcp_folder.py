@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.checkpoint.capture.dtensor import piece_of, things
-from evergrad.checkpoint.placement import TensorPiece
 from evergrad.checkpoint.ranks import Ranks
-from evergrad.checkpoint.restore.load import PreparedLoad, prepare
+from evergrad.checkpoint.restore.load_state import PreparedLoad, prepare
+from evergrad.checkpoint.tensor_placement import TensorPiece
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, StateError
 from evergrad.formats import Checkpoint, DataFile

@@ -33,14 +33,14 @@ from evergrad.checkpoint.capture.dtensor import (
 from evergrad.checkpoint.catalogue.history import CatalogueJournal, ShardNote
 from evergrad.checkpoint.catalogue.pins import Pins, resolve
 from evergrad.checkpoint.catalogue.survey import find_job, tier_sites, with_access_settings
-from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.placement import Placements
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.copy_in import ShardSource
-from evergrad.checkpoint.restore.load import PreparedLoad, prepare
-from evergrad.checkpoint.restore.load_plan import live_tensors
+from evergrad.checkpoint.restore.load_state import PreparedLoad, prepare
+from evergrad.checkpoint.restore.mismatches import live_tensors
 from evergrad.checkpoint.restore.reshard import ReshardedState, Resize, needs, own_tensors, own_values, refuse, resize
 from evergrad.checkpoint.restore.shards import Shard, fetch_intact
+from evergrad.checkpoint.shard_manifest import Manifest
+from evergrad.checkpoint.tensor_placement import Placements
 from evergrad.checkpoint.tiers import Copy, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version, VersionRecord
 from evergrad.errors import DamagedFile, EvergradError, RestoreError, TierError, UsageError

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from evergrad.checkpoint.capture.dtensor import WantedPieces
-from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.placement import Placements, TensorPiece
 from evergrad.checkpoint.restore.shards import Shard
+from evergrad.checkpoint.shard_manifest import Manifest
+from evergrad.checkpoint.tensor_placement import Placements, TensorPiece
 from evergrad.dtypes import DType
 from evergrad.errors import RestoreError, StateError
 from evergrad.records import Json

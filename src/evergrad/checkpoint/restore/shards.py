@@ -17,8 +17,8 @@ import numpy as np
 from evergrad._digest import digest_spans
 from evergrad._files import open_regular, read_small, take_lock
 from evergrad.checkpoint.arena import ArenaTicket, populate
-from evergrad.checkpoint.layout import ParsedHeader, ShardEntry, parse_header
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard_layout import ParsedHeader, ShardEntry, parse_header
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, FormatError, reason

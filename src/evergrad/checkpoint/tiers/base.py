@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from evergrad.checkpoint.arena import ArenaFiles, ArenaTicket
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.version import Version
 from evergrad.errors import TierError, UsageError
 from evergrad.wording import did_you_mean

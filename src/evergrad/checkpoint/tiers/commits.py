@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import warn_once
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers.base import Copy
 from evergrad.checkpoint.tiers.object_store import ObjectBucket
 from evergrad.checkpoint.version import Version

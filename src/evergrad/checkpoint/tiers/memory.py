@@ -10,9 +10,9 @@ from typing import ClassVar, NamedTuple
 from evergrad import _files
 from evergrad._files import open_file
 from evergrad.checkpoint.arena import ArenaFiles, open_files_hint
-from evergrad.checkpoint.layout import shard_record
-from evergrad.checkpoint.manifest import Manifest
 from evergrad.checkpoint.run_folder import find_arenas
+from evergrad.checkpoint.shard_layout import shard_record
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers.base import Copy, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.version import Version
 from evergrad.errors import FormatError, TierError

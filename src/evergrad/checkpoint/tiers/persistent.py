@@ -31,7 +31,7 @@ import xxhash
 
 from evergrad import _files
 from evergrad._files import locked, open_file, read_small
-from evergrad.checkpoint.manifest import Manifest
+from evergrad.checkpoint.shard_manifest import Manifest
 from evergrad.checkpoint.tiers.base import Copy, EnclosingRunFolder, Gone, Redaction, Site, Store, Tier, Torn, Work
 from evergrad.checkpoint.tiers.commits import (
     COMMIT_NAME,

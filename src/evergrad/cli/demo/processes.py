@@ -36,7 +36,7 @@ def prepare(count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if count == 0:
         return
-    preload("evergrad.recovery.joining")
+    preload("evergrad.recovery.join_job")
     is_fresh = len(os.listdir("/proc/self/task")) == 1
     if is_fresh:
         gc.freeze()  # shared with every fork as it is, and not looked through once more when the demo ends

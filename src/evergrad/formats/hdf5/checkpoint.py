@@ -16,6 +16,7 @@ import numpy.typing as npt
 from evergrad._files import file_errors, open_file
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, LimitExceeded, StateError, UnsupportedContent
+from evergrad.formats.byte_source import closed_on_error
 from evergrad.formats.checkpoint import (
     Bits,
     Checkpoint,
@@ -26,7 +27,6 @@ from evergrad.formats.checkpoint import (
     losses_of,
     refuse_losses,
 )
-from evergrad.formats.data_file import closed_on_error
 from evergrad.formats.hdf5.file import DataSetEntry, FileListing, Hdf5File, hdf5_errors, import_h5py, list_file
 from evergrad.formats.hdf5.storage import DataSet, hyperslabs
 from evergrad.formats.offset_checkpoint import describe

@@ -20,8 +20,8 @@ from evergrad import _files
 from evergrad._files import file_errors
 from evergrad.dtypes import DType
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UnsupportedContent, reason, said
+from evergrad.formats.byte_source import ByteSource, DataFile, NeedsRewrite, current_dry_run
 from evergrad.formats.checkpoint import OtherTensor
-from evergrad.formats.data_file import ByteSource, DataFile, NeedsRewrite, current_dry_run
 from evergrad.formats.region import StoredChecksum
 from evergrad.wording import install_hint
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from evergrad.errors import DamagedFile, LimitExceeded
+from evergrad.formats.byte_source import current_dry_run
 from evergrad.formats.checkpoint import Bits
-from evergrad.formats.data_file import current_dry_run
 from evergrad.formats.hdf5.file import CHUNK_CACHE_BYTES, DataSetEntry, Hdf5File, hdf5_errors, import_h5py
 from evergrad.formats.region import Region, check_stored_checksum
 from evergrad.records import Check

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from evergrad.checkpoint import Checkpointer
-from evergrad.checkpoint.placement import Placements, TensorPiece
 from evergrad.checkpoint.ranks import Ranks
 from evergrad.checkpoint.restore.shards import Shard, fetch_intact
+from evergrad.checkpoint.tensor_placement import Placements, TensorPiece
 from evergrad.checkpoint.tiers import Copy, Store
 from evergrad.checkpoint.version import Version
 from evergrad.dtypes import DType

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evergrad.records import Check
-from evergrad.recovery.guard.buffers import LocalStateGuard
+from evergrad.recovery.guard.local_state_guard import LocalStateGuard
 from evergrad.recovery.guard.norms import GradientNorms, NormReading
 from evergrad.recovery.guard.replicas import GuardResult, GuardSettings, ReplicaCheck, replica_of
 from evergrad.recovery.step_barrier import StepBarrier

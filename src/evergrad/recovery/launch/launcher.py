@@ -52,7 +52,7 @@ from evergrad.wording import count_of
 
 if TYPE_CHECKING:
     from evergrad.recovery.coordinator import Coordinator, JobOutcome, SpawnRequest
-    from evergrad.recovery.launch.head import NodeMembership, RemoteNodes
+    from evergrad.recovery.launch.remote_nodes import NodeMembership, RemoteNodes
     from evergrad.recovery.store import SignedStore
 
 
@@ -302,7 +302,7 @@ class _JobLauncher:
         threads = "" if "OMP_NUM_THREADS" in os.environ else "; OMP_NUM_THREADS is 1, set it to change that"
         relay.print_line(f"{who}, logs and timeline in {self._run}{threads}")
         if self._settings.preload:
-            preload("evergrad.recovery.joining")
+            preload("evergrad.recovery.join_job")
         for place in self._places:
             if not (self._is_spread and place.node):
                 self._start(place, forked=self._settings.preload)
@@ -393,7 +393,7 @@ class _JobLauncher:
         """Let the launchers of other nodes come."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        from evergrad.recovery.launch.head import RemoteNodes
+        from evergrad.recovery.launch.remote_nodes import RemoteNodes
         from evergrad.recovery.store import PREFIX, SignedStore
 
         ear = TCPStore(LOOPBACK, self._port, None, False, timedelta(seconds=60), False)
@@ -408,7 +408,7 @@ class _JobLauncher:
     def _opened(self, store: SignedStore, coordinator: Coordinator, nodes: RemoteNodes | None) -> None:
         self._store, self._coordinator, self._nodes = store, coordinator, nodes
         if nodes is not None:
-            from evergrad.recovery.launch.head import NodeMembership
+            from evergrad.recovery.launch.remote_nodes import NodeMembership
 
             self._node_membership = NodeMembership(
                 self._settings,

@@ -63,7 +63,7 @@ def run_node(settings: LaunchSettings, *, as_json: bool = False) -> Summary:
     with children:
         try:
             if settings.preload:
-                preload("evergrad.recovery.joining")
+                preload("evergrad.recovery.join_job")
             head = await_head(run, settings.rendezvous_timeout_s, _pausing(children))
             head.check(settings.to_json(), OPTION_OF)
             settings = replace(settings, node_names=tuple(str(one) for one in _listed(head.settings, "node_names")))

@@ -76,7 +76,7 @@ def _built_in(training: Training) -> Workload:
     }
     workload = Workload(model=model, data=data, facts=facts)
     if training.data == "photos":
-        from evergrad.training.workloads.data import absolute_error, psnr, rounded
+        from evergrad.training.workloads.datasets import absolute_error, psnr, rounded
 
         workload = replace(workload, loss=absolute_error, metric=psnr, predict=rounded)
     return workload
@@ -85,20 +85,20 @@ def _built_in(training: Training) -> Workload:
 def _read(name: str) -> tuple[Dataset, int]:
     """The data of that name, and how many classes they have; photos have none."""
     if name == "photos":
-        from evergrad.training.workloads.data import read_photos
+        from evergrad.training.workloads.datasets import read_photos
 
         return read_photos(), 0
     if name == "text":
-        from evergrad.training.workloads.data import read_text
+        from evergrad.training.workloads.datasets import read_text
 
         return read_text()
-    from evergrad.training.workloads.data import CLASSES
+    from evergrad.training.workloads.datasets import CLASSES
 
     if name == "digits":
-        from evergrad.training.workloads.data import read_digits
+        from evergrad.training.workloads.datasets import read_digits
 
         return read_digits(), CLASSES
-    from evergrad.training.workloads.data import read_mnist
+    from evergrad.training.workloads.datasets import read_mnist
 
     return read_mnist(name), CLASSES
 

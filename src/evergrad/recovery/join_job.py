@@ -37,10 +37,10 @@ from evergrad.recovery.heartbeat import HeartbeatPage
 from evergrad.recovery.job import Job
 from evergrad.recovery.job_checkpoints import JobCheckpoints
 from evergrad.recovery.membership import StoreKeys
-from evergrad.recovery.nccl import Transport
+from evergrad.recovery.nccl_group import Transport
 from evergrad.recovery.process_group import Group
 from evergrad.recovery.store import StoreClient
-from evergrad.recovery.tracebacks import keep_in_log
+from evergrad.recovery.traceback_log import keep_in_log
 from evergrad.recovery.usage_checks import described, refusing_wrong_arguments
 from evergrad.recovery.worker import ElasticWorker, SingleWorker, StaticWorker, Worker
 from evergrad.timeline import Recorder

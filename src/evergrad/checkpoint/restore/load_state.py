@@ -31,7 +31,7 @@ import torch
 
 from evergrad.checkpoint.capture.dtensor import local_tensor
 from evergrad.checkpoint.restore.copy_in import ShardSource, fill
-from evergrad.checkpoint.restore.load_plan import (
+from evergrad.checkpoint.restore.mismatches import (
     LoadPlan,
     LoadStateDictCall,
     Mismatch,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from evergrad import _files
 from evergrad._files import file_errors, open_file, replacing
 from evergrad.errors import DamagedFile, FileAccessError
-from evergrad.formats.data_file import FileEdits
+from evergrad.formats.byte_source import FileEdits
 from evergrad.injection.log import FileChange, SavedBytes
 from evergrad.injection.rng import Integers
 

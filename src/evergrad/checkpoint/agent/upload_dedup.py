@@ -22,9 +22,9 @@ import xxhash
 
 from evergrad import _files
 from evergrad._files import read_small
-from evergrad.checkpoint.layout import ShardEntry, cut, parse_header
-from evergrad.checkpoint.manifest import Manifest
-from evergrad.checkpoint.placement import Placements
+from evergrad.checkpoint.shard_layout import ShardEntry, cut, parse_header
+from evergrad.checkpoint.shard_manifest import Manifest
+from evergrad.checkpoint.tensor_placement import Placements
 from evergrad.checkpoint.tiers import Work
 from evergrad.checkpoint.version import Version
 from evergrad.formats.version_records import shard_name

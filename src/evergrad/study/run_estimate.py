@@ -106,7 +106,7 @@ def _timed_by_ranks(training: Training) -> tuple[float, float]:
     from evergrad.study.rank_group import RankGroup
 
     with RankGroup(training.ranks, device=training.device) as group:
-        first = group.call("evergrad.study.estimates:time_rank", Path(), training.to_json())[0]
+        first = group.call("evergrad.study.run_estimate:time_rank", Path(), training.to_json())[0]
     assert first is not None
     prepare, trial = first["seconds"]
     return prepare, trial
