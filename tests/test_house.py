@@ -259,7 +259,7 @@ MAY_CALL: dict[str, set[str]] = {
     "doctor.py": {"os.fsync"},  # how long that takes is what it measures
     "checkpoint/agent/agent.py": {"os.O_APPEND"},  # what the agent prints
     "recovery/launch/output.py": {"os.O_APPEND"},  # what ranks print
-    "recovery/tracebacks.py": {"os.O_APPEND"},  # the same files
+    "recovery/traceback_log.py": {"os.O_APPEND"},  # the same files
     "study/executors/worker_process.py": {"os.O_APPEND"},  # what workers print
 }
 

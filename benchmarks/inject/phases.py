@@ -17,13 +17,13 @@ __all__ = ["PHASES", "Stopwatch"]
 _WRAPPED = {
     "open, select": ("injector.open_checkpoint", "injector.population"),
     "sample": ("injector.sample",),
-    "plan: bits, old and new": ("injector.plan",),
-    "addresses, checksums": ("injector.prepare",),
-    "blocks: read": ("injector._prepare", "patches.Patch.read"),
-    "blocks: digests": ("patches.Patch.digest",),
+    "plan: bits, old and new": ("injector.plan_injection",),
+    "addresses, checksums": ("injector.prepare_injection",),
+    "blocks: read": ("injector._prepare_patch", "byte_patches.Patch.read"),
+    "blocks: digests": ("byte_patches.Patch.digest",),
     "log: format": ("log.InjectionLog._lines",),
-    "log: write": ("injector._keep",),
-    "apply": ("patches.Patch.write",),
+    "log: write": ("injector._save_log",),
+    "apply": ("byte_patches.Patch.write",),
 }
 """What is wrapped, by phase; time in a function that is wrapped itself counts there alone."""
 

@@ -17,8 +17,7 @@ import torch
 
 import evergrad as eg
 from evergrad.errors import DamagedFile, FileAccessError, FormatError, LimitExceeded, UnsupportedContent
-from evergrad.formats import crc as checksums
-from evergrad.formats import tensorflow
+from evergrad.formats import crc, tensorflow
 from evergrad.formats.tensorflow import slice_key
 from evergrad.records import Check, Role
 from evergrad.testing import FormatContract, raw_bytes
@@ -156,23 +155,23 @@ def test_the_crc_without_a_library_is_castagnolis(length: int) -> None:
         slow ^= byte
         for _ in range(8):
             slow = slow >> 1 ^ (0x82F63B78 if slow & 1 else 0)
-    assert checksums.fold(data[:6000]) == slow ^ 0xFFFFFFFF
-    whole = checksums.fold(data)
-    assert whole == checksums.fold(data[length // 3 :], checksums.fold(data[: length // 3]))
-    assert checksums.unmasked(checksums.masked(whole)) == whole
-    assert checksums.fold(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
+    assert crc.fold(data[:6000]) == slow ^ 0xFFFFFFFF
+    whole = crc.fold(data)
+    assert whole == crc.fold(data[length // 3 :], crc.fold(data[: length // 3]))
+    assert crc.unmasked(crc.masked(whole)) == whole
+    assert crc.fold(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
 
 
 def test_an_installed_crc32c_is_used_if_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def right(data: bytes, value: int = 0) -> int:
-        return checksums.fold(np.frombuffer(data, np.uint8), value)
+        return crc.fold(np.frombuffer(data, np.uint8), value)
 
     for package in (right, lambda data, value=0: 7):
         monkeypatch.setitem(sys.modules, "crc32c", SimpleNamespace(crc32c=package))
-        checksums._library.cache_clear()
-        assert (checksums._library() is package) == (package is right)
-        assert checksums.crc32c(b"123456789") == 0xE3069283
-    checksums._library.cache_clear()
+        crc._library.cache_clear()
+        assert (crc._library() is package) == (package is right)
+        assert crc.crc32c(b"123456789") == 0xE3069283
+    crc._library.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def varint(value: int) -> bytes:
 def block(entries: list[tuple[bytes, bytes]], kind: int = 0) -> bytes:
     body = b"".join(b"\0" + varint(len(key)) + varint(len(value)) + key + value for key, value in entries)
     body += struct.pack("<2L", 0, 1) + bytes([kind])
-    return body + struct.pack("<L", checksums.masked(checksums.crc32c(body)))
+    return body + struct.pack("<L", crc.masked(crc.crc32c(body)))
 
 
 def table(entries: list[tuple[bytes, bytes]], kind: int = 0) -> bytes:

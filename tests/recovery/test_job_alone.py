@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import evergrad as eg
 from evergrad.errors import StateError, UsageError
-from evergrad.recovery import join_job as joining
+from evergrad.recovery import join_job
 from evergrad.recovery.job import Job
 
 Join = Callable[..., Job]
@@ -30,11 +30,11 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """`eg.join` of a process that nobody has launched; each call is one of a new process."""
     for name in ("EVERGRAD_STORE", "EVERGRAD_BATCH_POLICY", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(joining.atexit, "register", lambda function: function)
+    monkeypatch.setattr(join_job.atexit, "register", lambda function: function)
     jobs: list[Job] = []
 
     def join_anew(*arguments: Any, **settings: Any) -> Job:
-        monkeypatch.setattr(joining, "_joined", None)
+        monkeypatch.setattr(join_job, "_joined", None)
         jobs.append(eg.join(*arguments, **settings))
         return jobs[-1]
 

@@ -20,7 +20,7 @@ from guarded import together
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from evergrad.errors import RecoveryError, UsageError
-from evergrad.recovery import nccl_group as nccl
+from evergrad.recovery import nccl_group
 from evergrad.recovery.membership import MembershipPlan, StoreKeys
 from evergrad.recovery.nccl_group import NcclGroup, Transport
 from evergrad.recovery.process_group import GlooGroup, Group, GroupBroken
@@ -91,8 +91,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[int, StandInNccl]:
         made[rank] = StandInNccl()
         return made[rank]
 
-    monkeypatch.setattr(nccl, "_make", make)
-    monkeypatch.setattr(nccl, "_gpu", lambda _: f"GPU of {threading.get_ident()}")
+    monkeypatch.setattr(nccl_group, "_make", make)
+    monkeypatch.setattr(nccl_group, "_gpu", lambda _: f"GPU of {threading.get_ident()}")
     return made
 
 
@@ -177,7 +177,7 @@ def test_a_job_that_asks_for_nccl_in_vain_ends_with_one_line(
 def test_two_ranks_on_one_gpu_are_refused_by_all(
     stand_ins: dict[int, StandInNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_gpu", lambda _: "GPU-1")
+    monkeypatch.setattr(nccl_group, "_gpu", lambda _: "GPU-1")
     with pytest.raises(UsageError, match="ranks 0, 1, 2 have the same GPU, and NCCL needs one a rank"), groups_of(3):
         pass
     assert not stand_ins, "NCCL is not even made"
@@ -187,7 +187,7 @@ def test_a_shared_gpu_ends_a_launched_job_for_good(
     stand_ins: dict[int, StandInNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the next generation it would be the same GPU again."""
-    monkeypatch.setattr(nccl, "_gpu", lambda _: "GPU-1")
+    monkeypatch.setattr(nccl_group, "_gpu", lambda _: "GPU-1")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = StoreClient("127.0.0.1", store.port, secret=None, prefix=PREFIX)
@@ -329,7 +329,7 @@ def test_an_abort_that_never_ends_ends_the_process(
         ticket = group.all_reduce(torch.zeros(1, device=GPU))
         stand_ins[0].may_abort.clear()
         with monkeypatch.context() as short:
-            short.setattr(nccl, "_PATIENCE_S", 0.01)
+            short.setattr(nccl_group, "_PATIENCE_S", 0.01)
             group.interrupt("rank 1 is gone")
             with pytest.raises(RecoveryError, match="NCCL has not let go of meta within 0 s of an abort") as caught:
                 ticket.wait()
@@ -368,8 +368,8 @@ def test_a_broadcast_counts_when_all_ranks_have_it(stand_ins: dict[int, StandInN
 def test_settings_of_torch_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "mine")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-    with nccl._environment(nccl._ALONE):
-        assert {name: os.environ[name] for name in nccl._ALONE} == nccl._ALONE
+    with nccl_group._environment(nccl_group._ALONE):
+        assert {name: os.environ[name] for name in nccl_group._ALONE} == nccl_group._ALONE
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "mine"
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
 

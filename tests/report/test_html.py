@@ -13,7 +13,7 @@ from browsing import OpenPage
 
 from evergrad._files import replacing
 from evergrad.errors import FileAccessError, UsageError
-from evergrad.report import html as plots
+from evergrad.report import html
 from evergrad.report.html import page_html, write_page
 from evergrad.report.page_model import (
     PALETTE,
@@ -168,7 +168,7 @@ def test_plotly_is_in_a_page_once_or_not_at_all() -> None:
 def test_missing_plotly_is_one_line_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install .*\[report\]"):
-        plots.plotly_script()
+        html.plotly_script()
     assert "<table" in page_html(ReportPage("t", "k", "q", ["a"], [Section("s", [table(("a", 1.0))])]))
 
 
@@ -237,4 +237,4 @@ def test_plotly_that_an_import_hook_forbids_is_missing(error: Exception, monkeyp
     for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Blocker(), *sys.meta_path])
-    assert "figures need plotly, which is not installed" in plots.missing_plotly()
+    assert "figures need plotly, which is not installed" in html.missing_plotly()

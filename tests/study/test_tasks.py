@@ -14,7 +14,7 @@ import torch
 import evergrad as eg
 from evergrad.errors import EvergradError, StudyError, UsageError
 from evergrad.injection.faults import fault_of
-from evergrad.study import loaded_trainings as sessions
+from evergrad.study import loaded_trainings
 from evergrad.study.golden import golden_folder, read_golden
 from evergrad.study.loaded_trainings import load_training
 from evergrad.study.observe import observe
@@ -28,7 +28,7 @@ MakeTrial = Callable[..., Trial]
 
 def cold() -> None:
     """Forget what is loaded, as a fresh worker would not know it."""
-    sessions._loaded_trainings.clear()
+    loaded_trainings._loaded_trainings.clear()
 
 
 def run(folder: Path, trial: Trial) -> Observation:

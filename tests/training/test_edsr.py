@@ -8,25 +8,25 @@ import torch
 from evergrad.errors import UsageError
 from evergrad.training import Training
 from evergrad.training.mechanisms import make_session
-from evergrad.training.workloads import datasets as photos
+from evergrad.training.workloads import datasets
 from evergrad.training.workloads.datasets import TEST_PHOTOS, TRAIN_PHOTOS, psnr, read_photos, rounded
 from evergrad.training.workloads.models import edsr
 from evergrad.training.workloads.registry import check_fit, make_workload
 
 
 @pytest.fixture(scope="module")
-def data() -> photos.Dataset:
+def data() -> datasets.Dataset:
     return read_photos()
 
 
-def test_photos_that_judge_are_not_learnt_from(data: photos.Dataset) -> None:
+def test_photos_that_judge_are_not_learnt_from(data: datasets.Dataset) -> None:
     assert not set(TRAIN_PHOTOS) & set(TEST_PHOTOS)
     assert (len(data.train_x), len(data.test_x)) == (16 * 16 + 12 * 18 + 15 * 23, 9 * 14)
     learnt = {patch.numpy().tobytes() for patch in data.train_y}
     assert not any(patch.numpy().tobytes() in learnt for patch in data.test_y)
 
 
-def test_low_resolution_is_the_mean_of_four_pixels(data: photos.Dataset) -> None:
+def test_low_resolution_is_the_mean_of_four_pixels(data: datasets.Dataset) -> None:
     assert data.train_x.shape[1:] == (3, 16, 16)
     assert data.train_y.shape[1:] == (3, 32, 32)
     corner = data.train_y[7, :, 4:6, 10:12].mean((1, 2))
@@ -36,7 +36,7 @@ def test_low_resolution_is_the_mean_of_four_pixels(data: photos.Dataset) -> None
     assert data.train_y.mean((0, 2, 3)).abs().max() < 1e-5
 
 
-def test_guessing_is_showing_every_pixel_four_times(data: photos.Dataset) -> None:
+def test_guessing_is_showing_every_pixel_four_times(data: datasets.Dataset) -> None:
     repeated = data.test_x.repeat_interleave(2, 2).repeat_interleave(2, 3)
     assert data.chance == pytest.approx(float(psnr(repeated, data.test_y)), abs=1e-6)
     blurred = data.test_x.mean((2, 3), keepdim=True).expand_as(data.test_y)
@@ -91,6 +91,6 @@ def test_a_photo_is_no_digit() -> None:
 
 
 def test_without_scikit_image_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(photos, "find_spec", lambda name: None)
+    monkeypatch.setattr(datasets, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"scikit-image is not installed. Get it with: pip install .*\[studies\]"):
         read_photos()

@@ -1,13 +1,13 @@
 """Checkpoints of a running job: captured in one copy, finished by an agent, restored from the nearest intact tier.
 
 checkpointer.py    the API: save, restore, versions; pending.py: waiting for a save
-policy.py          when a save is due; preemption.py: signals, and one answer of all ranks
-capture/           the trainer's part of a save; arena.py: the shared memory it writes to; layout.py: a shard's bytes
+save_policy.py          when a save is due; preemption.py: signals, and one answer of all ranks
+capture/           the trainer's part of a save; arena.py: the shared memory it fills; shard_layout.py: a shard's bytes
 agent/             the process that digests, stores, uploads and retires versions
 tiers/             where versions are stored, one file a tier
 restore/           which version, its shards, verified, loaded in place
 catalogue/         the history of versions, pins, lineage, export
-run_folder.py      a job's run folder and identity; manifest.py, version.py, placement.py, ranks.py, rng.py
+run_folder.py      a job's run folder and identity; shard_manifest.py, version.py, tensor_placement.py, ranks.py, rng.py
 
 Names are loaded when they are first used: the agent imports from here, and needs no torch.
 """

@@ -21,8 +21,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from evergrad import __version__
-from evergrad.cli import checkpoints, demo, files, inject, run, study
-from evergrad.cli import machine as node
+from evergrad.cli import checkpoints, demo, files, inject, machine, run, study
 from evergrad.cli.output import check_shell, parser_line, printable, safe_streams
 from evergrad.errors import EvergradError, reason
 
@@ -73,8 +72,8 @@ app.command("undo", epilog=inject.EPILOG_UNDO)(inject.undo)
 app.command("replay", epilog=inject.EPILOG_REPLAY)(inject.replay)
 app.command("run", epilog=run.EPILOG, context_settings=run.CONTEXT)(run.run)
 app.command("timeline", epilog=run.EPILOG_TIMELINE)(run.timeline)
-app.command("doctor", epilog=node.EPILOG_DOCTOR)(node.doctor)
-app.command("agent", epilog=node.EPILOG_AGENT)(node.agent)
+app.command("doctor", epilog=machine.EPILOG_DOCTOR)(machine.doctor)
+app.command("agent", epilog=machine.EPILOG_AGENT)(machine.agent)
 app.add_typer(checkpoints.app)
 app.add_typer(study.app)
 

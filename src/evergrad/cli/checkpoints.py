@@ -1,4 +1,4 @@
-"""`evergrad checkpoints`: the versions of a job, one file a verb."""
+"""`evergrad checkpoints`: the versions of a job."""
 
 from __future__ import annotations
 

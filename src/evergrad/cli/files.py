@@ -1,4 +1,4 @@
-"""`evergrad inspect`: what is in a checkpoint."""
+"""`evergrad inspect`, `verify`, `diff`, `convert`: checkpoint files."""
 
 from __future__ import annotations
 

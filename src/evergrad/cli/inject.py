@@ -1,4 +1,4 @@
-"""`evergrad inject`: soft errors in a checkpoint."""
+"""`evergrad inject`, `undo`, `replay`: soft errors in a checkpoint file."""
 
 from __future__ import annotations
 

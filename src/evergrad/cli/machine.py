@@ -1,4 +1,4 @@
-"""`evergrad doctor`: is this machine fit for it?"""
+"""`evergrad doctor`, `agent`: this machine, and the checkpoint agent on it."""
 
 from __future__ import annotations
 

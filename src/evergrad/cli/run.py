@@ -1,4 +1,4 @@
-"""`evergrad run`: launch a script on several ranks, and keep it going when some of them die."""
+"""`evergrad run`, `timeline`: launch a job on several ranks, and show what happened in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`evergrad study`: what a soft error does to training, one file a verb."""
+"""`evergrad study`: the effect of soft errors on training."""
 
 from __future__ import annotations
 

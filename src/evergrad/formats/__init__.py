@@ -2,9 +2,9 @@
 
 checkpoint.py          what a format is, and what an opened checkpoint offers
 region.py              where a tensor's bytes are: the only code that reads and alters them
-data_file.py           files as bytes at offsets, and dry runs of an alteration
+byte_source.py           files as bytes at offsets, and dry runs of an alteration
 offset_checkpoint.py   checkpoints whose tensors lie at known places; tiled.py: tensors in several places
-zip_archive.py · checksums.py         zip members at offsets, checksums that follow a change
+zip_archive.py · crc.py         zip members at offsets, checksums that follow a change
 pickle_reader.py · torch_objects.py   pickles, read and never run
 torch_file.py · safetensors.py · numpy_file.py · folders.py · tensorflow.py · dcp.py · deepspeed.py · orbax.py
 hdf5/ · keras_zip.py                  HDF5 files, and Keras 3 files, which hold one

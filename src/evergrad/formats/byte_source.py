@@ -1,6 +1,6 @@
 """Files as bytes at offsets: read exactly, altered in place, closed whatever happens.
 
-`ByteSource` is what a tensor may lie in: a file, a part of one (`Window` in `dcp.py`), a member of an archive.
+`ByteSource` is what a tensor may lie in: a file, a part of one (`FileSlice` in `dcp.py`), a member of an archive.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 faults.py               what happens to bits: flips, masks, stuck bits, scaling, values; faults as text
 sampling.py             which numbers may be hit, and which are drawn; rng.py: draws equal on every platform
-bit_changes.py          drawn sites and a fault become old and new bits
+injection_plan.py          drawn sites and a fault become old and new bits
 injector.py             `inject`: plan, dry run, log, and only then write; in place or into a copy
-patches.py              the blocks of a file that change
+byte_patches.py              the blocks of a file that change
 log.py · undo.py · replay.py    the injection log, and what can be done with it
 published_settings.py   the settings of the published injector, by their names
 

@@ -1,18 +1,18 @@
 """In-step recovery: the remaining ranks continue after a failure.
 
-job.py              the API of a training script: wrap, track, batches, step; joining.py: `eg.join`
+job.py              the API of a training script: wrap, track, batches, step; join_job.py: `eg.join`
 loop.py             one rank's way through its epochs; step_barrier.py: passing a point, recovering at it
 bootstrap.py        how a process gets the job's state: from a rank, from a checkpoint, or by restarting
 worker.py           this process in the job: its generation, its process group, SIGTERM
 rank_state.py       model and optimizers of a rank; local_state.py: RNG, buffers, snapshots; state_transfer.py
-data_position.py    epoch, batch and step; elastic_sampler.py: who gets which samples; dataloader.py: user loaders
+data_position.py    epoch, batch, step; elastic_sampler.py: who gets which samples; dataloader_adapter.py: user loaders
 gradients.py        the reduction under DDP; optimizer_overlap.py: updates within backward
 decide.py           the decision after a failure: a pure function; membership.py: the records it reads and writes
 coordinator.py      runs in the launcher: collects reports, calls `decide`, publishes the next generation
-process_group.py    collectives over gloo; nccl.py; store.py: the signed store; sockets.py
+process_group.py    collectives over gloo; nccl_group.py; store.py: the signed store; sockets.py
 heartbeat.py        how a process shows progress, and the rules that declare it lost
 job_checkpoints.py  versions of the job; fingerprints.py: digests of a rank's state
-usage_checks.py     missing calls of the API; untracked_state.py: state that nobody tracks; tracebacks.py
+usage_checks.py     missing calls of the API; untracked_state.py: state that nobody tracks; traceback_log.py
 failures/ · guard/ · launch/    injected failures, silent data corruption, `evergrad run`
 
 Names are loaded when they are first used: failures and schedules need no torch.

@@ -3,7 +3,7 @@
     plan → trials → (golden run | fault → training) → observations in a journal → outcomes → statistics → tables
 
 runner.py        `run_study`: golden runs first, then every missing trial
-plan.py          the question as data; plan_reader.py: checked cells; plan_files.py: TOML; gallery/*.toml; estimates.py
+plan.py          the question as data; plan_reader.py: checked cells; plan_files.py: TOML; gallery/; run_estimate.py
 trials.py        the records: a trial, its observation, its outcome
 tasks.py         what a worker does; golden.py, loaded_trainings.py: the fault-free run and what stays loaded
 observe.py       watches a training step by step; probes.py: how far a fault spreads, what guards see; probe_base.py

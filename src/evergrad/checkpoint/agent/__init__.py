@@ -3,7 +3,7 @@
 agent.py        the process: one per node and job, its socket and its lifetime
 pipeline.py     the stages of a shard: digest, memory, local, upload, commit; and which arenas are free
 inventory.py    which versions the tiers hold, which are complete, which are retired
-upload.py       replicated tensors are uploaded once, in balanced parts
+upload_dedup.py       replicated tensors are uploaded once, in balanced parts
 client.py       the trainer's end: a connection to the agent, or a thread that does its work
 events.py       the messages from agent to trainers
 """

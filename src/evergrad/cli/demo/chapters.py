@@ -1,4 +1,4 @@
-"""The demo's chapter of files: bits that flip in a checkpoint, what they do, and how they are found and undone."""
+"""The chapters of the demo: files, checkpoints, recovery, studies; each with real files and real output."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     exponential mean=20 until=1000 kinds=kill:3,stop ranks=8 seed=3
     weibull mean=20 shape=0.7 until=1000 kinds=kill,stop,slow slow.by=4 phase=forward
 
-The same words give the same failures on every platform: the generator is that of `injection.draws`, and logarithms and
+The same words give the same failures on every platform: the generator is that of `injection.rng`, and logarithms and
 powers are taken in decimal arithmetic, which fixes every digit. A line's further words go to the failures: `slow.by=4`
 to those of one kind, `phase=forward` to all kinds that take it, `stop.for=none` takes a default away.
 """

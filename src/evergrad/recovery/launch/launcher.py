@@ -5,7 +5,7 @@ ranks report through the store. What is the launcher's alone is to know at once 
 to leave nothing behind.
 
 On several machines each has a launcher. All of this is that of the first one, the head; the others do as they are told
-(`node`), and `head` is what the head sees of them.
+(`node`), and `remote_nodes` is what the head sees of them.
 """
 
 from __future__ import annotations

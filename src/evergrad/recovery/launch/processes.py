@@ -271,7 +271,7 @@ def _has_terminal() -> bool:
     return True
 
 
-# The processes of a job, wherever they run: here (`local_processes`), on other nodes (`head`), or both
+# The processes of a job, wherever they run: here (`local_processes`), on other nodes (`remote_nodes`), or both
 # (`JobProcesses`).
 
 

@@ -1,4 +1,4 @@
-"""Where workers on other machines report: whoever does not prove the secret on its `wire` gets no further.
+"""Where workers on other machines report: whoever does not prove the secret on its `_wire` gets no further.
 
 A stranger costs little: some bytes, for some seconds, and there are never more than a few.
 """

@@ -1,6 +1,6 @@
 """Workers that are Slurm jobs: each serves many tasks, so that the scheduler is asked for jobs and not for trials.
 
-Jobs report to the runner over a connection that both prove a secret on (`wire`); it is in a file that only their user
+Jobs report to the runner over a connection that both prove a secret on (`_wire`); it is in a file that only their user
 can read, and nothing else is listened to. Where it breaks, the other end is gone: a job whose runner was killed ends at
 once, one that has not begun by then ends when it does, and a machine that is gone is noticed after `wire.SILENCE_S`.
 Before its time limit a job finishes what it is at and another takes its place.

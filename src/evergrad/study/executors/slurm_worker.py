@@ -1,7 +1,7 @@
 """A Slurm job that is a worker: it reports to its runner, does one task after the other, and ends with it.
 
 It finds where to report, and the secret that proves both to each other, in the order: a JSON file in a folder that
-nobody else may read. Messages go over a `wire`; after the nonces:
+nobody else may read. Messages go over a `_wire`; after the nonces:
 
     ←  {"job": number, "node": name}                      once
     →  {"welcome": true}                                  once

@@ -2,7 +2,7 @@
 
 workload.py    what a workload is; workloads of users, found by `file.py:function`
 models.py      AlexNet, VGG, ResNet, EDSR, GPT, small enough for a CPU
-data.py        digits, MNIST files, text, photos
+datasets.py        digits, MNIST files, text, photos
 registry.py    what plans can name, without torch
 """
 

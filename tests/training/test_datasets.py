@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from evergrad.errors import DamagedFile, EvergradError, FileAccessError, LimitExceeded, UsageError
-from evergrad.training.workloads import datasets as digits
-from evergrad.training.workloads import datasets as mnist
+from evergrad.training.workloads import datasets
 from evergrad.training.workloads.datasets import MOST_TOKENS, TEST, TRAIN, read_digits, read_idx, read_mnist, read_text
 from evergrad.training.workloads.models import CONTEXT
 
@@ -39,7 +38,7 @@ def _write_mnist(folder: Path, *, zipped: bool = False, labels: int = 6) -> None
 @pytest.fixture(autouse=True)
 def nothing_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EVERGRAD_DATA", raising=False)
-    monkeypatch.setattr(mnist, "_SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(datasets, "_SHIPPED", tmp_path / "shipped")
 
 
 def _rows(images: Tensor, labels: Tensor) -> list[bytes]:
@@ -49,7 +48,7 @@ def _rows(images: Tensor, labels: Tensor) -> list[bytes]:
 def test_the_split_of_digits_is_disjoint_and_complete() -> None:
     data = read_digits()
     assert (len(data.train_x), len(data.test_x)) == (TRAIN, TEST) == (1437, 360)
-    table = digits._table().astype(np.uint8)
+    table = datasets._table().astype(np.uint8)
     values = torch.cat([data.train_x, data.test_x]).unique()  # one for each grey of 0 to 16
     assert len(values) == 17
     found = [torch.searchsorted(values, x).to(torch.uint8) for x in (data.train_x, data.test_x)]
@@ -71,7 +70,7 @@ def test_digits_are_the_same_bits_each_time_and_normalised_by_the_training_set()
 
 
 def test_without_scikit_learn_the_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits, "find_spec", lambda name: None)
+    monkeypatch.setattr(datasets, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install .*\[studies\]"):
         read_digits()
 
@@ -186,7 +185,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, monkeypat
 def test_one_set_is_not_taken_for_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERGRAD_DATA", str(tmp_path))
     _write_mnist(tmp_path)
-    monkeypatch.setitem(mnist._COUNTS, "fashion-mnist", [1] * 6 + [0] * 4)
+    monkeypatch.setitem(datasets._COUNTS, "fashion-mnist", [1] * 6 + [0] * 4)
     with pytest.raises(UsageError, match=f"the files in {tmp_path} are those of fashion-mnist"):
         read_mnist("mnist")
 
