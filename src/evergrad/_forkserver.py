@@ -33,10 +33,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evergrad.records import Json
 from evergrad.wording import signal_name
+
+if TYPE_CHECKING:
+    from evergrad.records import Json
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """In the environment of a process that has a core to itself: with more threads, processes wait for each other."""

@@ -20,10 +20,12 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evergrad.errors import FileAccessError, RecoveryError
-from evergrad.records import Json
+
+if TYPE_CHECKING:
+    from evergrad.records import Json
 
 SILENCE_S = 60
 """How long the other's machine may say nothing at all."""

@@ -39,10 +39,10 @@ class StandIn:
     def side(self) -> str:
         return BESIDE
 
-    def mark(self, stream: str) -> Any:
+    def record_event(self, stream: str) -> Any:
         return (len(self.queue) if stream == BESIDE else 0, object())
 
-    def follow(self, stream: str, mark: Any) -> None:
+    def wait_event(self, stream: str, mark: Any) -> None:
         if stream == NOW:
             self._run(mark[0])
 
@@ -59,15 +59,15 @@ class StandIn:
             self.eager += sum(place.nbytes for place in places)
             move()
 
-    def keep_for(self, stream: str, buffers: Sequence[torch.Tensor]) -> None:
+    def record_stream(self, stream: str, buffers: Sequence[torch.Tensor]) -> None:
         pass
 
-    def wait(self, mark: Any) -> None:
+    def synchronize_event(self, mark: Any) -> None:
         if StandIn.broken:
             raise RuntimeError(StandIn.broken)
         self._run(mark[0])
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         self._run(len(self.queue))
 
     def is_recording(self) -> bool:

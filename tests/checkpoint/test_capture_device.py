@@ -221,7 +221,7 @@ def test_a_capture_that_fails_leaves_nothing_on_its_way(gpu: Driver, monkeypatch
     def fail(*_: object) -> None:
         raise RuntimeError("out of streams")
 
-    monkeypatch.setattr("evergrad.checkpoint.capture.cuda.Flight.ends", fail)
+    monkeypatch.setattr("evergrad.checkpoint.capture.cuda.DeviceCopyInFlight.ends", fail)
     with pytest.raises(RuntimeError, match="out of streams"):
         Shot(state)
     assert device().done == len(device().queue)

@@ -240,7 +240,7 @@ def test_while_a_tag_cannot_be_read_nothing_is_retired(disks: Disks, caplog: pyt
 class Captured:
     """A stand-in for an arena, or for copies that have ended."""
 
-    def captured(self, ticket: object) -> None:
+    def mark_captured(self, ticket: object) -> None:
         pass
 
     def wait(self) -> None:

@@ -407,7 +407,7 @@ def test_uploads_stay_below_the_bandwidth() -> None:
 def test_a_tier_with_a_bandwidth_pays_for_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, site = open_store(tmp_path, bandwidth=1e12)
     paid: list[int] = []
-    monkeypatch.setattr(store._bucket.access.throttle, "take", paid.append)
+    monkeypatch.setattr(store._bucket.access.throttle, "acquire", paid.append)
     with capture_shard(site, Version(1, 1), 0) as work:
         store.put(work)
         assert sum(paid) == len(work.shard)

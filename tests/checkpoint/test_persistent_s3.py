@@ -351,7 +351,7 @@ def test_no_more_parts_are_in_memory_than_are_sent_at_a_time() -> None:
         def key(self, name: str) -> str:
             return name
 
-        def pay(self, size_bytes: int) -> None:
+        def await_bandwidth(self, size_bytes: int) -> None:
             """Free."""
 
         def parts(self) -> Iterator[bytes]:

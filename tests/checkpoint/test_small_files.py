@@ -633,7 +633,7 @@ def job_node(job: Job) -> str:
 def test_no_file_of_a_job_is_opened_in_a_way_that_waits_for_a_pipe() -> None:
     opens = re.compile(r"\.read_(?:bytes|text)\(|(?<![.\w])open\(|\.open\(")
     never_waits = re.compile(
-        r"/proc/|os\.devnull|O_RDWR|O_PATH|O_DIRECTORY|Job\.open\(|def open\(|Dcp\(\)\.open\(|fs\.open\("
+        r"/proc/|os\.devnull|O_RDWR|O_PATH|O_DIRECTORY|RunFolder\.open\(|def open\(|Dcp\(\)\.open\(|fs\.open\("
     )
     package = Path(eg.__file__).parent / "checkpoint"
     lines = [

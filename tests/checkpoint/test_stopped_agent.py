@@ -237,7 +237,7 @@ def test_a_job_that_was_stopped_whole_goes_on_with_its_agent(tmp_path: Path, shm
         print("saved", flush=True)
         sys.stdin.readline()
         ck.save(2, {"a": torch.ones(3)}).wait()
-        print(ck._board.errors(), flush=True)
+        print(ck._tracker.errors(), flush=True)
     """
     trainer = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],

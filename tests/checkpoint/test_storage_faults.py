@@ -696,7 +696,7 @@ def test_too_many_open_files_at_an_upload_are_said_with_the_limit(
                     assert re.search(TOO_MANY, str(error)), (free, error)
                 else:
                     assert free > 0
-                ck._client._pipeline._flushing.workers.drain()  # type: ignore[attr-defined]
+                ck._client._pipeline._flusher.workers.drain()  # type: ignore[attr-defined]
         save(ck, 30).wait("persistent", timeout=SECONDS)
         assert restored(ck) == 30
     assert "[Errno" not in caplog.text

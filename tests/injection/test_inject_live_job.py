@@ -64,16 +64,16 @@ class Around:
     def root(self) -> int:
         return 0
 
-    def misused(self) -> str:
+    def misuse(self) -> str:
         return ""
 
     def shares_buffers(self) -> bool:
         return False
 
-    def site(self, bucket: int, at: str) -> None:
+    def reach_site(self, bucket: int, at: str) -> None:
         pass
 
-    def ended(self) -> None:
+    def backward_ended(self) -> None:
         self.gradients.finish_reduction()
 
     def run(self, steps: int) -> Around:

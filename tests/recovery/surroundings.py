@@ -33,14 +33,14 @@ class Around(Generic[AnyGroup]):
     def root(self) -> int:
         return 0
 
-    def misused(self) -> str:
+    def misuse(self) -> str:
         return ""
 
     def shares_buffers(self) -> bool:
         return self._shares_buffers
 
-    def site(self, bucket: int, at: str) -> None:
+    def reach_site(self, bucket: int, at: str) -> None:
         self.sites.append((bucket, at))
 
-    def ended(self) -> None:
+    def backward_ended(self) -> None:
         self.at_end()

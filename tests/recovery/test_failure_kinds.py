@@ -24,14 +24,14 @@ MEMBERS, NODES = (10, 11), ("n0", "n0")
 
 VICTIM = """
 import signal, sys
-from evergrad.recovery.failures.injector import LiveActs
+from evergrad.recovery.failures.injector import ProcessFailureEffects
 from evergrad.recovery.failures.schedule import Failures, Phase
-from evergrad.recovery.failures.injector import Trigger
+from evergrad.recovery.failures.injector import FailureTrigger
 others = [(10 + place, int(pid)) for place, pid in enumerate(sys.argv[2:])]
 import os
-acts = LiveActs(lambda event, **fields: print(event, fields, flush=True),
+acts = ProcessFailureEffects(lambda event, **fields: print(event, fields, flush=True),
                 find=(lambda ranks: [(others + [(11, os.getpid())])[rank] for rank in ranks]) if others else None)
-trigger = Trigger(Failures.parse([sys.argv[1]]), claim={}.setdefault, acts=acts)
+trigger = FailureTrigger(Failures.parse([sys.argv[1]]), claim={}.setdefault, acts=acts)
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 signal.signal(signal.SIGCONT, lambda *_: print("goes on", flush=True))
 trigger.reach(Phase.BACKWARD, step=0, generation=0, rank=1, members=(10, 11), nodes=("n0", "n0"))
@@ -326,7 +326,7 @@ def test_the_clock_begins_with_the_job_or_else_with_the_process(monkeypatch: pyt
     assert 1000 <= job_clock()() < 1100
     monkeypatch.delenv("EVERGRAD_START_TIME")
     begun = time.monotonic()
-    code = "from evergrad.recovery.failures.injector import since_begun; print(since_begun()())"
+    code = "from evergrad.recovery.failures.injector import job_clock; print(job_clock()())"
     found = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert 0 < found <= time.monotonic() - begun + 0.1  # the kernel counts in hundredths
 

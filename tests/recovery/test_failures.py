@@ -560,10 +560,10 @@ def test_without_a_way_to_kill_others_each_rank_ends_itself_and_no_torch_is_need
     code = """
 import sys
 from evergrad.recovery.failures.schedule import Failures, Phase
-from evergrad.recovery.failures.injector import Trigger
+from evergrad.recovery.failures.injector import FailureTrigger
 assert "torch" not in sys.modules
 claims = {"fired/0/0": "0/10"}  # the other rank of the node was first
-trigger = Trigger(Failures().kill(node=0, step=7), claim=claims.setdefault)
+trigger = FailureTrigger(Failures().kill(node=0, step=7), claim=claims.setdefault)
 print("before", flush=True)
 trigger.reach(Phase.BACKWARD, step=7, generation=0, rank=1, members=(10, 11), nodes=("n0", "n0"))
 print("after", flush=True)

@@ -76,8 +76,8 @@ class Failing(Around[Alike]):
         self.now._check()
         return self.now
 
-    def site(self, bucket: int, at: str) -> None:
-        super().site(bucket, at)
+    def reach_site(self, bucket: int, at: str) -> None:
+        super().reach_site(bucket, at)
         if self.raises == (bucket, at):
             raise RuntimeError("injected here")
 

@@ -330,16 +330,16 @@ def test_a_study_runs_from_a_name_a_path_or_a_plan(tmp_path: Path, plan_file: Ca
     inline = executor("inline", tmp_path / "out")
     lines: list[str] = []
     results = eg.run_study(
-        path, tmp_path / "out", trainings=4, executor=inline, progress=lambda at: lines.append(str(at))
+        path, tmp_path / "out", trials_per_cell=4, executor=inline, progress=lambda at: lines.append(str(at))
     )
     assert [cell.trainings for cell in results.cells] == [4, 4]
     assert results == results_of(tmp_path / "out")
-    assert results.facts["command"] == f"evergrad study run {path} --trainings 4"
+    assert results.facts["command"] == f"evergrad study run {path} --trials-per-cell 4"
     assert lines[0] == "golden runs: 0 of 1"
     assert lines[-1].startswith("trials: 8 of 8")
-    assert format_table(results.table("published"), "markdown").startswith("**toy: N-EV %**")
+    assert format_table(results.table("paper"), "markdown").startswith("**toy: N-EV %**")
     # A plan that was read before has the same trials: nothing is run again, and no executor is made.
-    again = eg.run_study(Plan.read(path, trainings=4), str(tmp_path / "out"), executor="dask")
+    again = eg.run_study(Plan.read(path, trials_per_cell=4), str(tmp_path / "out"), executor="dask")
     assert verdicts(again) == verdicts(results)
     assert set(counted(tmp_path / "out").values()) == {1}
 

@@ -185,7 +185,7 @@ def test_samples_that_went_with_a_rank_are_accounted_for_and_those_that_were_lef
 
 
 def test_books_that_are_missing_fail() -> None:
-    for name in ("assert_no_sample_lost", "assert_no_sample_repeated", "assert_books_balance"):
+    for name in ("assert_no_sample_lost", "assert_no_sample_repeated", "assert_samples_accounted_for"):
         assert "no books on the timeline" in refused(getattr(without("epoch", job()), name))
         gap = without("epoch", job(), epoch(0), epoch(2))
         assert "those of epochs [0, 2]" in refused(getattr(gap, name))

@@ -23,12 +23,14 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evergrad.records import record_from_json, record_to_json
 from evergrad.recovery.heartbeat import LivenessTimeouts, ProcessHealth
 from evergrad.recovery.launch.settings import ProcessPlacement
-from evergrad.recovery.store import SignedStore
+
+if TYPE_CHECKING:
+    from evergrad.recovery.store import SignedStore
 
 _LEASE = 2.0
 
