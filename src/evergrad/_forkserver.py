@@ -3,7 +3,7 @@
 Importing torch takes seconds, a fork takes milliseconds. A process that forks has one thread: a lock that another
 thread holds at that moment stays locked in the child.
 
-- `preload` and `fork`: this process forks children of its own, as `evergrad run --fork` does with ranks.
+- `preload` and `fork`: this process forks children of its own, as `evergrad run --preload` does with ranks.
 - `Forkserver`: another process forks them, because this one has threads, or has used torch.
 - `guarded`: a command that is started with `subprocess` and ends with this process.
 - `end_group_with`: a process group that ends when a pipe closes.

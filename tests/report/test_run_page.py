@@ -56,7 +56,7 @@ def test_the_phases_of_a_failure_are_those_of_its_events() -> None:
 
 
 def test_a_real_run_is_told_as_it_was() -> None:
-    """Made by: evergrad run -n 4 --spares 1 --fork --fail "kill rank=2 step=10 bucket=0" examples/ddp_evergrad.py."""
+    """By: evergrad run -n 4 --spares 1 --preload --fail "kill rank=2 step=10 bucket=0" examples/ddp_evergrad.py."""
     story = analyse(read_run(REAL).events)
     assert summary(story) == ("4 ranks and 1 spare, 24 steps in 8.76 s: finished; 1 failure, 97 ms to the next step")
     words = " ".join(run_answer(story))
