@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,11 @@ def damage_20(me: Rank) -> None:
     shards += Path(os.environ["EVERGRAD_SHM"]).rglob("rank-00001.*.safetensors")
     assert len(shards) >= 2
     for shard in shards:
-        data = bytearray(shard.read_bytes())
-        data[-3] ^= 4
-        shard.write_bytes(data)
+        with suppress(FileNotFoundError), shard.open("r+b") as file:  # an agent that leaves removes the older arena
+            file.seek(-3, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-3, os.SEEK_END)
+            file.write(bytes([byte ^ 4]))
 
 
 def load_10(me: Rank) -> None:
